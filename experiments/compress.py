@@ -49,8 +49,9 @@ def train() -> int:
 
     settings = cli.load_config(TrainingConfig)
     process_environment.ensure("cpu")
-    from jaxbench.compress import material, training
+    from jaxbench.compress import curve, material, training
     from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.training.observe import Records
 
     shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
@@ -64,7 +65,9 @@ def train() -> int:
     cli.keep(f"checkpoints are in {workdir}; the same command goes on")
     with terminal.progress(settings.steps) as advance:
         training.train(settings, held, *sides, workdir, say=lambda line: print(line, flush=True), progress=advance)
-    print(f"written: {workdir}/{training.RECORDS} and {workdir}/{training.CHECKPOINTS}")
+    records = Records(workdir / training.RECORDS).read()
+    outputs.write_text(workdir / "curve.svg", curve.picture(records, f"{settings.steps} steps"))
+    print(f"written: {workdir}/{training.WEIGHTS}, {training.RECORDS}, curve.svg and {training.CHECKPOINTS}")
     return cli.EXIT_OK
 
 
@@ -173,7 +176,7 @@ def ask() -> int:
         print(f"the text does not answer this (nearest to an answer: {where})")
     else:
         print(found.text)
-        print(f"({where} of the text; {found.margin:.1f} nats more probable than that there is no answer)")
+        print(f"({where} of the text; {found.margin:+.1f} nats beside the answer that there is none)")
     return cli.EXIT_OK
 
 

@@ -23,7 +23,7 @@ from jaxbench.quantization import grids
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
-SHIPPED_SHA256 = "0154add2ff464684f20d33e31903355eeb9435dbb5f56bb65561ee8dba5813a5"
+SHIPPED_SHA256 = "8bf14a88cce73127d3cd8e8baa39ffc3389b7157a8c58f48ea8c94b7cc22f097"
 BITS, FINE_BITS = 4, 8  # of encoder and connector, of what is small
 GROUP = 192  # inputs that share a scale
 

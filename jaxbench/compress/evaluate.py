@@ -23,6 +23,7 @@ from jaxtyping import Float, Int32
 from jaxbench.compress import auto, document, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.compress.config import TAGS
+from jaxbench.text import answers
 
 CONTEXT, CLEAR, ASKED = 512, 64, 128  # tokens that are compressed, in clear behind them, asked for behind either
 RECONSTRUCT, CONTINUE = TAGS.index("reconstruct"), TAGS.index("continue")
@@ -165,22 +166,26 @@ def said_freely(
     """What the decoder says by itself of each window's first chunk, each token behind its own ones before.
 
     Returns:
-      `same`: share of FREE tokens, or of a chunk, that are right at their place; `prefix`: how many are right before
-      the first that is not.
+      `same`: share of FREE tokens, or of a chunk, that are right at their place, which one word too many ends; `words`:
+      F1 of the words, wherever they stand; `others`: that beside the next window's text, which has common words too.
     """
     size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], []
     for window in drawn:
         table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag[None]])
         prompts.append(auto.Prompt([*range(size, size + len(table))], table.astype(np.float32)))
-    same, count = [], min(FREE, compressor.config.chunk)
+    count, said = min(FREE, compressor.config.chunk), []
     for first in range(0, len(prompts), TOGETHER):
         ids, table = auto.joined(prompts[first : first + TOGETHER], size)
         tokens = generate(ids, vectors=table, max_new_tokens=count, seed=0).tokens
-        wanted = np.stack([window.context[:count] for window in drawn[first : first + TOGETHER]])
-        same.append(np.pad(tokens, ((0, 0), (0, count - tokens.shape[1])), constant_values=-1) == wanted)
-        progress(len(wanted))
-    hits = np.concatenate(same)
-    return {"same": hits.mean(axis=1), "prefix": np.cumprod(hits, axis=1).sum(axis=1).astype(np.float64)}
+        said += list(np.pad(tokens, ((0, 0), (0, count - tokens.shape[1])), constant_values=-1))
+        progress(len(ids))
+    wanted = [window.context[:count] for window in drawn]
+    texts, right = ([compressor.words.decode(ids[ids >= 0].tolist()) for ids in each] for each in (said, wanted))
+    return {
+        "same": np.array([(own == ids).mean() for own, ids in zip(said, wanted)]),
+        "words": np.array([answers.f1(own, [text]) for own, text in zip(texts, right)]),
+        "others": np.array([answers.f1(own, [text]) for own, text in zip(texts, right[1:] + right[:1])]),
+    }
 
 
 def known(

@@ -60,13 +60,18 @@ def run(
     for ratio in plan.ratios:
 
         def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
-            with terminal.progress(4 * len(drawn) + 4 * plan.chunks) as advance:
+            with terminal.progress(4 * len(drawn) + 3 * plan.chunks) as advance:
                 losses = evaluate.continuation(reader, own, drawn, start=plan.start, store=plan.store, progress=advance)
                 hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
-                freely = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], progress=advance)
-            return _figures(own.ratio, bounds | losses, hits, freely, documents)
+            return _figures(own.ratio, bounds | losses, hits, documents)
+
+        def freely(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
+            with terminal.progress(plan.chunks) as advance:
+                values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], progress=advance)
+            return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
         row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
+        row["freely"], _ = store.kept(workdir / f"freely-{ratio}.json", freely)
         row["read_back"] = {"nothing": floor, **row["read_back"]}
         say(_line(row) + (" (finished before)" if was_there else ""))
         found.append(row)
@@ -74,17 +79,12 @@ def run(
 
 
 def _figures(
-    ratio: int,
-    losses: Mapping[str, np.ndarray],
-    hits: Mapping[str, np.ndarray],
-    freely: Mapping[str, np.ndarray],
-    documents: Sequence[int],
+    ratio: int, losses: Mapping[str, np.ndarray], hits: Mapping[str, np.ndarray], documents: Sequence[int]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
         row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
         row[f"{name}_nats"] = {each: float(value[:, protocol].mean()) for each, value in losses.items()}
-    row["freely"] = {name: evaluate.mean_interval(value, documents[: len(value)]) for name, value in freely.items()}
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
 
@@ -94,8 +94,7 @@ def _line(row: Mapping[str, Any]) -> str:
     for name in ("direct", "far"):
         parts.append(f"{name} " + " ".join(f"{arm} {100 * each[0]:.0f} %" for arm, each in row[name].items()))
     parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
-    same, prefix = (row["freely"][name][0] for name in ("same", "prefix"))
-    parts.append(f"freely {100 * same:.1f} %, {prefix:.1f} tokens before the first wrong one")
+    parts.append("freely " + " ".join(f"{name} {100 * each[0]:.1f} %" for name, each in row["freely"].items()))
     return "  ".join(parts)
 
 

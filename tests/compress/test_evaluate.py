@@ -11,6 +11,7 @@ from jaxbench.compress import config as shapes
 from jaxbench.lora import layers
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
+from jaxbench.text import answers
 
 DECODER = cases.LLAMA.model_copy(update={"num_layers": 3, "max_seq_len": 1024})
 CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16})
@@ -97,7 +98,7 @@ def test_windows_lie_in_one_text_and_come_from_all(reader):
         evaluate.windows(TEXTS, 7, seed=0)
 
 
-def test_what_is_said_freely_is_counted_up_to_the_first_wrong_token(compressor):
+def test_what_is_said_freely_is_counted_at_its_place_and_wherever_it_stands(compressor):
     drawn = evaluate.windows(TEXTS, 3, seed=0, context=CONTEXT)
     right = [window.context[:16].copy() for window in drawn]
     right[1][4], right[2] = right[1][4] + 1, right[2][:10]  # one wrong token, one answer that ends early
@@ -111,7 +112,10 @@ def test_what_is_said_freely_is_counted_up_to_the_first_wrong_token(compressor):
 
     found = evaluate.said_freely(generate, compressor, drawn)
     np.testing.assert_allclose(found["same"], [1, 15 / 16, 10 / 16])
-    np.testing.assert_array_equal(found["prefix"], [16, 4, 10])
+    texts = [compressor.words.decode(window.context[:16].tolist()) for window in drawn]
+    said = [compressor.words.decode(ids.tolist()) for ids in right]
+    np.testing.assert_allclose(found["words"], [answers.f1(said[i], [texts[i]]) for i in range(3)])
+    np.testing.assert_allclose(found["others"], [answers.f1(said[i], [texts[(i + 1) % 3]]) for i in range(3)])
 
 
 def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):
@@ -127,7 +131,7 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params,
     assert evaluate.recovery(bounds, "full", documents, 0)[0] == pytest.approx(1.0)
     assert evaluate.recovery(bounds, "none", documents, 1)[0] == 0.0
     assert list(rows[0]["far"]) == ["keep", "tag", "others", "vectors", "aligned"]
-    assert 0 <= rows[0]["freely"]["same"][0] <= 1 and 0 <= rows[0]["freely"]["prefix"][0] <= 16
+    assert all(0 <= rows[0]["freely"][name][0] <= 1 for name in ("same", "words", "others"))
     value, low, high = rows[0]["read_back"]["vectors"]
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}

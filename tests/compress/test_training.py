@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxbench import initial
-from jaxbench.compress import config, material, questions, training
+from jaxbench.compress import config, curve, material, questions, training
 from jaxbench.compress.rows import RowsConfig
 from jaxbench.compress.train_config import QuestionsConfig, TrainingConfig
 from jaxbench.parity import cases
@@ -124,6 +124,13 @@ def test_a_text_whose_vectors_are_told_from_anothers_has_a_loss_of_its_own(whole
 def alike(drawn):
     """Rows that all have the first one's passage."""
     return drawn._replace(arrays=drawn.arrays._replace(context=np.repeat(drawn.arrays.context[:1], 2, axis=0)))
+
+
+def test_held_out_figures_are_drawn_over_steps(whole):
+    drawn = curve.picture(records(whole[2]), "four steps")
+    assert "<svg" in drawn and "read back" in drawn and "four steps" in drawn and "answers" not in drawn
+    with pytest.raises(ValueError, match="none of 1 records has held-out figures"):
+        curve.picture([{"step": 1, "loss": 2.0}], "none")
 
 
 def test_a_run_on_another_text_is_refused(whole, held):
