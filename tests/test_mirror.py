@@ -50,7 +50,16 @@ def test_torch_ref_never_imports_jax():
 
 
 def test_torch_and_its_reference_stay_in_parity_and_bench():
-    rooms = ("parity", "pair", "bench", "memory/study", "serve/study", "watermark/study", "quantization/study")
+    rooms = (
+        "parity",
+        "pair",
+        "bench",
+        "memory/study",
+        "serve/study",
+        "watermark/study",
+        "quantization/study",
+        "compress/study",
+    )
     allowed = [ROOT / "jaxbench" / room for room in rooms]
     others = [path for path in sources("jaxbench") if not any(map(path.is_relative_to, allowed))]
     assert [str(place) for path in others for place in forbidden_imports(path, ("torch", "torch_ref"))] == []

@@ -38,7 +38,7 @@ class Shortener:
             weights.save_checkpoint(folder, self._held.config, self._held.params)
             self._words.save(folder)
         environment = process.environment("cpu", threads=self._threads, library="PyTorch")
-        module, log = "jaxbench.compress.llmlingua_worker", self._folder / "llmlingua.log"
+        module, log = "jaxbench.compress.study.llmlingua_worker", self._folder / "llmlingua.log"
         worker = process.Worker(
             PEER, module, environment=environment, log=log, threads=self._threads, timeout_s=TIMEOUT_S,
             python=self._python,

@@ -1,8 +1,9 @@
 """LLMLingua 0.2.2 as a worker: texts with the tokens left out that a small decoder finds easiest to guess.
 
-Started as `PYTHON -m jaxbench.compress.llmlingua_worker NAME THREADS` by the interpreter of an environment of its own
-(`make peers`): of jaxbench only what needs no package is imported. Two things of it do not work here and are put right:
-its count of tokens asks a server for a file, and its caches of keys and values are tuples, which transformers has left.
+Started as `PYTHON -m jaxbench.compress.study.llmlingua_worker NAME THREADS` by the interpreter of an environment of its
+own (`make peers`): of jaxbench only what needs no package is imported. Two things of it do not work here and are put
+right: its count of tokens asks a server for a file, and its caches of keys and values are tuples, which transformers
+has left.
 
 Source: Jiang et al. 2023, arXiv:2310.05736.
 """

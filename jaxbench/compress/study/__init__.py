@@ -1,0 +1,1 @@
+"""What the compressor is measured beside."""
