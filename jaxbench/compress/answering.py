@@ -21,7 +21,6 @@ from jaxbench.compress.config import TAGS
 from jaxbench.text import answers
 
 NEW_TOKENS = 24  # of an answer, at most
-TOGETHER = 8  # prompts that are answered in one call
 CLEAR_ARMS, VECTOR_ARMS = ("closed", "open"), ("keep", "others", "vectors")  # without a ratio, and with one
 ANSWER = TAGS.index("answer")
 Progress = Callable[[int], Any]
@@ -52,7 +51,10 @@ def prompts(compressor: AutoCompressor, asked: Sequence[questions.Question], arm
         raise ValueError(f"answers: arm={arm!r}; wanted one of {', '.join((*CLEAR_ARMS, *VECTOR_ARMS))}")
     made = [evaluate.tokens_of(compressor, each.context)[0] for each in asked]
     if arm == "others":
-        made = [made[i] for i in _of_other_articles(asked)]
+        others = evaluate.of_others([each.title for each in asked])
+        if others is None:
+            raise ValueError(f"answers: all questions are about {asked[0].title!r}; wanted two articles at least")
+        made = [made[i] for i in others]
     return [behind(compressor, vectors, each.question) for vectors, each in zip(made, asked)]
 
 
@@ -74,18 +76,6 @@ def plain(asked: Sequence[questions.Question]) -> list[Prompt]:
     return [Prompt([*each.context.tolist(), *each.question.tolist()], none) for each in asked]
 
 
-def _of_other_articles(asked: Sequence[questions.Question]) -> list[int]:
-    """For each question the number of the next one that is about another article."""
-    count, found = len(asked), []
-    for i, each in enumerate(asked):
-        others = (j % count for j in range(i + 1, i + count) if asked[j % count].title != each.title)
-        other = next(others, None)
-        if other is None:
-            raise ValueError(f"answers: all questions are about {each.title!r}; wanted two articles at least")
-        found.append(other)
-    return found
-
-
 def answered(
     reader: reading.Reader, generate: Generate, words: Any, asked: Sequence[questions.Question],
     given: Sequence[Prompt], *, progress: Progress = lambda count: None,
@@ -97,8 +87,8 @@ def answered(
     ]
     heard, said = reader(rows, progress=progress), [""] * len(given)
     order = sorted(range(len(given)), key=lambda i: len(given[i].ids))  # those of a length share a program
-    for first in range(0, len(order), TOGETHER):
-        numbers = order[first : first + TOGETHER]
+    for first in range(0, len(order), evaluate.TOGETHER):
+        numbers = order[first : first + evaluate.TOGETHER]
         for i, text in zip(numbers, generated(generate, words, [given[i] for i in numbers])):
             said[i] = text
         progress(len(numbers))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.compress import answering, questions, reading
+from jaxbench.compress import answering, evaluate, questions, reading
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.compress.document import CompressionResult
 
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
     """An answer, and where it was read."""
 
     text: str | None  # None = no block answers the question
-    margin: float  # nats that it is more probable by than "there is none"; below 0 where text is None
+    margin: float  # log-probability of it with its end, beside that of "there is none", nats
     span: tuple[int, int]  # characters of the block that was read: from, to
 
 
@@ -65,8 +65,8 @@ def best_of(
 ) -> Best:  # fmt: skip
     """The answer behind that prompt where it is most probable beside "there is none"."""
     said: list[str] = []
-    for first in range(0, len(given), answering.TOGETHER):
-        part = given[first : first + answering.TOGETHER]
+    for first in range(0, len(given), evaluate.TOGETHER):
+        part = given[first : first + evaluate.TOGETHER]
         said += answering.generated(generate, words, part)
         progress(len(part))
     margins = [own - none for own, none in zip(*(_logs(reader, words, given, said, each) for each in (False, True)))]

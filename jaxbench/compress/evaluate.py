@@ -109,7 +109,7 @@ def continuation(
             for (vectors, places), w in zip(made, drawn)
         ],
     }
-    other = _of_other_documents(drawn)
+    other = of_others([window.document for window in drawn])
     if other is not None:
         arms["others"] = [reading.behind_vectors(made[j][0], tag, w.following, size=size) for j, w in zip(other, drawn)]
     return _losses(reader, arms, len(drawn), progress)
@@ -122,13 +122,13 @@ def _as_stored(made: Sequence[tuple[np.ndarray, np.ndarray]], dtype: document.Dt
     return [(vectors, places) for vectors, (_, places) in zip(np.split(all, ends), made)]
 
 
-def _of_other_documents(drawn: Sequence[Window]) -> list[int] | None:
-    """For each window the number of the next one that is another document's; None where there is one document."""
-    count = len(drawn)
-    if len({window.document for window in drawn}) < 2:
+def of_others(keys: Sequence[Any]) -> list[int] | None:
+    """For each key, such as a document's, the place of the next other one; None where all are the same."""
+    count = len(keys)
+    if len(set(keys)) < 2:
         return None
-    following = ((i, [(i + step) % count for step in range(1, count)]) for i in range(count))
-    return [next(j for j in mine if drawn[j].document != drawn[i].document) for i, mine in following]
+    following = ([(i + step) % count for step in range(1, count)] for i in range(count))
+    return [next(j for j in mine if keys[j] != keys[i]) for i, mine in enumerate(following)]
 
 
 def _losses(

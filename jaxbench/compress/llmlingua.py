@@ -21,7 +21,7 @@ class Shortener:
         self._python, self._folder, self._held, self._words, self._threads = python, folder, held, words, threads
         self._worker: process.Worker | None = None
 
-    def __call__(self, texts: Sequence[str], ratio: int, *, progress: Any = lambda count: None) -> list[str]:
+    def __call__(self, texts: Sequence[str], ratio: int) -> list[str]:
         """Texts shortened to about 1/ratio of their tokens."""
         if self._worker is None:
             self._worker = self._started()
@@ -29,7 +29,6 @@ class Shortener:
         for first in range(0, len(texts), TOGETHER):
             part = list(texts[first : first + TOGETHER])
             found += self._worker.request("compress", texts=part, ratio=ratio)["texts"]
-            progress(len(part))
         return found
 
     def _started(self) -> process.Worker:
