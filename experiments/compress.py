@@ -9,8 +9,8 @@
     compress.py pack --weights=out/compress/compressor.safetensors --output=small.safetensors
     compress.py train --config=configs/compress/cpu.yaml --data=books.jsonl.gz --held_out=others.jsonl.gz
 
-A run of `train` or `evaluate` that is killed goes on with the same command. Bad input ends with exit code 2 and one
-line.
+A run of `train`, `compress` or `evaluate` that is killed goes on with the same command. Bad input ends with exit code
+2 and one line.
 """
 
 from __future__ import annotations
@@ -101,39 +101,48 @@ def define_compress() -> None:
         "dtype", "bfloat16", ["float32", "bfloat16", "int8", "pq"], "of vectors in the file; pq: product codes"
     )
     flags.DEFINE_bool("overwrite", False, "replace the output")
+    cli.define_workdir()
 
 
 def compress() -> int:
     """Compress a text."""
     outputs.check_file(VALUES.output, [VALUES.input], overwrite=VALUES.overwrite)
-    from jaxbench.compress import auto, document
+    workdir = cli.workdir(f"{VALUES.output}.parts")
+    from jaxbench.compress import auto, bulk
     from jaxbench.text import stream as text_stream
 
     source = Path(VALUES.input)
-    text_stream.check(source)
+    sha256 = text_stream.check(source)
     auto.check_name(VALUES.name, VALUES.weights)
     process_environment.ensure("cpu")
-    result = _compressed(_compressor(VALUES.name), source)
-    size = document.save(VALUES.output, result, dtype=VALUES.dtype)
-    rate = result.original_length / result.processing_time
+    compressor = _compressor(VALUES.name)
+    cli.keep(f"finished parts are in {workdir}; the same command goes on")
+    with terminal.progress(source.stat().st_size) as advance:
+        found = bulk.compress_file(
+            compressor, source, Path(VALUES.output), sha256=f"{sha256}-{VALUES.precision}-{VALUES.backend}",
+            dtype=VALUES.dtype, workdir=workdir, progress=advance,
+        )  # fmt: skip
+    if found.resumed_at:
+        print(f"went on from byte {found.resumed_at}")
     print(
-        f"{result.original_length} tokens became {result.compressed_length} vectors, {result.compression_ratio:.2f} "
-        f"times fewer, in {result.processing_time:.1f} s ({rate:.0f} tokens/s)"
+        f"{found.tokens} tokens became {found.vectors} vectors, {found.tokens / found.vectors:.2f} times fewer, in "
+        f"{found.seconds:.1f} s ({found.tokens / found.seconds:.0f} tokens/s)"
     )
-    print(f"written: {VALUES.output}, {size} bytes where the text has {source.stat().st_size}")
+    print(f"written: {VALUES.output}, {found.bytes} bytes where the text has {source.stat().st_size}")
     return cli.EXIT_OK
 
 
 def _compressed(compressor: Any, source: Path) -> Any:
-    """Vectors of a file, a megabyte of it after another."""
+    """Vectors of a file, in memory."""
     from jaxbench.compress import auto
     from jaxbench.text import stream as text_stream
 
-    stream = auto.StreamingCompressor(compressor)
+    stream, at = auto.StreamingCompressor(compressor), 0
     with terminal.progress(source.stat().st_size) as advance:
-        for piece, size in text_stream.read(source):
+        for piece, end in text_stream.read(source):
             stream.add_chunk(piece)
-            advance(size)
+            advance(end - at)
+            at = end
         return stream.finish()
 
 
@@ -207,6 +216,7 @@ def define_evaluate() -> None:
     flags.DEFINE_integer("count", 200, "of questions, or of needles of a kind at a depth", lower_bound=2)
     flags.DEFINE_list("ratios", ["2", "4", "8", "16", "32"], "tokens a vector")
     flags.DEFINE_integer("windows", 200, "of text whose continuation is looked at", lower_bound=1)
+    flags.DEFINE_integer("tokens", 512, "of a window, compressed", lower_bound=1)
     flags.DEFINE_integer("chunks", 48, "that are read back, of those windows", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the windows", lower_bound=0)
     flags.DEFINE_bool(
@@ -218,21 +228,25 @@ def define_evaluate() -> None:
     cli.define_workdir()
 
 
+FIGURES_OF = {  # flags that some figures do not have
+    "data": ("texts", "needles"), "needles": ("needles",), "count": ("questions", "needles"), "windows": ("texts",),
+    "chunks": ("texts",), "store": ("texts",), "adapters": ("texts",), "tokens": ("texts",),
+}  # fmt: skip
+
+
 def evaluate() -> int:
     """Compute figures of quality: continuations of texts, answers to questions, or needles in texts."""
     ratios = tuple(_whole(each, "--ratios") for each in VALUES.ratios)
     outputs.check_file(VALUES.output, [VALUES.data, *VALUES.questions], overwrite=VALUES.overwrite)
-    if VALUES.questions and (VALUES.data or VALUES.needles):
-        raise ValueError(
-            f"--questions={','.join(VALUES.questions)} with --data={VALUES.data} and --needles={VALUES.needles}; "
-            "name one"
-        )
+    kind = "questions" if VALUES.questions else "needles" if VALUES.needles else "texts"
+    for name in (name for name, kinds in FIGURES_OF.items() if VALUES[name].present and kind not in kinds):
+        raise ValueError(f"--{name}={VALUES[name].value}: not of figures of {kind}, which this command asks for")
     process_environment.ensure("cpu")
     from jaxbench.compress import auto, evaluation
 
     for ratio in ratios:
         auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
-    names = ("data", "needles", "windows", "chunks", "count", "seed", "store", "adapters", "precision")
+    names = ("data", "needles", "windows", "tokens", "chunks", "count", "seed", "store", "adapters", "precision")
     found = evaluation.run(
         evaluation.How(
             load=lambda ratio: _compressor(f"rfcc-base-{ratio}x"), model=_model(), ratios=ratios,

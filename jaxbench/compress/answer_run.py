@@ -26,6 +26,7 @@ SAID = {
 }  # fmt: skip
 
 
+FURTHER = (2, 4)  # times the largest ratio: LLMLingua keeps more than it is asked for, so it is asked for less too
 Shorten = Callable[[Sequence[str], int], list[str]]
 
 
@@ -78,18 +79,19 @@ def run(
         own = compressor.at(ratio)
         for arm in answering.VECTOR_ARMS:
             add(f"{arm}-{ratio}", tuned, lambda own=own, arm=arm: answering.prompts(own, asked, arm))
-        if shorten is not None:
-            add(f"llmlingua-{ratio}", tuned, lambda ratio=ratio: _shortened(compressor, asked, shorten, ratio))
+    for ratio in [] if shorten is None else sorted({*ratios, *(more * max(ratios) for more in FURTHER)}):
+
+        def texts(ratio: int = ratio) -> list[str]:
+            return shorten([compressor.words.decode(each.context.tolist()) for each in asked], ratio)
+
+        made, _ = store.kept(workdir / f"shortened-{ratio}.json", texts)
+        add(f"llmlingua-{ratio}", tuned, lambda made=made: _in_clear(compressor, asked, made))
     return answering.figures(found, asked)
 
 
-def _shortened(
-    compressor: AutoCompressor, asked: Sequence[questions.Question], shorten: Shorten, ratio: int
-) -> list[Prompt]:
-    """What is left of passages in front of questions, in clear."""
-    words = compressor.words
-    made = shorten([words.decode(each.context.tolist()) for each in asked], ratio)
-    kept = [np.array(words.encode(text, add_special=False), np.int32) for text in made]
+def _in_clear(compressor: AutoCompressor, asked: Sequence[questions.Question], made: Sequence[str]) -> list[Prompt]:
+    """What is left of passages in front of questions."""
+    kept = [np.array(compressor.words.encode(text, add_special=False), np.int32) for text in made]
     return [answering.in_clear(compressor, each, one.question) for each, one in zip(kept, asked)]
 
 

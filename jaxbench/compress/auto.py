@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, Int64
 
 from jaxbench.compress import artifact
 from jaxbench.compress.config import TAGS, CompressorConfig, group_positions
@@ -193,6 +193,17 @@ def check_name(name: str, file: str | Path | None = None) -> int:
     return ratio
 
 
+COUNTS = ("characters", "tokens", "vectors", "seconds")  # of a stream
+
+
+class Made(NamedTuple):
+    """Vectors of a part of a text."""
+
+    vectors: Float32[np.ndarray, "M D"]
+    starts: Int64[np.ndarray, " M"]  # the first character that each stands for
+    positions: Int32[np.ndarray, " M"]  # of each among the text's tokens
+
+
 class StreamingCompressor:
     """Compresses a text that comes in pieces; what has been compressed is no longer held as text."""
 
@@ -201,9 +212,9 @@ class StreamingCompressor:
         self._pieces: list[str] = []  # text that is not tokenised
         self._ids: list[int] = []  # tokens that are not compressed
         self._starts: list[int] = []  # the character of the whole text that each begins in
-        self._characters = self._tokens = self._vectors = 0  # tokenised, compressed, made of them
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # vectors, first characters, positions
-        self._seconds = 0.0
+        self.characters = self.tokens = self.vectors = 0  # tokenised, compressed, made of them
+        self.seconds = 0.0  # that it took
+        self._parts: list[Made] = []
 
     def add_chunk(self, text: str) -> int:
         """Take more text; vectors so far. A chunk is compressed when its 256 tokens are certain."""
@@ -216,34 +227,63 @@ class StreamingCompressor:
         elif text:
             self._pieces.append(text)
         self._compress(len(self._ids) // self.compressor.config.chunk * self.compressor.config.chunk)
-        self._seconds += time.perf_counter() - started
-        return self._vectors
+        self.seconds += time.perf_counter() - started
+        return self.vectors
 
     def finish(self) -> CompressionResult:
-        """Vectors of all text that was added.
+        """Vectors of all text that was added, but for those that were taken.
 
         Raises:
           ValueError: it has no tokens.
+        """
+        self.close()
+        made, own = self.take(), self.compressor
+        spans = np.stack([made.starts, np.append(made.starts[1:], self.characters)], axis=1)
+        return CompressionResult(
+            made.vectors, spans, made.positions, own.ratio, self.tokens, self.seconds, own.model_sha256, own.id
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Compress what is left of the text.
+
+        Raises:
+          ValueError: all of it has no tokens.
         """
         started = time.perf_counter()
         self._tokenise("".join(self._pieces))
         self._pieces = []
         self._compress(len(self._ids))
-        if not self._parts:
-            raise ValueError(f"compress: the text has {self._tokens} tokens; wanted at least one")
-        vectors, starts, positions = map(np.concatenate, zip(*self._parts))
-        spans = np.stack([starts, np.append(starts[1:], self._characters)], axis=1)
-        self._seconds += time.perf_counter() - started
-        own = self.compressor
-        return CompressionResult(
-            vectors, spans, positions, own.ratio, self._tokens, self._seconds, own.model_sha256, own.id
-        )  # fmt: skip
+        self.seconds += time.perf_counter() - started
+        if not self.vectors:
+            raise ValueError(f"compress: the text has {self.tokens} tokens; wanted at least one")
+
+    def take(self) -> Made:
+        """Vectors that were made since the last call, which are no longer held."""
+        parts, self._parts = self._parts, []
+        width = self.compressor.config.decoder.d_model
+        none = Made(np.zeros((0, width), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int32))
+        return Made(*map(np.concatenate, zip(none, *parts)))
+
+    def state(self) -> dict[str, Any]:
+        """All that is held but vectors, as JSON values: `resumed` goes on from it."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"text": "".join(self._pieces), "ids": self._ids, "starts": self._starts}
+
+    @classmethod
+    def resumed(cls, compressor: AutoCompressor, state: Mapping[str, Any]) -> StreamingCompressor:
+        """A stream that goes on where another was."""
+        stream = cls(compressor)
+        for name in COUNTS:
+            setattr(stream, name, state[name])
+        stream._pieces = [state["text"]] if state["text"] else []
+        stream._ids, stream._starts = list(state["ids"]), list(state["starts"])
+        return stream
 
     def _tokenise(self, text: str) -> None:
         ids, starts = self.compressor.words.encode_with_places(text)
         self._ids += ids
-        self._starts += [self._characters + start for start in starts]
-        self._characters += len(text)
+        self._starts += [self.characters + start for start in starts]
+        self.characters += len(text)
 
     def _compress(self, count: int) -> None:
         """Compress the first tokens that are not yet."""
@@ -252,9 +292,9 @@ class StreamingCompressor:
             ids = np.array(self._ids[first : min(first + size, count)], np.int32)
             starts = np.array(self._starts[first : first + len(ids)], np.int64)
             vectors, places = self.compressor.chunk(ids)
-            self._parts.append((vectors, starts[::ratio], self._tokens + places))
-            self._tokens += len(ids)
-            self._vectors += len(vectors)
+            self._parts.append(Made(vectors, starts[::ratio], self.tokens + places))
+            self.tokens += len(ids)
+            self.vectors += len(vectors)
         del self._ids[:count], self._starts[:count]
 
 

@@ -6,15 +6,16 @@ The file is safetensors. Vectors lie in it as float32, bfloat16, with a scale a 
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
-from safetensors.numpy import save_file
 
 from jaxbench import outputs
 from jaxbench.compress import product
@@ -23,6 +24,7 @@ from jaxbench.pretrained import safetensors_files
 FORMAT = 2
 Dtype = Literal["float32", "bfloat16", "int8", "pq"]
 DTYPES = ("float32", "bfloat16", "int8", "pq")
+KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}
 
 
 class CompressionResult(NamedTuple):
@@ -56,14 +58,52 @@ def save(path: str | Path, result: CompressionResult, *, dtype: Dtype = "bfloat1
     """
     if dtype not in DTYPES:
         raise ValueError(f"compressed text: dtype={dtype}; wanted one of {', '.join(DTYPES)}")
-    about = {
-        "format": FORMAT, "dtype": dtype, **{name: getattr(result, name) for name in ABOUT},
-    }  # fmt: skip
-    edges = np.append(result.spans[:, 0], result.spans[-1:, 1]).astype(np.int32)  # a span ends where the next begins
-    tensors = {"edges": edges, "positions": np.ascontiguousarray(result.positions)}
-    tensors |= stored(result.vectors, dtype)
-    with outputs.whole(path) as temporary:
-        save_file(tensors, temporary, {"compressed_text": json.dumps(about)})
+    tensors = {"positions": result.positions, **stored(result.vectors, dtype)}
+    columns = {name: Column.of(value) for name, value in tensors.items()}
+    columns["edges"] = edges(len(result.vectors), [result.spans[:, 0]], int(result.spans[-1, 1]))
+    return write(path, columns, {"dtype": dtype, **{name: getattr(result, name) for name in ABOUT}})
+
+
+class Column(NamedTuple):
+    """A tensor of a file, a part of its rows after another."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: Iterable[np.ndarray]
+
+    @classmethod
+    def of(cls, value: np.ndarray) -> Column:
+        """A tensor that is there as a whole."""
+        return cls(value.dtype, value.shape, [value])
+
+
+def edges(count: int, starts: Iterable[Int64[np.ndarray, " M"]], end: int) -> Column:
+    """Where each vector's characters begin, and where the last one's end: a span ends where the next begins."""
+    kind = np.dtype(np.int32 if end < 2**31 else np.int64)
+    return Column(kind, (count + 1,), itertools.chain(starts, [np.array([end])]))
+
+
+def write(path: str | Path, columns: Mapping[str, Column], about: Mapping[str, Any]) -> int:
+    """Write a file of tensors that need not fit in memory, whole or not at all; its bytes.
+
+    safetensors' own writer takes tensors that are in memory; the format is 8 bytes of a header's length, the header in
+    JSON, and the tensors' bytes one after another.
+    """
+    header: dict[str, Any] = {"__metadata__": {"compressed_text": json.dumps({"format": FORMAT, **about})}}
+    at = 0
+    for name, column in columns.items():
+        size = math.prod(column.shape) * column.dtype.itemsize
+        header[name] = {"dtype": KINDS[column.dtype.name], "shape": column.shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with outputs.whole(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for column in columns.values():
+            for part in column.parts:
+                file.write(np.ascontiguousarray(part, column.dtype).tobytes())
+        if file.tell() != 8 + len(text) + at:
+            raise ValueError(f"compressed text: {file.tell()} bytes were written; wanted {8 + len(text) + at}")
     return Path(path).stat().st_size
 
 

@@ -29,6 +29,7 @@ class How(NamedTuple):
     questions: tuple[str, ...] = ()  # files, in place of documents
     needles: int = 0  # tokens of the texts that a sentence is hidden in; 0 = continuations
     windows: int = 200
+    tokens: int = evaluate.CONTEXT  # of a window, compressed
     chunks: int = 48  # that are read back, of those windows
     count: int = 200  # of questions, or of needles of a kind at a depth
     seed: int = 0
@@ -56,17 +57,17 @@ def run(how: How) -> Figures:
 
 def _continuations(how: How, words: Any) -> Figures:
     texts = _documents(how, words)
-    drawn = evaluate.windows(texts, how.windows, seed=how.seed)
+    drawn = evaluate.windows(texts, how.windows, seed=how.seed, context=how.tokens)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     params = compressor.reader(held.params) if how.adapters else held.params
     side = answer_run.side(held.config, params, words, how.precision)
     start = words.eos_id if words.bos_id is None else words.bos_id
     plan = evaluate_run.Plan(how.ratios, min(how.chunks, how.windows), start or 0, how.store)
-    workdir = _claimed(how, compressor, plan, how.windows, how.adapters, sum(map(len, texts)))
+    workdir = _claimed(how, compressor, plan, how.windows, how.tokens, how.adapters, sum(map(len, texts)))
     rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
     rows.sort(key=lambda row: row["ratio"])
     about = _about(how, compressor) | {
-        "data": Path(how.data or "default").name, "windows": len(drawn), "chunks": plan.chunks, "store": plan.store,
+        "data": Path(how.data or "default").name, "windows": len(drawn), "tokens": how.tokens, "chunks": plan.chunks, "store": plan.store,
         "documents": len({window.document for window in drawn}), "adapters": how.adapters,
     }  # fmt: skip
     return Figures(rows, about, evaluate_run.picture(rows, about))

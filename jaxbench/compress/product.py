@@ -7,6 +7,7 @@ of 576, which long texts alone are worth. Source: Jégou, Douze and Schmid 2011,
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,27 +30,45 @@ def quantized(vectors: Float32[np.ndarray, "M D"]) -> Codes:
     """Codes of vectors.
 
     Raises:
+      ValueError: as `learned` raises.
+    """
+    centroids = learned(len(vectors), lambda places: vectors[places])
+    return Codes(coded(vectors, centroids), centroids)
+
+
+def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np.ndarray, "P 256 8"]:
+    """Centroids of `count` vectors, learned from MOST of them at random.
+
+    Args:
+      taken: vectors [M D] at places.
+
+    Raises:
       ValueError: they are too few to learn from, or D is not a multiple of 8.
     """
-    count, width = vectors.shape
+    random = np.random.default_rng(0)
+    sample = taken(random.permutation(count)[:MOST])
+    width = sample.shape[1]
     if count < LEAST or width % PIECE:
         raise ValueError(
             f"compressed text: dtype=pq of {count} vectors of {width}; wanted {LEAST} at least, and a multiple of "
             f"{PIECE}: take int8"
         )
-    random = np.random.default_rng(0)
-    learned = vectors[random.permutation(count)[:MOST]]
-    numbers, centroids = [], []
+    centroids = []
     for first in range(0, width, PIECE):
-        part = slice(first, first + PIECE)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a centroid that nothing is nearest to stays where it was
             found, _ = scipy.cluster.vq.kmeans2(
-                learned[:, part], CENTROIDS, iter=ITERATIONS, minit="points", rng=random
+                sample[:, first : first + PIECE], CENTROIDS, iter=ITERATIONS, minit="points", rng=random
             )
         centroids.append(found.astype(np.float32))
-        numbers.append(scipy.cluster.vq.vq(vectors[:, part], centroids[-1])[0].astype(np.uint8))
-    return Codes(np.stack(numbers, axis=1), np.stack(centroids))
+    return np.stack(centroids)
+
+
+def coded(vectors: Float32[np.ndarray, "M D"], centroids: Float32[np.ndarray, "P 256 8"]) -> UInt8[np.ndarray, "M P"]:
+    """The number of the nearest centroid of each piece of each vector."""
+    pieces = np.split(vectors, len(centroids), axis=1)
+    numbers = [scipy.cluster.vq.vq(piece, own)[0].astype(np.uint8) for piece, own in zip(pieces, centroids)]
+    return np.stack(numbers, axis=1)
 
 
 def dequantized(codes: Codes) -> Float32[np.ndarray, "M D"]:

@@ -32,6 +32,7 @@ class TrainingConfig(config.Base):
     lora: LoraConfig | None = None  # adapters of the decoder
     rows: RowsConfig = RowsConfig()  # of texts
     questions: QuestionsConfig | None = None  # None = texts alone
+    distilled: int = pydantic.Field(default=0, ge=0, le=4096)  # tokens of a continuation's teacher; 0 = none
     steps: int = pydantic.Field(default=1000, ge=1)
     learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
     schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)

@@ -19,9 +19,10 @@ import numpy as np
 
 from jaxbench import config, prng, store
 from jaxbench.compress import artifact, compressor, material
-from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
+from jaxbench.compress.config import Arrays, CompressorConfig, is_trained, starting_params
 from jaxbench.compress.judge import Judge
 from jaxbench.compress.material import Material
+from jaxbench.compress.teacher import Teacher
 from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.pretrained import weights
 from jaxbench.training import optimizer_step, schedules
@@ -65,11 +66,13 @@ def train(
         run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
         judge, started = Judge(settings, shape, state.graph, held_out), time.monotonic()
+        taught = _teacher(settings, held)
         progress(done)
         figures: dict[str, float] = {}
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
             ratio, arrays = material.draw(materials, seed=settings.seed, step=step)
+            arrays = taught(arrays)
             state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
             record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
             records.add([record | {"grad_norm": float(metrics.grad_norm)}])
@@ -91,6 +94,15 @@ def train(
         about = _about(settings, figures, earlier)
         artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
     return trained
+
+
+def _teacher(settings: TrainingConfig, held: weights.Checkpoint) -> Callable[[Arrays], Arrays]:
+    """What adds a teacher's tokens to continuations, where the settings have one."""
+    if not settings.distilled:
+        return lambda arrays: arrays
+    teacher = Teacher(held, settings.distilled, precision=settings.precision)
+    # rows of questions have none: one program for each kind of rows, as without a teacher
+    return lambda arrays: teacher(arrays) if (arrays.sampled >= 0).any() else arrays
 
 
 def _about(settings: TrainingConfig, figures: Mapping[str, float], earlier: artifact.Trained | None) -> dict[str, Any]:

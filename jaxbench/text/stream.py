@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-SIZE = 1 << 20  # bytes of a piece
+SIZE = 1 << 16  # bytes of a piece
 
 
-def check(path: Path) -> None:
-    """Check that a file is a text.
+def check(path: Path) -> str:
+    """Check that a file is a text; its SHA-256.
 
     Raises:
       ValueError: it is no file, empty, or no UTF-8.
@@ -21,16 +22,19 @@ def check(path: Path) -> None:
         raise ValueError(f"--input={path} is empty; wanted a text")
     for _ in read(path):
         pass
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read(path: Path, size: int = SIZE) -> Iterator[tuple[str, int]]:
-    """Pieces of a file's text, and the bytes that each was read from.
+def read(path: Path, size: int = SIZE, *, start: int = 0) -> Iterator[tuple[str, int]]:
+    """Pieces of a file's text from byte `start` on, and the byte behind each.
 
     Raises:
       ValueError: bytes are no UTF-8; the message says where.
     """
-    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), start
     with open(path, "rb") as file:
+        file.seek(start)
         while True:
             content = file.read(size)
             pending = len(decoder.getstate()[0])
@@ -40,8 +44,6 @@ def read(path: Path, size: int = SIZE) -> Iterator[tuple[str, int]]:
                 place = at - pending + error.start
                 raise ValueError(f"{path} is no UTF-8 text: byte {place} ({error.reason})") from error
             if not content:
-                if text:
-                    yield text, 0
                 return
             at += len(content)
-            yield text, len(content)
+            yield text, at - len(decoder.getstate()[0])

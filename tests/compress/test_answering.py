@@ -1,5 +1,6 @@
 """Questions over passages: what stands in front of an answer, figures between nothing and everything, asking a text."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,16 @@ def test_a_run_keeps_each_arm_and_goes_on(compressor, side, held, asked, tmp_pat
     again = []
     assert repr(answer_run.run(*run, say=again.append)) == repr(rows)
     assert all("finished before" in line for line in again) and len(again) == len(said) == 6
+
+
+def test_a_peer_that_keeps_more_than_it_is_asked_for_is_asked_for_less_too(compressor, side, asked, tmp_path):
+    def shorten(texts, ratio):
+        return [" ".join(text.split()[: 1 + len(text.split()) // ratio]) for text in texts]
+
+    rows = answer_run.run(compressor, side, None, asked, [4], tmp_path, shorten=shorten, say=lambda line: None)
+    assert [name for name in rows if name.startswith("llmlingua")] == [f"llmlingua-{r}" for r in (4, 8, 16)]
+    kept = json.loads((tmp_path / "shortened-8.json").read_text())
+    assert kept == shorten([compressor.words.decode(each.context.tolist()) for each in asked], 8)
 
 
 def test_an_answer_is_the_one_that_is_most_probable_beside_there_is_none(compressor, side, words):

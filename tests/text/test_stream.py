@@ -1,5 +1,7 @@
 """Text files read in pieces: the pieces are the text, and a byte that is none is named with its place."""
 
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,10 @@ def test_pieces_of_any_size_are_the_text(tmp_path_factory, text, size):
     path.write_bytes(text.encode())
     found = list(stream.read(path, size))
     assert "".join(piece for piece, _ in found) == text
-    assert sum(count for _, count in found) == len(text.encode())
-    stream.check(path)
+    for i, (_, end) in enumerate(found):  # from the byte behind any piece on, the rest of the text
+        rest = "".join(piece for piece, _ in found[i + 1 :])
+        assert "".join(piece for piece, _ in stream.read(path, size, start=end)) == rest
+    assert stream.check(path) == hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 100])

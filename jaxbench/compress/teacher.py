@@ -1,0 +1,61 @@
+"""A teacher of continuations: the decoder as it is, with the whole passage in clear in front of it.
+
+What follows a passage tells little of it: of 3.7 nats a token the passage is worth some 0.2, and the rest of the loss
+is noise to its vectors. The tokens that are most probable behind the whole passage tell the same without the noise.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxbench import transformer
+from jaxbench.compress import rows
+from jaxbench.compress.config import Arrays
+from jaxbench.pretrained import weights
+
+
+class Teacher:
+    """The decoder of a checkpoint, asked for its most probable tokens."""
+
+    def __init__(self, held: weights.Checkpoint, count: int, *, precision: str):
+        """Args: count: of tokens at each place."""
+        self._model, self._vocabulary = transformer.build(held.config, held.params, dtype=precision), held.config
+        self._program = jax.jit(functools.partial(_most_probable, count=count))
+
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """Rows with a teacher's tokens and probabilities, 0 in rows that are no continuation."""
+        num_vectors = arrays.groups[0].size
+        lengths = (arrays.context >= 0).sum(axis=(1, 2))
+        tokens, positions = in_clear(arrays)
+        places = np.clip(arrays.places - num_vectors + lengths[:, None] - 1, 0, tokens.shape[1] - 1)
+        found, probs = map(np.asarray, self._program(self._model, tokens, positions, places.astype(np.int32)))
+        tags = arrays.inputs[:, num_vectors] - self._vocabulary.vocab_size - num_vectors
+        is_taught = (tags == rows.CONTINUE)[:, None] & arrays.mask
+        return arrays._replace(teacher_tokens=found, teacher_probs=np.where(is_taught[:, :, None], probs, 0.0))
+
+
+def in_clear(arrays: Arrays) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
+    """Tokens and positions (-1 = padding) of rows whose passages stand in clear where their vectors and tag stood."""
+    num_vectors, passages = arrays.groups[0].size, arrays.context.reshape(len(arrays.context), -1)
+    following = np.where(arrays.positions >= 0, arrays.inputs, -1)[:, num_vectors + 1 :]
+    parts = np.concatenate([passages, following], axis=1)
+    order = np.argsort(parts < 0, axis=1, kind="stable")  # tokens first, in their order
+    tokens = np.take_along_axis(parts, order, axis=1)
+    positions = np.where(tokens >= 0, np.arange(tokens.shape[1]), -1)
+    return np.maximum(tokens, 0).astype(np.int32), positions.astype(np.int32)
+
+
+def _most_probable(
+    model: Any, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], places: Int[Array, "B U"], *, count: int
+) -> tuple[Int[Array, "B U K"], Float[Array, "B U K"]]:
+    hidden, _ = model.features(tokens, positions)
+    hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
+    probs = jax.nn.softmax(model.logits(hidden).astype(jnp.float32), axis=2)
+    most, which = jax.lax.top_k(probs, count)
+    return which, most
