@@ -268,33 +268,73 @@ def define_benchmark() -> None:
     cli.define_data()
     flags.DEFINE_string("name", "rfcc-base-8x", "rfcc-base-Nx: N tokens a vector, one of 2, 4, 8, 16, 32")
     flags.DEFINE_list("lengths", ["1000", "10000", "100000"], "tokens of the texts")
+    flags.DEFINE_list("batches", ["1", "4", "8", "16"], "chunks at once, of 16 texts of 1,000 tokens")
+    flags.DEFINE_integer(
+        "num_layers", None, "of an encoder that is not trained, for its speed alone; unset: the trained one",
+        lower_bound=1,
+    )  # fmt: skip
     flags.DEFINE_integer("question_over", 2000, "tokens of the text that a question is asked over", lower_bound=1)
     flags.DEFINE_string("output", None, "figures: a .json file", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
 
 
 def benchmark() -> int:
-    """Measure speed and memory: texts by length, the first token of a question over a compressed text."""
-    counts = [_whole(each, "--lengths") for each in VALUES.lengths]
-    if min(counts, default=0) < 1:
-        raise ValueError(f"--lengths={','.join(VALUES.lengths)}; wanted numbers from 1 on")
+    """Measure speed and memory: texts by length and batch, the first token of a question over a compressed text."""
+    counts, batches = ([_whole(each, f"--{flag}") for each in VALUES[flag].value] for flag in ("lengths", "batches"))
+    for flag, numbers in (("lengths", counts), ("batches", batches)):
+        if min(numbers, default=0) < 1:
+            raise ValueError(f"--{flag}={','.join(VALUES[flag].value)}; wanted numbers from 1 on")
     outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
     from jaxbench.compress import auto
 
     auto.check_name(VALUES.name, VALUES.weights)
+    if VALUES.num_layers is not None and VALUES.weights is not None:
+        raise ValueError(f"--num_layers={VALUES.num_layers} with --weights={VALUES.weights}; wanted one of them")
     process_environment.ensure("cpu")
-    from jaxbench import sample
     from jaxbench.compress import benchmark as speed
-    from jaxbench.compress import questions
-    from jaxbench.generation import decoder, flax_decoder
     from jaxbench.text import dataset
 
     text = "\n\n".join(dataset.documents(None if VALUES.data is None else Path(VALUES.data)))
     started = time.perf_counter()
-    compressor = _compressor(VALUES.name)
+    compressor = _compressor(VALUES.name) if VALUES.num_layers is None else _untrained(VALUES.name, VALUES.num_layers)
     loaded = time.perf_counter() - started
     print(f"loaded in {loaded:.2f} s", flush=True)
-    rows = speed.lengths(compressor, text, counts)
+    found = {"load_s": loaded, "lengths": speed.lengths(compressor, text, counts)}
+    found["documents"] = speed.documents(compressor, text, count=16, tokens=1000, batches=batches)
+    if VALUES.num_layers is None:
+        found["questions"] = _questions_asked(compressor, text)
+    about = {
+        "name": VALUES.name, "compressor": compressor.id, "num_layers": compressor.config.num_layers,
+        "precision": VALUES.precision, "backend": VALUES.backend,
+        "machine": environment.describe(threads=environment.usable_cores()),
+    }  # fmt: skip
+    outputs.write_json(VALUES.output, {"about": about, **found})
+    print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+def _untrained(name: str, num_layers: int) -> Any:
+    """A compressor of a decoder's first layers as they are."""
+    from jaxbench.compress import artifact, auto
+    from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
+    from jaxbench.pretrained import tokenizer, weights
+
+    held = weights.load_checkpoint(_model())
+    shape = CompressorConfig(decoder=held.config, num_layers=num_layers)
+    params = {name: each for name, each in starting_params(shape, held.params, seed=0).items() if is_trained(name)}
+    trained = artifact.Trained(shape, params, held.sha256, "untrained", {})
+    twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
+    words = tokenizer.load_tokenizer(_model())
+    return auto.AutoCompressor.of(trained, held, words, auto.check_name(name), VALUES.precision, twin)
+
+
+def _questions_asked(compressor: Any, text: str) -> dict[str, Any]:
+    """Seconds to the first token of a question over a compressed text, with activations of 32 and 8 bits."""
+    from jaxbench import sample
+    from jaxbench.compress import benchmark as speed
+    from jaxbench.compress import questions
+    from jaxbench.generation import decoder, flax_decoder
+
     piece = compressor.words.decode(compressor.words.encode(text, add_special=False)[: VALUES.question_over])
     asked = {}
     for activations in ("float32", "int8"):
@@ -312,13 +352,7 @@ def benchmark() -> int:
         asked[activations] = found | {"kernels": choice._asdict()}
         if choice.kernels != "native":
             break
-    about = {
-        "name": VALUES.name, "compressor": compressor.id, "precision": VALUES.precision, "backend": VALUES.backend,
-        "machine": environment.describe(threads=environment.usable_cores()),
-    }  # fmt: skip
-    outputs.write_json(VALUES.output, {"about": about, "load_s": loaded, "lengths": rows, "questions": asked})
-    print(f"written: {VALUES.output}")
-    return cli.EXIT_OK
+    return asked
 
 
 def _whole(value: str, flag: str) -> int:

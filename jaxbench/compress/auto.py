@@ -36,6 +36,14 @@ class Prompt(NamedTuple):
     vectors: Float32[np.ndarray, "M D"]
 
 
+class Made(NamedTuple):
+    """Vectors of a part of a text."""
+
+    vectors: Float32[np.ndarray, "M D"]
+    starts: Int64[np.ndarray, " M"]  # the first character that each stands for
+    positions: Int32[np.ndarray, " M"]  # of each among the text's tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoCompressor:
     """A trained encoder and its tokenizer, at one ratio."""
@@ -48,7 +56,7 @@ class AutoCompressor:
     tags: Float32[np.ndarray, "tags D"]
     adapters: Mapping[str, np.ndarray]  # of the decoder, by its own names; none = it reads vectors as it is
     about: Mapping[str, Any]  # what the weights were trained with
-    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T], groups [M] of a chunk -> vectors [M D]
+    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [B T], groups [B M] of chunks -> vectors [B M D]
 
     @classmethod
     def from_pretrained(
@@ -162,11 +170,52 @@ class AutoCompressor:
 
     def chunk(self, ids: Int32[np.ndarray, " T"]) -> tuple[Float32[np.ndarray, "M D"], Int32[np.ndarray, " M"]]:
         """Vectors of at most a chunk of tokens, and the place of each in it."""
-        groups = group_positions(len(ids), self.ratio, self.config.chunk)
-        padded = np.full(self.config.chunk, -1, np.int32)
-        padded[: len(ids)] = ids
-        is_there = groups >= 0
-        return self.encode(padded, groups)[is_there], groups[is_there]
+        [made] = self.chunks([ids])
+        return made
+
+    def chunks(self, parts: Sequence[Int32[np.ndarray, " T"]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The same of several in one call of one program; vectors differ by rounding from those of each alone."""
+        groups = np.stack([group_positions(len(ids), self.ratio, self.config.chunk) for ids in parts])
+        padded = np.full((len(parts), self.config.chunk), -1, np.int32)
+        for i, ids in enumerate(parts):
+            padded[i, : len(ids)] = ids
+        found = self.encode(padded, groups)
+        return [(vectors[own >= 0], own[own >= 0]) for vectors, own in zip(found, groups)]
+
+    def compress_all(self, texts: Sequence[str], *, batch: int = 8) -> list[CompressionResult]:
+        """Vectors of each text, `batch` chunks of any of them at once; `processing_time` is each one's share of it.
+
+        Raises:
+          ValueError: a text has no tokens, or batch is below 1.
+        """
+        if batch < 1:
+            raise ValueError(f"compress: batch={batch}; wanted 1 at least")
+        started, size = time.perf_counter(), self.config.chunk
+        read = [self.words.encode_with_places(text) for text in texts]
+        for i, (ids, _) in enumerate(read):
+            if not ids:
+                raise ValueError(f"compress: text {i} has {len(ids)} tokens; wanted at least one")
+        places = [(i, first) for i, (ids, _) in enumerate(read) for first in range(0, len(ids), size)]
+        made: list[list[Made]] = [[] for _ in texts]
+        for at in range(0, len(places), batch):
+            now = places[at : at + batch]
+            parts = [np.array(read[i][0][first : first + size], np.int32) for i, first in now]
+            parts += [np.zeros(0, np.int32)] * (batch - len(now))  # one shape, one program
+            for (i, first), (vectors, own) in zip(now, self.chunks(parts)):
+                starts = np.array(read[i][1][first : first + size : self.ratio], np.int64)
+                made[i].append(Made(vectors, starts, first + own))
+        seconds, all_tokens = time.perf_counter() - started, sum(len(ids) for ids, _ in read)
+        return [
+            self.result(Made(*map(np.concatenate, zip(*own))), len(text), len(ids), seconds * len(ids) / all_tokens)
+            for text, own, (ids, _) in zip(texts, made, read)
+        ]
+
+    def result(self, made: Made, characters: int, tokens: int, seconds: float) -> CompressionResult:
+        """Vectors of a text of so many characters and tokens."""
+        spans = np.stack([made.starts, np.append(made.starts[1:], characters)], axis=1)
+        return CompressionResult(
+            made.vectors, spans, made.positions, self.ratio, tokens, seconds, self.model_sha256, self.id
+        )  # fmt: skip
 
 
 def joined(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[list[int]], Float32[np.ndarray, "M D"] | None]:
@@ -194,14 +243,6 @@ def check_name(name: str, file: str | Path | None = None) -> int:
 
 
 COUNTS = ("characters", "tokens", "vectors", "seconds")  # of a stream
-
-
-class Made(NamedTuple):
-    """Vectors of a part of a text."""
-
-    vectors: Float32[np.ndarray, "M D"]
-    starts: Int64[np.ndarray, " M"]  # the first character that each stands for
-    positions: Int32[np.ndarray, " M"]  # of each among the text's tokens
 
 
 class StreamingCompressor:
@@ -237,11 +278,7 @@ class StreamingCompressor:
           ValueError: it has no tokens.
         """
         self.close()
-        made, own = self.take(), self.compressor
-        spans = np.stack([made.starts, np.append(made.starts[1:], self.characters)], axis=1)
-        return CompressionResult(
-            made.vectors, spans, made.positions, own.ratio, self.tokens, self.seconds, own.model_sha256, own.id
-        )  # fmt: skip
+        return self.compressor.result(self.take(), self.characters, self.tokens, self.seconds)
 
     def close(self) -> None:
         """Compress what is left of the text.

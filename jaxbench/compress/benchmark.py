@@ -44,6 +44,35 @@ def lengths(
     return found
 
 
+def documents(
+    compressor: AutoCompressor, text: str, *, count: int, tokens: int, batches: Sequence[int],
+    say: Callable[[str], Any] = print,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Seconds of so many texts of so many tokens, so many chunks at once, and texts a minute."""
+    ids = compressor.words.encode(text, add_special=False)
+    ids = ids * -(-count * tokens // len(ids))
+    pieces = [compressor.words.decode(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
+    found = []
+    for batch in batches:
+        compressor.compress_all(pieces[:1], batch=batch)  # compiles
+        seconds = []
+        for _ in range(SPREAD):
+            started = time.perf_counter()
+            made = compressor.compress_all(pieces, batch=batch)
+            seconds.append(time.perf_counter() - started)
+        middle, read = statistics.median(seconds), sum(each.original_length for each in made)
+        row = {
+            "batch": batch, "documents": count, "tokens": read, "seconds": middle, "least": min(seconds),
+            "most": max(seconds), "tokens_a_second": read / middle, "documents_a_minute": 60 * count / middle,
+        }  # fmt: skip
+        say(
+            f"{count} texts of {tokens} tokens, {batch} chunks at once: {row['tokens_a_second']:.0f} tokens/s, "
+            f"{row['documents_a_minute']:.0f} texts a minute"
+        )
+        found.append(row)
+    return found
+
+
 def first_token(
     compressor: AutoCompressor, generate: Callable[..., Any], text: str, question: str, *, new_tokens: int
 ) -> dict[str, float]:

@@ -267,8 +267,8 @@ def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute:
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32; a program for each ratio."""
+    """A function from chunks' tokens [B T] and groups [B M] to vectors [B M D] in float32; a program for each shape."""
     model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
     model = nn.load_params(model, params)
-    program = jax.jit(lambda model, tokens, groups: model(tokens[None], groups[None])[0].astype(jnp.float32))
+    program = jax.jit(lambda model, tokens, groups: model(tokens, groups).astype(jnp.float32))
     return lambda tokens, groups: np.asarray(program(model, tokens, groups))

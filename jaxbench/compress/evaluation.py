@@ -67,8 +67,8 @@ def _continuations(how: How, words: Any) -> Figures:
     rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
     rows.sort(key=lambda row: row["ratio"])
     about = _about(how, compressor) | {
-        "data": Path(how.data or "default").name, "windows": len(drawn), "tokens": how.tokens, "chunks": plan.chunks, "store": plan.store,
-        "documents": len({window.document for window in drawn}), "adapters": how.adapters,
+        "data": Path(how.data or "default").name, "windows": len(drawn), "tokens": how.tokens, "chunks": plan.chunks,
+        "documents": len({window.document for window in drawn}), "adapters": how.adapters, "store": plan.store,
     }  # fmt: skip
     return Figures(rows, about, evaluate_run.picture(rows, about))
 

@@ -26,6 +26,7 @@ class RowsConfig(Base):
     num_chunks: int = pydantic.Field(default=2, ge=1)  # of a row's passage
     num_targets: int = pydantic.Field(default=256, ge=1)  # tokens that the decoder is asked for, at most a chunk
     reconstruct: float = pydantic.Field(default=0.4, ge=0, le=1)  # share of rows that are read back
+    readable: int = pydantic.Field(default=32, ge=0)  # tokens a vector up to which any are; above, all are continued
     dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs where a passage is read back
     short: float = pydantic.Field(default=0.25, ge=0, le=1)  # share of rows whose last chunk is not full
     clear: int = pydantic.Field(default=64, ge=0)  # most tokens in clear between a passage and what is asked behind it
@@ -66,6 +67,7 @@ def draw(
         raise ValueError(f"compress: the longest text has {longest} tokens; wanted {length + behind}")
     random = np.random.default_rng((seed, step))
     ratio = rows.ratio or int(random.choice(config.ratios, p=None if rows.weights is None else rows.weights))
+    reconstruct = rows.reconstruct if ratio <= rows.readable else 0.0
     sizes = np.array([len(text) - length - behind + 1 for text in fitting], np.float64)
     made = []
     for _ in range(rows.batch):
@@ -77,7 +79,7 @@ def draw(
         passage = text[start : start + length - config.chunk + last]
         clear = int(random.integers(rows.clear + 1))
         aligned = random.random() < rows.aligned
-        if random.random() < rows.reconstruct:
+        if random.random() < reconstruct:
             made.append(_reconstructed(passage, config, rows, ratio, random, aligned=aligned))
         else:
             clear, asked = np.split(text[start + len(passage) :][: rows.num_targets + clear], [clear])

@@ -82,6 +82,24 @@ def test_vectors_come_before_the_text_has_ended_and_no_text_is_refused(compresso
         auto.StreamingCompressor(compressor).finish()
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_texts_together_have_the_vectors_of_each_alone(compressor, batch):
+    texts = [TEXT * 2, "One.", TEXT[:40]]
+    for text, found in zip(texts, compressor.compress_all(texts, batch=batch)):
+        alone = compressor.compress(text)
+        np.testing.assert_allclose(found.vectors, alone.vectors, atol=0 if batch == 1 else 1e-5)
+        np.testing.assert_array_equal(found.spans, alone.spans)
+        np.testing.assert_array_equal(found.positions, alone.positions)
+        assert found.original_length == alone.original_length and found.processing_time > 0
+
+
+def test_a_text_without_tokens_among_others_and_no_batch_are_refused(compressor):
+    with pytest.raises(ValueError, match="text 1 has 0 tokens; wanted at least one"):
+        compressor.compress_all(["a", ""])
+    with pytest.raises(ValueError, match="batch=0; wanted 1 at least"):
+        compressor.compress_all(["a"], batch=0)
+
+
 def test_ratios_are_exact_and_others_are_refused(compressor):
     text = " a" * 32
     for ratio in CONFIG.ratios:

@@ -93,3 +93,11 @@ def test_shapes_that_cannot_be_are_named(update, words):
 def test_a_ratio_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="ratio=3; wanted one of 2, 4"):
         CONFIG.check_ratio(3)
+
+
+def test_above_a_ratio_that_nothing_is_read_back_from_every_row_is_continued():
+    settings = rows.RowsConfig(batch=8, num_targets=12, sampled=5, clear=5, reconstruct=1.0, readable=2)
+    for ratio, tag in ((2, rows.RECONSTRUCT), (4, rows.CONTINUE)):
+        drawn = rows.draw([TEXT], CONFIG, settings.model_copy(update={"ratio": ratio}), seed=0, step=0).arrays
+        vectors = drawn.groups[0].size
+        assert (drawn.inputs[:, vectors] == SIZE + vectors + tag).all()

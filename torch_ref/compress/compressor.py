@@ -270,14 +270,14 @@ def build(
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32."""
+    """A function from chunks' tokens [B T] and groups [B M] to vectors [B M D] in float32."""
     with torch.device("meta"):
         model = TextEncoder(config, Compute(**compute))
     model = nn.load_params(model, params, device=device)
 
     def encode(tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            on_device = (torch.from_numpy(each).to(device)[None] for each in (tokens, groups))
-            return model(*on_device)[0].float().cpu().numpy()
+            on_device = (torch.from_numpy(each).to(device) for each in (tokens, groups))
+            return model(*on_device).float().cpu().numpy()
 
     return encode
