@@ -65,15 +65,13 @@ def train(
         state = state if found is None else _loaded(state, found.arrays)
         run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
-        judge, started = Judge(settings, shape, state.graph, held_out), time.monotonic()
-        taught = _teacher(settings, held)
+        judge, taught = Judge(settings, shape, state.graph, held_out), _teacher(settings, held)
         progress(done)
-        figures: dict[str, float] = {}
+        started, figures = time.monotonic(), {}
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
             ratio, arrays = material.draw(materials, seed=settings.seed, step=step)
-            arrays = taught(arrays)
-            state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
+            state, metrics = step_fn(state, compressor.Batch(*taught(arrays)), jnp.float32(rate), key)
             record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
             records.add([record | {"grad_norm": float(metrics.grad_norm)}])
             progress(1)
