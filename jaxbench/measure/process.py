@@ -36,36 +36,39 @@ class Worker:
 
     Args:
       name: what it measures, in messages and as the module's first argument.
-      module: dotted name of the module that calls worker.serve.
+      module: dotted name of the module that calls worker.serve, or a script that does.
       environment: its variables, as `environment` gives them.
       log: file that its stderr is appended to.
       threads: the module's second argument.
       timeout_s: seconds that a request may take where it names no limit of its own.
       python: the interpreter; that of a peer where it needs an environment of its own.
+      root: folder that the process runs in, where -m finds its module.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
+        module: str | Path,
         *,
         environment: Mapping[str, str],
         log: Path,
         threads: int = 1,
         timeout_s: float,
         python: str | Path = sys.executable,
+        root: Path = ROOT,
     ):
         self.name, self.log, self.timeout_s = name, log, timeout_s
         log.parent.mkdir(parents=True, exist_ok=True)
         self._buffer = b""
+        called = [str(module)] if isinstance(module, Path) else ["-m", module]
         with open(log, "ab") as errors:
             self._process = subprocess.Popen(
-                [str(python), "-m", module, name, str(threads)],
+                [str(python), *called, name, str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
-                cwd=ROOT,  # where -m finds jaxbench, in a peer's environment too
+                cwd=root,
                 start_new_session=True,  # Ctrl-C reaches the parent only, which then closes its workers in order
             )
         self._selector = selectors.DefaultSelector()

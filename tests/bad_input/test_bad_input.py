@@ -7,6 +7,7 @@ import collections
 import pytest
 
 from tests.bad_input import (
+    benchmarks,
     compress,
     core,
     generation,
@@ -24,6 +25,7 @@ from tests.bad_input import (
 from tests.structure import ROOT
 
 MODULES = (
+    benchmarks,
     compress,
     core,
     generation,

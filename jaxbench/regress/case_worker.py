@@ -1,0 +1,140 @@
+"""A process that runs cases over the tree of jaxbench in PYTHONPATH: `python case_worker.py NAME THREADS`.
+
+This file and cases.py are those of the commit that compares; `import jaxbench` finds the tree's. The protocol is
+measure/worker.py's, whose file is read beside this one, so that a tree from before it has it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# JAX's own names of what it does before a program runs
+STAGES = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
+    "/jax/core/compile/backend_compile_duration": "compile_s",
+}
+COUNTS = {  # of memory_analysis
+    "temp_bytes": "temp_size_in_bytes", "argument_bytes": "argument_size_in_bytes",
+    "output_bytes": "output_size_in_bytes",
+}  # fmt: skip
+OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
+
+
+def beside(name: str, path: Path) -> Any:
+    """A module from its file, whatever tree is imported."""
+    found = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+worker = beside("worker_of_head", HERE.parent / "measure" / "worker.py")
+
+
+class Session:
+    """Cases of one tree, one after another."""
+
+    def __init__(self, name: str, threads: int):
+        self.name, self.threads = name, threads
+        self.case: Any = None
+        self.level_bytes = 0
+        self._spent: dict[str, float] = defaultdict(float)
+        self._compiled = 0
+
+    def start(self) -> dict:
+        """Import jaxbench's decoder with what it needs, and make the backend."""
+        started = time.perf_counter()
+        import jax
+
+        import jaxbench
+        from jaxbench import sample, transformer  # noqa: F401  the import is what is timed
+        from jaxbench.pretrained import weights  # noqa: F401
+
+        jax.devices()
+        seconds = time.perf_counter() - started
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        self.level_bytes = worker.resident_bytes()
+        tree = str(Path(jaxbench.__file__).resolve().parents[1])
+        return {"import_s": seconds, "tree": tree, "device": jax.default_backend()}
+
+    def load(self, *, case: dict, model: str | None) -> dict:
+        """Load what a case needs."""
+        worker.release_memory()
+        worker.reset_peak()
+        cases = beside("cases_of_head", HERE / "cases.py")
+        self.case = cases.WORKLOADS[case["workload"]](case, model)
+        started = time.perf_counter()
+        self.case.load()
+        return {"load_s": time.perf_counter() - started}
+
+    def prepare(self) -> dict:
+        """Compile what the case needs: seconds of each stage, and what the compiler counts in each program."""
+        with self._stages() as spent:
+            programs = self.case.prepare()
+        counts = {name: counted(program) for name, program in programs.items() if program is not None}
+        worker.release_memory()
+        return {"stages": dict(spent), "executables": self._compiled, "counts": counts}
+
+    def measure(self, *, seconds: float) -> dict:
+        """Samples until `seconds` have passed, at least one; programs that were compiled meanwhile."""
+        compiled, samples, started = self._compiled, [], time.perf_counter()
+        while not samples or time.perf_counter() - started < seconds:
+            samples.append(self.case.measure())
+        return {"samples": samples, "recompilations": self._compiled - compiled}
+
+    def memory(self) -> dict:
+        """Peak of the resident set since before the case was loaded, above the level after the imports."""
+        return {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
+
+    def unload(self) -> dict:
+        """Drop the case."""
+        import gc
+
+        import jax
+
+        self.case = None
+        jax.clear_caches()
+        gc.collect()
+        worker.release_memory()
+        self._compiled = 0
+        return {}
+
+    def _note(self, event: str, seconds: float, **_: Any) -> None:
+        if (stage := STAGES.get(event)) is not None:
+            self._spent[stage] += seconds
+            self._compiled += stage == "compile_s"
+
+    @contextlib.contextmanager
+    def _stages(self) -> Iterator[dict[str, float]]:
+        """Seconds of each of JAX's stages meanwhile."""
+        self._spent = defaultdict(float)
+        yield self._spent
+
+
+def counted(program: Any) -> dict[str, float]:
+    """What the compiler counts in a compiled program; a loop's body once."""
+    cost, memory, found = program.cost_analysis() or {}, program.memory_analysis(), {}
+    for name, key in (("flops", "flops"), ("bytes_accessed", "bytes accessed")):
+        if cost.get(key, 0) > 0:
+            found[name] = float(cost[key])
+    if memory is not None:
+        found |= {name: float(getattr(memory, field)) for name, field in COUNTS.items()}
+    if text := program.as_text():
+        found["hlo_ops"] = float(len(OPERATION.findall(text)))
+    return found
+
+
+if __name__ == "__main__":
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # no `cases` of this folder
+    worker.serve(Session)

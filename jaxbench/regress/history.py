@@ -1,0 +1,265 @@
+"""Runs over time: a JSON file each, and an index that can be made again from them (S file).
+
+    HISTORY/runs/2026-11/20261126T084900Z-1f0c3a9b.json      a run; never changed but by `prune`
+    HISTORY/index.sqlite                                     what is asked often, rebuilt where it is missing or stale
+
+Raw launches are kept for 90 days, runs for twelve months, tagged runs for ever. A file of a newer schema is an error
+that names it, one that was cut short is reported by `verify`, and neither keeps the other runs from being read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import outputs
+
+SCHEMA = 1  # of a run's file
+RAW_DAYS, DAYS = 90, 365
+RUNS, INDEX = "runs", "index.sqlite"
+TABLES = """
+CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
+                   tag TEXT, size INTEGER);
+CREATE TABLE points (run TEXT, series TEXT, side TEXT, median REAL, launches INTEGER);
+CREATE INDEX by_series ON points (series, side);
+"""
+
+
+class Row(NamedTuple):
+    """A run as a list shows it."""
+
+    id: str
+    time_utc: str
+    host: str
+    device: str
+    suite_id: str
+    head: str  # commits
+    base: str  # "" = none
+    tag: str
+
+
+class Change(NamedTuple):
+    """What `prune` does to a run."""
+
+    id: str
+    what: str  # "removed" or "raw launches removed"
+
+
+class History:
+    """The runs of a folder, which is made by the first."""
+
+    def __init__(self, folder: Path):
+        """Args: folder: made by the first run.
+
+        Raises:
+          ValueError: it is a file.
+        """
+        if folder.is_file():
+            raise ValueError(f"--history={folder} is a file; wanted a folder")
+        self.folder, self.runs = folder, folder / RUNS
+
+    def add(self, record: Mapping[str, Any]) -> str:
+        """Keep a run; its id. The same run again is one run."""
+        content = json.dumps(record, ensure_ascii=False, sort_keys=True)
+        time = record["time_utc"][:19].replace("-", "").replace(":", "")
+        name = f"{time}Z-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        path = self.runs / record["time_utc"][:7] / f"{name}.json"
+        if not path.exists():
+            outputs.write_text(path, content + "\n")
+        return name
+
+    def files(self) -> list[Path]:
+        """Files of all runs, oldest first."""
+        return sorted(self.runs.glob("*/*.json"), key=lambda path: path.name)
+
+    def load(self, id: str) -> dict[str, Any]:
+        """A run by its id or the beginning of it, its tag, or `latest`.
+
+        Raises:
+          ValueError: there is none, there are several, or its file is damaged or of a newer schema.
+        """
+        files = self.files()
+        if id == "latest" and files:
+            return read(files[-1])
+        tagged = [row.id for row in self.list() if row.tag == id]
+        found = [path for path in files if path.stem in tagged or (not tagged and path.stem.startswith(id))]
+        if len(found) != 1:
+            known = _few([path.stem for path in files])
+            raise ValueError(f"history: {id!r} names {len(found)} runs of {self.folder}; wanted one of {known}")
+        return read(found[0])
+
+    def list(self) -> list[Row]:
+        """All runs, oldest first."""
+        with self._index() as index:
+            columns = ", ".join(Row._fields)
+            return [Row(*row) for row in index.execute(f"SELECT {columns} FROM runs ORDER BY time_utc, id")]
+
+    def points(self, series: str, *, host: str, device: str, side: str = "head") -> list[tuple[str, str, float]]:
+        """(time, commit, median) of a series on one machine, oldest first."""
+        query = f"""SELECT time_utc, {side}, median FROM points JOIN runs ON runs.id = points.run
+                    WHERE series = ? AND side = ? AND host = ? AND device = ? ORDER BY time_utc, id"""
+        with self._index() as index:
+            return index.execute(query, (series, side, host, device)).fetchall()
+
+    def tag(self, id: str, tag: str) -> None:
+        """Name a run, which is then kept for ever.
+
+        Raises:
+          ValueError: there is no such run, or the name is another's.
+        """
+        other = [row.id for row in self.list() if row.tag == tag and not row.id.startswith(id)]
+        if other or not tag.strip():
+            raise ValueError(f"history: tag {tag!r} is {'run ' + other[0] if other else 'empty'}; wanted another name")
+        record = self.load(id)
+        [path] = [path for path in self.files() if read(path) == record]
+        outputs.write_text(path, json.dumps(record | {"tag": tag}, ensure_ascii=False, sort_keys=True) + "\n")
+
+    def verify(self) -> dict[str, str]:
+        """Files that cannot be read, and why."""
+        damaged = {}
+        for path in self.files():
+            try:
+                read(path)
+            except ValueError as error:
+                damaged[str(path.relative_to(self.folder))] = str(error)
+        return damaged
+
+    def prune(self, *, now: datetime.datetime, dry_run: bool) -> list[Change]:
+        """Remove what is too old, or say what would be; a run that cannot be read stays."""
+        changes = []
+        for path in self.files():
+            try:
+                record = read(path)
+            except ValueError:
+                continue
+            age = (now - datetime.datetime.fromisoformat(record["time_utc"])).days
+            if record.get("tag"):
+                continue
+            if age > DAYS:
+                changes.append(Change(path.stem, "removed"))
+                if not dry_run:
+                    path.unlink()
+            elif age > RAW_DAYS and any(
+                "launches" in side for each in record["series"].values() for side in each.values()
+            ):
+                changes.append(Change(path.stem, "raw launches removed"))
+                if not dry_run:
+                    outputs.write_text(path, json.dumps(without_raw(record), ensure_ascii=False, sort_keys=True) + "\n")
+        return changes
+
+    def backup(self, folder: Path) -> int:
+        """Copy runs that another folder lacks into it; how many."""
+        copied = 0
+        for path in self.files():
+            target = folder / path.relative_to(self.folder)
+            if not target.exists() or target.read_bytes() != path.read_bytes():
+                with outputs.whole(target) as temporary:
+                    shutil.copyfile(path, temporary)
+                copied += 1
+        return copied
+
+    def restore(self, folder: Path) -> int:
+        """Copy runs of a backup that are not here; how many. What is here stays as it is.
+
+        Raises:
+          ValueError: the folder holds no runs.
+        """
+        other = History(folder)
+        if not other.files():
+            raise ValueError(f"history: {folder} holds no runs; wanted a folder that `history backup` wrote")
+        copied = 0
+        for path in other.files():
+            target = self.folder / path.relative_to(folder)
+            if not target.exists():
+                read(path)
+                with outputs.whole(target) as temporary:
+                    shutil.copyfile(path, temporary)
+                copied += 1
+        return copied
+
+    @contextlib.contextmanager
+    def _index(self) -> Iterator[sqlite3.Connection]:
+        """The index, made again where files were added, changed or removed."""
+        known = {file.stem: file.stat().st_size for file in self.files()}
+        path = self.folder / INDEX if known else Path(":memory:")  # no run yet: nothing is written
+        if known and not _is_current(path, known):
+            self._rebuild(path, known)
+        with contextlib.closing(sqlite3.connect(path)) as index:
+            if not known:
+                index.executescript(TABLES)
+            yield index
+
+    def _rebuild(self, path: Path, sizes: Mapping[str, int]) -> None:
+        with outputs.whole(path) as temporary:
+            temporary.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(temporary)) as index:
+                index.executescript(TABLES)
+                for file in self.files():
+                    with contextlib.suppress(ValueError):  # `verify` names it
+                        _insert(index, file.stem, read(file), sizes[file.stem])
+                index.commit()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A run's file.
+
+    Raises:
+      ValueError: it is damaged, or of a newer schema.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        schema = record["schema"]
+        for name in ("time_utc", "host", "device", "sides", "series", "findings"):
+            record[name]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"history: {path} is damaged or no run ({error!r}); remove it, or restore a backup") from error
+    if schema > SCHEMA:
+        raise ValueError(f"history: {path} has schema {schema}; this version reads up to {SCHEMA}")
+    return record
+
+
+def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A run without the medians of its launches."""
+    series = {
+        name: {side: {key: value for key, value in each.items() if key != "launches"} for side, each in sides.items()}
+        for name, sides in record["series"].items()
+    }
+    return dict(record) | {"series": series}
+
+
+def _is_current(path: Path, sizes: Mapping[str, int]) -> bool:
+    """True where an index knows exactly these files."""
+    if not path.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as index:
+            return dict(index.execute("SELECT id, size FROM runs")) == sizes
+    except sqlite3.DatabaseError:
+        return False  # damaged: it is made again
+
+
+def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], size: int) -> None:
+    sides = record["sides"]
+    head, base = (sides.get(name, {}).get("commit", "") for name in ("head", "base"))
+    row = (
+        id, record["time_utc"], record["host"], record["device"], record.get("suite_id", ""), head, base,
+        record.get("tag", ""), size,
+    )  # fmt: skip
+    index.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", row)
+    points = [
+        (id, name, side, each["median"], len(each.get("launches", ())))
+        for name, both in record["series"].items()
+        for side, each in both.items()
+    ]
+    index.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?)", points)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[-5:]) or "none: the folder is empty"

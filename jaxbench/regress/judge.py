@@ -1,0 +1,121 @@
+"""Is head worse than base: verdicts of a run's series over its pairs of launches (S file).
+
+A pair of launches, one fresh process of each side, gives a log ratio a series, oriented so that above 0 is worse. Timed
+series are judged together: an interval of each from moderated variances over the pairs, p-values after Holm over all of
+them, and alpha shared by the looks. Exact series are compared by value, and a difference of any size is one.
+
+- regression: worse beyond chance, and by more than the warning margin; critical where the whole interval is above the
+  critical one.
+- improvement: the same the other way round.
+- no change: the interval lies within the warning margin on both sides.
+- undecided: none of these, with how many pairs of launches would decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from jaxbench.measure import moderation, verdicts
+from jaxbench.regress import metrics
+from jaxbench.regress.metrics import Margin
+from jaxbench.regress.suite import Suite
+
+Verdict = Literal["regression", "improvement", "no change", "undecided"]
+Level = Literal["", "warning", "critical"]
+MOST_LAUNCHES = 1000  # more than anybody waits for
+
+
+class Finding(NamedTuple):
+    """What is said of one series."""
+
+    series: str
+    verdict: Verdict
+    level: Level  # of a regression
+    worse: float  # share by which head is worse than base; below 0 it is better
+    low: float  # of its interval; equal to `worse` for exact series
+    high: float
+    base: float  # medians over launches
+    head: float
+    num_pairs: int
+    wanted_pairs: int  # of an undecided series: pairs of launches that would decide; 0 = not undecided
+
+
+class Pair(NamedTuple):
+    """A series in one pair of launches: the medians of both sides."""
+
+    base: float
+    head: float
+
+
+def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int = 1) -> list[Finding]:
+    """Findings of all series that both sides have.
+
+    Args:
+      pairs: by series, in the order of the launches.
+      num_looks: times that a run may be judged before it ends; each has its share of alpha.
+    """
+    kinds = {name: metrics.metric_of(name).kind for name in pairs}
+    pairs = {name: each for name, each in pairs.items() if kinds[name] != "noted"}
+    timed = [name for name in pairs if kinds[name] in ("timed", "memory")]
+    timed = [name for name in timed if all(min(pair) > 0 for pair in pairs[name])]
+    confidence = 1 - suite.alpha / num_looks
+    logs = [[log_ratio(name, pair) for pair in pairs[name]] for name in timed]
+    intervals = moderation.intervals(logs, confidence=confidence)
+    p_values = verdicts.holm([interval.p_value for interval in intervals])
+    found = {
+        name: _timed(name, interval, float(p), pairs[name], suite.margin(name), 1 - confidence)
+        for name, interval, p in zip(timed, intervals, p_values, strict=True)
+    }
+    exact = {name: _exact(name, pairs[name], suite.margin(name)) for name in pairs if name not in found}
+    return [(found | exact)[name] for name in pairs]
+
+
+def log_ratio(series: str, pair: Pair) -> float:
+    """How much worse head is in one pair of launches, as a logarithm."""
+    value = math.log(pair.head / pair.base)
+    return -value if metrics.metric_of(series).higher_is_better else value
+
+
+def _timed(
+    name: str, interval: verdicts.Interval, p_value: float, pairs: Sequence[Pair], margin: Margin, alpha: float
+) -> Finding:
+    worse, low, high = (share - 1 for share in interval.ratio())
+    base, head = (verdicts.median(side) for side in zip(*pairs))
+    least, most = math.log1p(margin.warning), math.log1p(margin.critical)
+    verdict, level, wanted = "undecided", "", 0
+    if p_value <= alpha and interval.mean > least:
+        verdict, level = "regression", "critical" if interval.low > most else "warning"
+    elif p_value <= alpha and interval.mean < -least:
+        verdict = "improvement"
+    elif -least < interval.low and interval.high < least:
+        verdict = "no change"
+    else:
+        wanted = _wanted(interval, least, alpha)
+    return Finding(name, verdict, level, worse, low, high, base, head, len(pairs), wanted)
+
+
+def _wanted(interval: verdicts.Interval, least: float, alpha: float) -> int:
+    """Pairs after which an interval of the same spread no longer holds both 0 and the margin."""
+    if interval.df == 0 or not math.isfinite(interval.error):
+        return 2
+    spread = interval.error * math.sqrt(interval.num_launches)
+    gap = max(abs(abs(interval.mean) - least), least / 4)  # a mean at the margin itself is never decided
+    count = (stats.norm.ppf(1 - alpha / 2) * spread / gap) ** 2
+    return int(min(MOST_LAUNCHES, max(interval.num_launches + 1, math.ceil(count))))
+
+
+def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:
+    base, head = (float(np.median(side)) for side in zip(*pairs))
+    metric = metrics.metric_of(name)
+    worse = metrics.worsening(head, base, higher_is_better=metric.higher_is_better)
+    verdict, level = "no change", ""
+    if worse > margin.warning:
+        verdict, level = "regression", "critical" if worse > margin.critical else "warning"
+    elif metrics.worsening(base, head, higher_is_better=metric.higher_is_better) > margin.warning:
+        verdict = "improvement"
+    return Finding(name, verdict, level, worse, worse, worse, base, head, len(pairs), 0)

@@ -1,0 +1,102 @@
+"""What is measured over time: units, which way is better, and how far a metric may move (S file).
+
+Timed metrics differ from launch to launch, so they are judged over launches. Exact ones are counted by the compiler or
+by us, and are the same in every launch: any change of one is a change of the code, however small.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import pydantic
+
+from jaxbench.config import Base
+
+Kind = Literal["timed", "memory", "quality", "exact", "noted"]  # noted: once a run, shown and not judged
+
+
+class Metric(NamedTuple):
+    """One metric of a case."""
+
+    unit: str
+    higher_is_better: bool
+    kind: Kind
+
+
+class Margin(Base):
+    """Shares by which a metric may become worse: above `warning` it is a regression, above `critical` it gates."""
+
+    warning: float = pydantic.Field(ge=0)
+    critical: float = pydantic.Field(ge=0)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Margin:
+        if self.critical < self.warning:
+            raise ValueError(f"warning={self.warning} is above critical={self.critical}; wanted the other way round")
+        return self
+
+
+# The source document's defaults (speed 15 and 25 %, memory 20 and 50 %, quality 2 and 5 %).
+MARGINS: dict[Kind, Margin] = {
+    "timed": Margin(warning=0.15, critical=0.25),
+    "memory": Margin(warning=0.20, critical=0.50),
+    "quality": Margin(warning=0.02, critical=0.05),
+    "exact": Margin(warning=0.0, critical=0.10),
+    "noted": Margin(warning=0.0, critical=0.0),
+}
+
+
+def _timed(unit: str, *, higher: bool = False) -> Metric:
+    return Metric(unit, higher, "timed")
+
+
+METRICS = {
+    "tokens_per_s": _timed("tokens/s", higher=True),
+    "first_token_s": _timed("s"),
+    "token_p50_s": _timed("s"),
+    "token_p90_s": _timed("s"),
+    "token_p99_s": _timed("s"),
+    "end_to_end_s": _timed("s"),
+    "import_s": _timed("s"),
+    "load_s": _timed("s"),
+    "trace_s": _timed("s"),
+    "lower_s": _timed("s"),
+    "compile_cold_s": Metric("s", False, "noted"),  # the first launch alone compiles anew
+    "compile_warm_s": _timed("s"),
+    "energy_j_per_token": _timed("J"),
+    "peak_memory_bytes": Metric("bytes", False, "memory"),
+    "device_peak_bytes": Metric("bytes", False, "memory"),
+    "bits_per_byte": Metric("bits", False, "quality"),
+    "detection_rate": Metric("ratio", True, "quality"),
+    "flops": Metric("FLOP", False, "exact"),
+    "bytes_accessed": Metric("bytes", False, "exact"),
+    "temp_bytes": Metric("bytes", False, "exact"),
+    "argument_bytes": Metric("bytes", False, "exact"),
+    "output_bytes": Metric("bytes", False, "exact"),
+    "hlo_ops": Metric("count", False, "exact"),
+    "executables": Metric("count", False, "exact"),
+    "recompilations": Metric("count", False, "exact"),
+}
+
+
+def metric_of(series: str) -> Metric:
+    """The metric of a series `case.metric` or `case.program.metric`.
+
+    Raises:
+      ValueError: there is no such metric.
+    """
+    name = series.rpartition(".")[2]
+    if name not in METRICS:
+        raise ValueError(f"metric {name!r} of {series!r} is unknown; wanted one of {', '.join(METRICS)}")
+    return METRICS[name]
+
+
+def worsening(head: float, base: float, *, higher_is_better: bool) -> float:
+    """Share by which head is worse than base, at least -1: 0.2 = a fifth slower, or a fifth more.
+
+    A rate that halved is as bad as a time that doubled: 1.0 either way. Infinite where base is 0 and head is not.
+    """
+    worse, better = (base, head) if higher_is_better else (head, base)
+    if better == 0:
+        return 0.0 if worse == 0 else float("inf")
+    return worse / better - 1

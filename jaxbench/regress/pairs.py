@@ -1,0 +1,205 @@
+"""Launches of a suite: fresh processes of head, and of base beside it, one at work at a time (S file).
+
+Data's way: a launch starts a worker a side -> case by case both load and compile, then measure in rounds, base head
+head base -> rows of samples, appended to the run's file as each case ends. A launch that was cut off is made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import store
+from jaxbench.measure import energy, verdicts
+from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.regress.judge import Pair
+from jaxbench.regress.suite import AnyCase, Suite
+from jaxbench.regress.trees import Tree
+
+SAMPLES = "samples.jsonl"
+WORKER = Path(__file__).with_name("case_worker.py")
+HEAD, BASE = "head", "base"
+DONE = "launch_done"
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+class Plan(NamedTuple):
+    """What is run."""
+
+    suite: Suite
+    model: str | None  # folder or file; None = the default model
+    sides: Mapping[str, Tree]  # head, and base where there is one
+    device: str
+    threads: int
+    workdir: Path
+
+
+class Launches:
+    """The launches of a run, in its folder."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], Any]):
+        self.plan, self.say, self.path = plan, say, plan.workdir / SAMPLES
+        self.lost: dict[tuple[str, str], str] = {}  # (side, case) -> why it is not measured
+
+    def finished(self) -> int:
+        """Number of launches that ran to their end."""
+        return max((row["launch"] for row in read(self.path) if row["series"] == DONE), default=0)
+
+    def until(self, count: int) -> None:
+        """Make launches until there are `count`."""
+        for index in range(self.finished() + 1, count + 1):
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        sides = [BASE, HEAD] if index % 2 else [HEAD, BASE]
+        workers: dict[str, Worker] = {}
+        try:
+            for side in (side for side in sides if side in self.plan.sides):
+                self.say(f"launch {index}: start {side}")
+                workers[side] = self._start(index, side)
+                answer = workers[side].request("start")
+                self._check(side, answer)
+                self._append(index, side, {"start.import_s": [answer["import_s"]]})
+            for case in self.plan.suite.cases:
+                self._case(index, case, workers)
+        finally:
+            for worker in workers.values():
+                worker.close()
+        store.append(self.path, [{"launch": index, "side": HEAD, "series": DONE, "samples": []}])
+
+    def _start(self, index: int, side: str) -> Worker:
+        tree, plan = self.plan.sides[side], self.plan
+        cache = plan.workdir / "compile_cache" / side
+        variables = tree.environment(plan.device, plan.threads) | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        log = plan.workdir / "logs" / f"launch{index}-{side}.log"
+        log.unlink(missing_ok=True)
+        return Worker(
+            side, WORKER, environment=variables, log=log, threads=plan.threads, timeout_s=plan.suite.timeout_s,
+            python=tree.python, root=tree.root,
+        )  # fmt: skip
+
+    def _check(self, side: str, answer: Mapping[str, Any]) -> None:
+        tree = self.plan.sides[side]
+        if Path(answer["tree"]) != tree.root.resolve():
+            raise ValueError(f"benchmarks: {side} imported jaxbench of {answer['tree']}; wanted {tree.root}")
+        if answer["device"] != self.plan.device:
+            raise ValueError(f"benchmarks: {side} runs on {answer['device']}; wanted {self.plan.device}")
+
+    def _case(self, index: int, case: AnyCase, workers: Mapping[str, Worker]) -> None:
+        ready = [side for side in workers if self._prepare(index, side, case, workers[side])]
+        samples: dict[str, list[dict]] = defaultdict(list)
+        counters: dict[str, float] = defaultdict(float)
+        for turn in range(self.plan.suite.rounds):
+            for side in ready if turn % 2 == 0 else ready[::-1]:
+                self.say(f"launch {index}: {case.name}, round {turn + 1} of {self.plan.suite.rounds}, {side}")
+                before = energy.readings()
+                answer = self._ask(side, case.name, workers[side], "measure", seconds=self.plan.suite.sample_s)
+                if answer is None:
+                    continue
+                samples[side] += answer["samples"]
+                counters[f"{side}.recompilations"] += answer["recompilations"]
+                if before and (joules := energy.spent(before, energy.readings())) is not None:
+                    counters[f"{side}.joules"] += joules
+        for side in ready:
+            memory = self._ask(side, case.name, workers[side], "memory")
+            self._ask(side, case.name, workers[side], "unload")
+            if memory is None or not samples[side]:
+                continue
+            rows = {f"{case.name}.{metric}": values for metric, values in series_of(samples[side]).items()}
+            rows[f"{case.name}.peak_memory_bytes"] = [float(memory["peak_memory_bytes"])]
+            rows[f"{case.name}.recompilations"] = [counters[f"{side}.recompilations"]]
+            tokens = sum(sample.get("tokens", 0) for sample in samples[side])
+            if tokens and counters[f"{side}.joules"]:
+                rows[f"{case.name}.energy_j_per_token"] = [counters[f"{side}.joules"] / tokens]
+            self._append(index, side, rows)
+
+    def _prepare(self, index: int, side: str, case: AnyCase, worker: Worker) -> bool:
+        """Load, compile and warm up a case; False where this side cannot."""
+        if (side, case.name) in self.lost:
+            return False
+        self.say(f"launch {index}: {case.name}, load and compile {side}")
+        loaded = self._ask(side, case.name, worker, "load", case=case.model_dump(), model=self.plan.model)
+        prepared = None if loaded is None else self._ask(side, case.name, worker, "prepare")
+        if prepared is None:
+            return False
+        for _ in range(self.plan.suite.warmup):
+            if self._ask(side, case.name, worker, "measure", seconds=0.0) is None:
+                return False
+        rows = {f"{case.name}.load_s": [loaded["load_s"]]}
+        stages = prepared["stages"]
+        if "compile_s" in stages:
+            stages[f"compile_{'cold' if index == 1 else 'warm'}_s"] = stages.pop("compile_s")
+        rows |= {f"{case.name}.{stage}": [seconds] for stage, seconds in stages.items()}
+        if index == 1:  # what the compiler counts is the same in every launch
+            rows[f"{case.name}.executables"] = [float(prepared["executables"])]
+            for program, counts in prepared["counts"].items():
+                rows |= {f"{case.name}.{program}.{metric}": [value] for metric, value in counts.items()}
+        self._append(index, side, rows)
+        return True
+
+    def _ask(self, side: str, name: str, worker: Worker, operation: str, **arguments: Any) -> dict | None:
+        """A worker's answer; None where it failed, which is kept, and the other cases go on."""
+        if not worker.alive:
+            self.lost.setdefault((side, name), "its process ended in an earlier case")
+            return None
+        try:
+            return worker.request(operation, **arguments)
+        except WorkerError as error:
+            self.lost.setdefault((side, name), str(error))
+            self.say(f"{name} is left out of {side}: {error}")
+            return None
+
+    def _append(self, index: int, side: str, rows: Mapping[str, Sequence[float]]) -> None:
+        made = ({"launch": index, "side": side, "series": name, "samples": list(v)} for name, v in rows.items())
+        store.append(self.path, made)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a run's file.
+
+    Raises:
+      ValueError: a line is none.
+    """
+    for number, line in enumerate(store.rows(path), start=1):
+        try:
+            row = json.loads(line)
+            yield {name: row[name] for name in ("launch", "side", "series", "samples")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} line {number} is no row of samples ({error}); remove it") from error
+
+
+def series_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Metrics of a case's samples: rates, times, percentiles of tokens where there are enough for a bound."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if "tokens" in sample:
+            found["tokens_per_s"].append(sample["tokens"] / sample["seconds"])
+        for metric in ("first_token_s", "end_to_end_s", "bits_per_byte"):
+            if metric in sample:
+                found[metric].append(sample[metric])
+    tokens = [second for sample in samples for second in sample.get("token_s", [])]
+    bounded = verdicts.percentiles(tokens, PERCENTILES) if tokens else {}
+    return dict(found) | {f"token_{name}_s": [value] for name, value in bounded.items() if value is not None}
+
+
+def launch_medians(path: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """Median of each series by side and launch; the later of two rows of a launch that was made again."""
+    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in read(path):
+        if row["samples"]:
+            found[row["series"]][row["side"]][row["launch"]] = verdicts.median(row["samples"])
+    return {series: dict(sides) for series, sides in found.items()}
+
+
+def pairs_of(path: Path, launches: Sequence[int] | None = None) -> dict[str, list[Pair]]:
+    """Pairs of both sides by series, in the order of the launches; None = of all."""
+    found = {}
+    for series, sides in launch_medians(path).items():
+        both = sorted(sides.get(BASE, {}).keys() & sides.get(HEAD, {}).keys())
+        kept = [i for i in both if launches is None or i in launches]
+        if kept:
+            found[series] = [Pair(sides[BASE][i], sides[HEAD][i]) for i in kept]
+    return found

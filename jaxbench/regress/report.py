@@ -1,0 +1,141 @@
+"""What a run found, as a table, CSV, Markdown and JUnit XML (S file)."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import rich.table
+
+from jaxbench import outputs
+from jaxbench.regress import metrics
+from jaxbench.regress.judge import Finding
+
+ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
+SHOWN = {"regression", "improvement"}  # in a summary; the rest is counted
+
+
+def findings_of(record: Mapping[str, Any]) -> list[Finding]:
+    """Findings of a run's record, regressions first, the worst of them first."""
+    found = [Finding(**each) for each in record["findings"]]
+    return sorted(found, key=lambda each: (ORDER[each.verdict], each.level != "critical", -each.worse))
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """One line: what was found."""
+    found = findings_of(record)
+    if not found:
+        return f"{len(record['series'])} series measured, no base to compare with"
+    counts = {word: sum(each.verdict == word for each in found) for word in ORDER}
+    critical = sum(each.level == "critical" for each in found)
+    said = [f"{count} {word}" for word, count in counts.items() if count]
+    return ", ".join(said) + (f"; {critical} of the regressions critical" if critical else "")
+
+
+def table(record: Mapping[str, Any]) -> rich.table.Table:
+    """The run on a terminal."""
+    sides = record["sides"]
+    base = sides.get("base", {}).get("commit")
+    title = f"{sides['head']['commit']}" + (f" beside {base}" if base else "") + f", {record['launches']} launches"
+    shown = rich.table.Table(title=title)
+    for column in ("series", "base", "head", "worse by, 95 % together", "verdict"):
+        shown.add_column(column, justify="left" if column in ("series", "verdict") else "right")
+    for each in findings_of(record):
+        unit = metrics.metric_of(each.series).unit
+        shown.add_row(each.series, number(each.base, unit), number(each.head, unit), interval(each), verdict(each))
+    if not record["findings"]:
+        for name, both in record["series"].items():
+            shown.add_row(name, "", number(both["head"]["median"], metrics.metric_of(name).unit), "", "")
+    return shown
+
+
+def number(value: float, unit: str) -> str:
+    """A value with its unit."""
+    if unit == "s":
+        return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+    if unit == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    if unit in ("count", "ratio"):
+        return f"{value:g}"
+    return f"{value:,.4g} {unit}"
+
+
+def interval(each: Finding) -> str:
+    """How much worse, with its interval; + is worse."""
+    if each.low == each.high:
+        return f"{100 * each.worse:+.1f} %" if each.worse != float("inf") else "was 0"
+    return f"{100 * each.worse:+.1f} [{100 * each.low:+.1f}, {100 * each.high:+.1f}] %"
+
+
+def verdict(each: Finding) -> str:
+    """A verdict in words."""
+    if each.verdict == "regression":
+        return f"regression, {each.level}"
+    if each.verdict == "undecided":
+        return f"undecided (about {each.wanted_pairs} launches would tell)"
+    return each.verdict
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """A summary for a pull request."""
+    sides, found = record["sides"], findings_of(record)
+    lines = [f"### Performance: {summary(record)}", ""]
+    head, base = sides["head"]["commit"], sides.get("base")
+    beside = (
+        f"beside `{base['commit']}` ({base['subject']}), {record['launches']} pairs of" if base else record["launches"]
+    )
+    lines += [f"`{head}` {beside} launches.", ""]
+    rows = [each for each in found if each.verdict in SHOWN]
+    if rows:
+        lines += ["| series | base | head | worse by | verdict |", "|---|---|---|---|---|"]
+        for each in rows:
+            unit = metrics.metric_of(each.series).unit
+            cells = (each.series, number(each.base, unit), number(each.head, unit), interval(each), verdict(each))
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    undecided = [each.series for each in found if each.verdict == "undecided"]
+    if undecided:
+        lines += [f"Undecided: {', '.join(undecided)}.", ""]
+    lines += [f"- {note}" for note in record["notes"]]
+    machine = record["machine"]
+    lines.append(f"Machine {record['host']}: {machine['cpu']}, {machine['threads']} threads, {record['device']}.")
+    return "\n".join(lines) + "\n"
+
+
+def junit(record: Mapping[str, Any]) -> str:
+    """The run as JUnit XML: a critical regression is a failure, what is undecided is skipped."""
+    found = findings_of(record)
+    failed = sum(each.level == "critical" for each in found)
+    skipped = sum(each.verdict == "undecided" for each in found)
+    suite = ElementTree.Element(
+        "testsuite", name="performance", tests=str(len(found)), failures=str(failed), skipped=str(skipped)
+    )
+    for each in found:
+        case = ElementTree.SubElement(suite, "testcase", classname="performance", name=each.series)
+        said = f"{verdict(each)}: {interval(each)}"
+        if each.level == "critical":
+            ElementTree.SubElement(case, "failure", message=said)
+        elif each.verdict == "undecided":
+            ElementTree.SubElement(case, "skipped", message=said)
+        else:
+            ElementTree.SubElement(case, "system-out").text = said
+    ElementTree.indent(suite)
+    buffer = io.BytesIO()
+    ElementTree.ElementTree(suite).write(buffer, encoding="utf-8", xml_declaration=True)
+    return buffer.getvalue().decode() + "\n"
+
+
+def write(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write every form into a folder; the names."""
+    rows: Sequence[Mapping[str, Any]] = [each._asdict() for each in findings_of(record)]
+    if not rows:
+        rows = [{"series": name, "head": both["head"]["median"]} for name, both in record["series"].items()]
+    outputs.write_csv(folder / "report.csv", rows)
+    outputs.write_text(folder / "report.md", markdown(record))
+    outputs.write_text(folder / "report.xml", junit(record))
+    outputs.write_text(folder / "report.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return ["report.csv", "report.md", "report.xml", "report.json"]

@@ -1,0 +1,167 @@
+"""A run of a suite: head alone, or head and base until their verdicts are in (S file).
+
+Data's way: a suite and what to compare with -> trees -> launches up to a look -> verdicts -> more launches up to the
+next look, or the end; a critical verdict has to be found once more in fresh launches -> the run's record.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import config, outputs, store
+from jaxbench.measure import environment, verdicts
+from jaxbench.pretrained import assets, weights
+from jaxbench.regress import history, judge, metrics, pairs, tiny, trees
+from jaxbench.regress.judge import Finding
+from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
+from jaxbench.regress.suite import Suite
+
+RECORD = "run.json"
+
+
+class Outcome(NamedTuple):
+    """What a run found."""
+
+    findings: list[Finding]  # of every series that both sides have; none without a base
+    record: dict[str, Any]  # all that is kept of it
+
+
+def run(
+    suite: Suite, *, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None = None,
+    say: Callable[[str], Any] = print,
+) -> Outcome:  # fmt: skip
+    """Run a suite, resumable: what is finished in workdir is not made again.
+
+    Args:
+      compare_with: commit, branch or tag that is the base; None = none is measured.
+      stored: a run of history that is the base in place of one that is measured: exact series are judged, times are
+        not, for a machine is another one at another time.
+
+    Raises:
+      ValueError: the machine lacks what the suite requires, git knows no such commit, or workdir is another run's.
+    """
+    check(suite, device)
+    head = trees.here()
+    sides, notes = {HEAD: head}, []
+    if compare_with is not None:
+        try:
+            sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
+        except trees.NotBuilt as error:
+            notes.append(f"the base is left out: {error}")
+            say(notes[-1])
+    origin = [config.config_id(suite), device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
+    store.claim(workdir, "-".join(origin))
+    threads = suite.threads or environment.usable_cores()
+    model = {"default": None, "tiny": str(workdir / "tiny")}.get(suite.model, suite.model)
+    if suite.model == "tiny":
+        tiny.save(workdir / "tiny")
+    plan = Plan(suite, model, sides, device, threads, workdir)
+    launches, findings, confirmed = Launches(plan, say), [], {}
+    for look in suite.looks if BASE in sides else suite.looks[:1]:
+        launches.until(look)
+        findings = _judged(plan, range(1, look + 1), len(suite.looks))
+        if BASE in sides and not _undecided(findings, suite):
+            break
+    if stored is not None:
+        findings = _beside_stored(plan, stored)
+    criticals = [each.series for each in findings if each.level == "critical"]
+    if criticals and suite.confirm:
+        findings, confirmed = _confirmed(plan, launches, findings, criticals, say)
+    notes += [f"{case} of {side}: {why}" for (side, case), why in launches.lost.items()]
+    record = _record(plan, findings, confirmed, notes, launches.finished())
+    if stored is not None:
+        record["sides"][BASE] = stored["sides"][HEAD]
+    outputs.write_json(workdir / RECORD, record)
+    return Outcome(findings, record)
+
+
+def check(suite: Suite, device: str) -> None:
+    """Check that this machine has what a suite requires.
+
+    Raises:
+      ValueError: it has not, or there is no such model.
+    """
+    needs = suite.requires
+    if needs.device != device and needs.device != "cpu":
+        raise ValueError(
+            f"suite: requires.device={needs.device}, this run is on {device}; pass --device={needs.device}"
+        )
+    free = environment.available_memory_bytes()
+    if free < needs.memory_bytes:
+        raise ValueError(f"suite: requires.memory_bytes={needs.memory_bytes}, {free} are free here")
+    if suite.model not in ("default", "tiny"):
+        weights.read_config(suite.model)
+    if (suite.threads or 1) > environment.usable_cores():
+        raise ValueError(f"suite: threads={suite.threads}, this process may use {environment.usable_cores()} cores")
+
+
+def _judged(plan: Plan, launches: Sequence[int], num_looks: int) -> list[Finding]:
+    return judge.judge(pairs.pairs_of(plan.workdir / pairs.SAMPLES, launches), plan.suite, num_looks=num_looks)
+
+
+def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> list[Finding]:
+    """Findings of exact series beside a run of history."""
+    own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+    both = {
+        name: [judge.Pair(stored["series"][name][HEAD]["median"], verdicts.median(list(sides[HEAD].values())))]
+        for name, sides in own.items()
+        if metrics.metric_of(name).kind in ("exact", "quality") and HEAD in stored["series"].get(name, {})
+    }
+    return judge.judge(both, plan.suite)
+
+
+def _undecided(findings: Sequence[Finding], suite: Suite) -> bool:
+    """True where a primary series is not decided."""
+    primaries = set(suite.primaries())
+    return any(each.verdict == "undecided" for each in findings if each.series in primaries)
+
+
+def _confirmed(
+    plan: Plan, launches: Launches, findings: Sequence[Finding], criticals: Sequence[str], say: Callable[[str], Any]
+) -> tuple[list[Finding], dict[str, bool]]:
+    """Findings after fresh launches: a critical one that they do not find worse again is a warning."""
+    done = launches.finished()
+    exact = {each.series for each in findings if each.low == each.high}  # counted, not timed: nothing to confirm
+    if set(criticals) <= exact:
+        return list(findings), dict.fromkeys(criticals, True)
+    say(f"critical: {', '.join(criticals)}; {plan.suite.confirm} fresh launches to confirm it")
+    launches.until(done + plan.suite.confirm)
+    fresh = {each.series: each for each in _judged(plan, range(done + 1, done + plan.suite.confirm + 1), 1)}
+    held = {
+        series: series in exact or (series in fresh and fresh[series].low > plan.suite.margin(series).warning)
+        for series in criticals
+    }
+    levels = {series: "critical" if is_held else "warning" for series, is_held in held.items()}
+    return [each._replace(level=levels.get(each.series, each.level)) for each in findings], held
+
+
+def _record(
+    plan: Plan, findings: Sequence[Finding], confirmed: dict[str, bool], notes: Sequence[str], num_launches: int
+) -> dict[str, Any]:
+    """Everything about a run, as JSON: what history keeps."""
+    medians = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+    series = {
+        name: {side: {"median": verdicts.median(list(values.values())), "launches": list(values.values())}
+               for side, values in sides.items()}
+        for name, sides in medians.items()
+    }  # fmt: skip
+    origin = environment.describe(threads=plan.threads)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "schema": history.SCHEMA, "time_utc": now, "suite": plan.suite.model_dump(mode="json"), "device": plan.device,
+        "suite_id": config.config_id(plan.suite), "host": origin["host"], "machine": origin,
+        "model_sha256": _model_sha256(plan), "launches": num_launches,
+        "sides": {
+            name: {"commit": tree.commit, "subject": tree.subject} for name, tree in plan.sides.items()
+        },
+        "series": series, "findings": [each._asdict() for each in findings], "confirmed": confirmed,
+        "notes": list(notes),
+    }  # fmt: skip
+
+
+def _model_sha256(plan: Plan) -> str:
+    path = Path(plan.model) if plan.model else assets.default_model_path()
+    return assets.sha256_file(path) if path.is_file() else ""

@@ -1,0 +1,142 @@
+"""What is run over time: the suites of configs/benchmarks/*.yaml (S file)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.regress import metrics
+from jaxbench.regress.metrics import METRICS, Margin
+
+Dtype = Literal["float32", "bfloat16"]
+Count = pydantic.PositiveInt
+
+
+class Case(Base):
+    """What all kinds of cases have."""
+
+    name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)  # of its series: name.metric
+
+
+class Generation(Case):
+    """Prompts continued greedily by the default generator: first token, tokens after it, seconds of each."""
+
+    workload: Literal["generation"]
+    dtype: Dtype = "float32"
+    batch: Count = 1
+    prompt_tokens: Count = 64
+    new_tokens: int = pydantic.Field(default=32, ge=2)
+    watermark: str | None = None  # scheme that marks the tokens; None = unmarked
+
+
+class Training(Case):
+    """One AdamW step of the model's first layers."""
+
+    workload: Literal["training"]
+    dtype: Dtype = "float32"
+    batch: Count = 2
+    seq_len: int = pydantic.Field(default=128, ge=2)
+    num_layers: Count = 4
+
+
+class Tokenizing(Case):
+    """Text to token ids."""
+
+    workload: Literal["tokenizing"]
+    characters: Count = 100_000
+
+
+class Detection(Case):
+    """A watermark's scores and p-values of texts."""
+
+    workload: Literal["detection"]
+    scheme: str = "kgw"
+    batch: Count = 32
+    tokens: int = pydantic.Field(default=200, ge=16)
+
+
+class Compression(Case):
+    """A text into vectors by the shipped compressor; default model alone."""
+
+    workload: Literal["compression"]
+    ratio: Count = 8
+    tokens: Count = 1000
+
+
+class Quality(Case):
+    """Bits a byte of the default text's first windows, by the model."""
+
+    workload: Literal["quality"]
+    dtype: Dtype = "float32"
+    windows: Count = 4
+    seq_len: int = pydantic.Field(default=256, ge=2)
+
+
+AnyCase = Annotated[
+    Generation | Training | Tokenizing | Detection | Compression | Quality, pydantic.Field(discriminator="workload")
+]
+
+
+class Requires(Base):
+    """What a machine has to have; a suite that asks for more is skipped with a reason."""
+
+    device: Literal["cpu", "gpu", "tpu"] = "cpu"
+    memory_bytes: int = pydantic.Field(default=2**31, ge=0)
+
+
+class Suite(Base):
+    """Cases, how often they are repeated, and what counts as a regression."""
+
+    model: str = "default"  # default, tiny (random weights), or a folder or GGUF file
+    cases: tuple[AnyCase, ...] = pydantic.Field(min_length=1)
+    # Launches, each a fresh process of base and one of head, after which the run may end: all verdicts share alpha
+    # over the looks (Bonferroni), so that looking early costs no false alarms.
+    looks: tuple[Count, ...] = (3, 5, 10)
+    rounds: Count = 2  # visits of each process by case and launch: base head head base
+    sample_s: float = pydantic.Field(default=0.3, ge=0)  # seconds of a visit's samples; one sample at least
+    warmup: int = pydantic.Field(default=1, ge=0)
+    alpha: float = pydantic.Field(default=0.05, gt=0, lt=0.5)  # of any false verdict in a run
+    confirm: int = pydantic.Field(default=5, ge=0)  # fresh launches that a critical verdict has to stand; 0 = none
+    primary: tuple[str, ...] = ()  # series that the looks wait for, case.metric; () = tokens_per_s of every case
+    margins: dict[str, Margin] = {}  # by series, metric or kind; the first of these that is named
+    timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)  # of one request to a worker
+    threads: int | None = pydantic.Field(default=None, ge=1)  # None = all cores that may be used
+    requires: Requires = Requires()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Suite:
+        names = [case.name for case in self.cases]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"suite: cases.name={twice[0]} is there twice; a series needs a name of its own")
+        if list(self.looks) != sorted(set(self.looks)) or min(self.looks) < 2:
+            raise ValueError(f"suite: looks={list(self.looks)}; wanted numbers of launches that rise, 2 at least")
+        for series in self.primary:
+            case, _, metric = series.partition(".")
+            if case not in names or metric not in METRICS:
+                raise ValueError(
+                    f"suite: primary={series}; wanted CASE.METRIC, cases {', '.join(names)}, metrics "
+                    f"{', '.join(METRICS)}"
+                )
+        for key in self.margins:
+            if key not in METRICS and key not in metrics.MARGINS and key.partition(".")[0] not in names:
+                raise ValueError(
+                    f"suite: margins.{key}; wanted CASE.METRIC, a metric ({', '.join(METRICS)}) or a kind "
+                    f"({', '.join(metrics.MARGINS)})"
+                )
+        return self
+
+    def margin(self, series: str) -> Margin:
+        """How far a series may move."""
+        metric = series.rpartition(".")[2]
+        for key in (series, metric):
+            if key in self.margins:
+                return self.margins[key]
+        kind = metrics.metric_of(series).kind
+        return self.margins.get(kind, metrics.MARGINS[kind])
+
+    def primaries(self) -> tuple[str, ...]:
+        """The series that the looks wait for."""
+        rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload != "quality")
+        return self.primary or rates

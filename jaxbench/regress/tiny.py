@@ -1,0 +1,24 @@
+"""A decoder of random weights that runs in milliseconds: what the tests and a first look run (S file)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxbench import initial, outputs
+from jaxbench.config import TransformerConfig
+from jaxbench.pretrained import weights
+
+SHAPE = TransformerConfig(
+    vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=512
+)
+
+
+def save(folder: Path) -> None:
+    """Write its folder where it is not there."""
+    if folder.exists():
+        return
+    params = {name: value.astype(np.float32) for name, value in initial.initial_params(SHAPE, 0).items()}
+    with outputs.whole_folder(folder) as made:
+        weights.save_checkpoint(made, SHAPE, params)

@@ -1,0 +1,128 @@
+"""A commit as a folder that can be run: a worktree with the packages that it pins (S file).
+
+The folder and its packages are made once and kept for the next run. Where the commit pins what this one does, the
+packages of this interpreter serve it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.measure import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PINS = ("pyproject.toml", "constraints.txt")
+BUILD_S = 1800.0  # most that packages may take to install
+
+
+class Tree(NamedTuple):
+    """A version of the code that can be run."""
+
+    root: Path
+    python: Path
+    commit: str  # short; with + and a hash where the folder differs from it
+    subject: str  # first line of the commit's message
+
+    def environment(self, device: str, threads: int) -> dict[str, str]:
+        """Variables of a process that imports it."""
+        from jaxbench.measure import process
+
+        found = process.environment(device, threads=threads)
+        return found | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class NotBuilt(RuntimeError):
+    """A commit that cannot be run here; str() says why in one line."""
+
+
+def here() -> Tree:
+    """The code that is running, uncommitted changes included."""
+    return Tree(ROOT, Path(sys.executable), environment.commit(), _subject("HEAD"))
+
+
+def of_commit(name: str, folder: Path, *, say: Callable[[str], Any] = lambda text: None) -> Tree:
+    """The tree of a commit, branch or tag, made under `folder` where it is not there.
+
+    Raises:
+      ValueError: git knows no such commit.
+      NotBuilt: its worktree or its packages cannot be made.
+    """
+    sha = resolved(name)
+    root = (folder / sha[:12]).absolute()
+    if not (root / "pyproject.toml").is_file():
+        say(f"worktree of {sha[:12]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        _git("worktree", "prune")
+        try:
+            _git("worktree", "add", "--detach", "--force", str(root), sha)
+        except subprocess.CalledProcessError as error:
+            raise NotBuilt(f"{name}: no worktree of {sha[:12]} ({_last_line(error.stderr)})") from error
+    return Tree(root, _python(root, name, say), sha[:12], _subject(sha))
+
+
+def remove(tree: Tree) -> None:
+    """Remove a worktree that of_commit made."""
+    _git("worktree", "remove", "--force", str(tree.root))
+
+
+def resolved(name: str) -> str:
+    """SHA of a commit.
+
+    Raises:
+      ValueError: git knows none of this name.
+    """
+    try:
+        return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"--compare_with={name}: git knows no such commit, branch or tag in {ROOT.name}, and no run has this name"
+        ) from error
+
+
+def _python(root: Path, name: str, say: Callable[[str], Any]) -> Path:
+    """Interpreter with the packages that a tree pins."""
+    if _pins(root) == _pins(ROOT):
+        return Path(sys.executable)
+    script, venv = root / ".ci" / "environment", root / ".venv"
+    if not script.is_file():
+        raise NotBuilt(f"{name}: {root.name} pins other packages and has no .ci/environment to install them")
+    say(f"packages of {root.name}, which pins others than this commit")
+    command = [str(script), str(venv), sys.executable]
+    variables = {key: value for key, value in os.environ.items() if key not in ("NO_VENV", "PYTHONPATH")}
+    try:
+        subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=BUILD_S, check=True)
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(f"{name}: its packages took longer than {BUILD_S:.0f} s to install") from error
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotBuilt(
+            f"{name}: its packages cannot be installed ({_last_line(getattr(error, 'stderr', ''))})"
+        ) from error
+    return venv / "bin" / "python"
+
+
+def _pins(root: Path) -> str:
+    parts = [(root / name).read_bytes() if (root / name).is_file() else b"" for name in PINS]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
+
+
+def _subject(name: str) -> str:
+    try:
+        return _git("log", "-1", "--format=%s", name).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""  # a copy without git
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "--no-optional-locks", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def _last_line(text: str | None) -> str:
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "no message"

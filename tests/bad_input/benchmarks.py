@@ -1,0 +1,84 @@
+"""Bad input of benchmarks.py: commands, suites, what to compare with, histories."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.bad_input.harness import Case, case_of
+
+RUN = ("benchmarks.py", "run")
+of = functools.partial(case_of, RUN)
+TINY, ONE = "--suite=tiny", "cases: [{name: a, workload: tokenizing}]\n"
+
+
+def suite(text: str, *wanted: str) -> Case:
+    """Return a case of a suite's text behind one good case."""
+    return of("--suite=s.yaml", *wanted, s_yaml=ONE + text)
+
+
+def cases_are(text: str, *wanted: str) -> Case:
+    """Return a case of a suite with these cases."""
+    return of("--suite=s.yaml", *wanted, s_yaml=f"cases: {text}\n")
+
+
+def history(words: str, *wanted: str, **files: str) -> Case:
+    """Return a case of a command of the history."""
+    return case_of(("benchmarks.py", "history"), words, *wanted, **files)
+
+
+CASES = [
+    Case("benchmarks.py rnu", ("'rnu' is no command", "nearest is run")),
+    Case("benchmarks.py history lst", ("'lst' is no command", "nearest is list")),
+    of("quick", "'quick' is not a flag"),
+    of("--suit=tiny", "--suit", "nearest is --suite"),
+    of("--suite=fast", "--suite=fast", "wanted one of quick, standard, tiny"),
+    of("--suite=none.yaml", "none.yaml is no file"),
+    of("--suite=", "--suite="),
+    of("--suite=configs/lm/tiny.yaml", "configs/lm/tiny.yaml"),
+    of("--suite=s.yaml", "s.yaml", s_yaml="cases: [1"),
+    of("--suite=s.yaml", "s.yaml", s_yaml="- a\n"),
+    of("--suite=s.yaml", "cases", s_yaml="model: tiny\n"),
+    of(f"{TINY}|--set=rounds=0", "rounds", "0"),
+    of(f"{TINY}|--set=rounds", "rounds"),
+    of(f"{TINY}|--set=round=3", "nearest is rounds"),
+    of(f"{TINY}|--set=looks=[5,3]", "looks=[5, 3]; wanted numbers of launches that rise"),
+    of(f"{TINY}|--set=looks=[1]", "looks=[1]", "2 at least"),
+    of(f"{TINY}|--set=alpha=0", "alpha", "0"),
+    of(f"{TINY}|--set=alpha=0.5", "alpha", "0.5"),
+    of(f"{TINY}|--set=sample_s=-1", "sample_s", "-1"),
+    of(f"{TINY}|--set=confirm=-1", "confirm", "-1"),
+    of(f"{TINY}|--set=timeout_s=0", "timeout_s", "0"),
+    of(f"{TINY}|--set=threads=0", "threads", "0"),
+    of(f"{TINY}|--set=threads=100000", "threads=100000, this process may use"),
+    of(f"{TINY}|--set=requires.memory_bytes=1000000000000000", "requires.memory_bytes=1000000000000000"),
+    of(f"{TINY}|--set=requires.device=tpu", "requires.device=tpu, this run is on cpu"),
+    of(f"{TINY}|--set=requires.device=fpga", "device", "fpga"),
+    of(f"{TINY}|--set=model=none.gguf", "none.gguf does not exist"),
+    of(f"{TINY}|--device=fpga", "--device", "fpga"),
+    of(f"{TINY}|--device=tpu", "--device=tpu"),
+    of(f"{TINY}|--compare_with=no-such-commit", "--compare_with=no-such-commit: git knows no such commit"),
+    of(f"{TINY}|--compare_with=--all", "--compare_with=--all: git knows no such commit"),
+    of(f"{TINY}|--workdir=a.txt", "--workdir=a.txt cannot be a folder", a_txt="a"),
+    suite("margins: {speed: {warning: 0.1, critical: 0.2}}\n", "margins.speed; wanted CASE.METRIC"),
+    suite("margins: {timed: {warning: 0.3, critical: 0.2}}\n", "warning=0.3 is above critical=0.2"),
+    suite("margins: {timed: {warning: -1, critical: 0.2}}\n", "warning", "-1"),
+    suite("primary: [a.speed]\n", "primary=a.speed; wanted CASE.METRIC, cases a"),
+    suite("primary: [b.tokens_per_s]\n", "primary=b.tokens_per_s"),
+    cases_are("[]", "cases"),
+    cases_are("[{name: a, workload: singing}]", "workload", "singing"),
+    cases_are("[{name: A b, workload: tokenizing}]", "name"),
+    cases_are("[{name: a, workload: tokenizing}, {name: a, workload: quality}]", "cases.name=a is there twice"),
+    cases_are("[{name: a, workload: generation, new_tokens: 1}]", "new_tokens", "1"),
+    cases_are("[{name: a, workload: generation, dtype: int8}]", "dtype", "int8"),
+    cases_are("[{name: a, workload: generation, batches: 3}]", "batches"),
+    history("show", "--run"),
+    history("show|--run=latest", "'latest' names 0 runs", "the folder is empty"),
+    history("show|--run=x|--histroy=h", "--histroy", "nearest is --history"),
+    history("tag|--run=latest", "--tag"),
+    history("tag|--run=latest|--tag=v1", "'latest' names 0 runs"),
+    history("tag|--run=latest|--tag= ", "tag ' ' is empty; wanted another name"),
+    history("prune|--dry_run=maybe", "--dry_run", "maybe"),
+    history("backup", "--backup"),
+    history("restore|--backup=none", "none holds no runs"),
+    history("list|--history=a.txt", "--history=a.txt is a file", a_txt="a"),
+]

@@ -1,0 +1,139 @@
+"""Runs that are kept: found again, named, pruned by age, copied; a damaged one is named and the others are read."""
+
+import datetime
+import sqlite3
+
+import pytest
+
+from jaxbench.regress import history, report
+from jaxbench.regress.judge import Finding
+
+NOW = datetime.datetime(2026, 11, 26, 12, tzinfo=datetime.UTC)
+
+
+def record(days=0, median=10.0, **changes):
+    """A run of so many days ago."""
+    time = (NOW - datetime.timedelta(days=days)).isoformat(timespec="seconds")
+    finding = Finding("decode.tokens_per_s", "regression", "critical", 0.4, 0.3, 0.5, 14.0, median, 5, 0)
+    return {
+        "schema": 1, "time_utc": time, "host": "abc", "device": "cpu", "suite_id": "s1", "launches": 5,
+        "sides": {"head": {"commit": f"c{days}", "subject": "a"}, "base": {"commit": "b", "subject": "of | before"}},
+        "series": {"decode.tokens_per_s": {"head": {"median": median, "launches": [median] * 5}}},
+        "findings": [finding._asdict()], "confirmed": {}, "notes": [], "machine": {"cpu": "A", "threads": 2},
+    } | changes  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path):
+    found = history.History(tmp_path / "h")
+    for days in (400, 100, 1):
+        found.add(record(days, median=10.0 + days))
+    return found
+
+
+def test_runs_are_listed_oldest_first_and_found_by_id_tag_and_latest(kept):
+    rows = kept.list()
+    assert [row.head for row in rows] == ["c400", "c100", "c1"]
+    assert kept.load(rows[0].id[:12])["sides"]["head"]["commit"] == "c400"
+    assert kept.load("latest")["sides"]["head"]["commit"] == "c1"
+    kept.tag(rows[1].id, "v1")
+    assert kept.load("v1")["tag"] == "v1" and kept.list()[1].tag == "v1"
+    for id, words in (("2", "names 3 runs"), ("zz", "names 0 runs")):
+        with pytest.raises(ValueError, match=words):
+            kept.load(id)
+    with pytest.raises(ValueError, match="tag 'v1' is run"):
+        kept.tag(rows[0].id, "v1")
+
+
+def test_a_run_that_is_added_twice_is_there_once(kept):
+    kept.add(record(1, median=11.0))
+    assert len(kept.files()) == 3
+
+
+def test_points_of_a_series_are_those_of_one_machine(kept):
+    kept.add(record(2, host="other"))
+    points = kept.points("decode.tokens_per_s", host="abc", device="cpu")
+    assert [value for _, _, value in points] == [410.0, 110.0, 11.0] and [commit for _, commit, _ in points][
+        0
+    ] == "c400"
+
+
+def test_old_runs_lose_their_launches_and_then_go_and_tagged_ones_stay(kept):
+    kept.tag(kept.list()[0].id, "release")
+    planned = kept.prune(now=NOW, dry_run=True)
+    assert [change.what for change in planned] == ["raw launches removed"] and len(kept.files()) == 3
+    assert kept.prune(now=NOW, dry_run=False) == planned
+    assert "launches" not in kept.load(planned[0].id)["series"]["decode.tokens_per_s"]["head"]
+    assert kept.prune(now=NOW, dry_run=False) == []
+    later = kept.prune(now=NOW + datetime.timedelta(days=300), dry_run=False)
+    assert {change.what for change in later} == {"removed", "raw launches removed"} and len(kept.files()) == 2
+
+
+def test_a_file_cut_in_half_or_of_a_newer_schema_is_named_and_the_others_are_read(kept):
+    first, second, _ = kept.files()
+    first.write_bytes(first.read_bytes()[:40])
+    second.write_text(second.read_text().replace('"schema": 1', '"schema": 2'))
+    assert [row.head for row in kept.list()] == ["c1"]
+    damaged = kept.verify()
+    assert "is damaged or no run" in damaged[f"runs/2025-10/{first.name}"]
+    assert "has schema 2; this version reads up to 1" in damaged[f"runs/2026-08/{second.name}"]
+    with pytest.raises(ValueError, match="has schema 2"):
+        kept.load(second.stem)
+
+
+def test_the_index_is_made_again_where_it_is_damaged_or_stale(kept):
+    kept.list()
+    index = kept.folder / history.INDEX
+    for content in (b"no database", b""):
+        index.write_bytes(content)
+        assert len(kept.list()) == 3
+    kept.files()[0].unlink()
+    assert len(kept.list()) == 2
+    with sqlite3.connect(index) as opened:
+        assert opened.execute("SELECT count(*) FROM points").fetchone() == (2,)
+
+
+def test_a_backup_brings_back_what_was_lost_and_changes_nothing_that_is_there(kept, tmp_path):
+    copy = tmp_path / "copy"
+    assert kept.backup(copy) == 3 and kept.backup(copy) == 0
+    lost, kept_file = kept.files()[0], kept.files()[1]
+    lost.unlink()
+    kept_file.write_text(kept_file.read_text().replace("of | before", "changed"))
+    assert kept.restore(copy) == 1 and len(kept.list()) == 3
+    assert "changed" in kept_file.read_text()
+    with pytest.raises(ValueError, match="holds no runs; wanted a folder that `history backup` wrote"):
+        kept.restore(tmp_path / "none")
+
+
+def test_a_report_says_the_same_in_every_form(tmp_path):
+    undecided = Finding("decode.load_s", "undecided", "", 0.1, -0.2, 0.4, 0.5, 0.6, 5, 12)
+    run = record(1, findings=[undecided._asdict(), *record(1)["findings"]], notes=["case x of base: it failed"])
+    assert report.write(run, tmp_path) == ["report.csv", "report.md", "report.xml", "report.json"]
+    text = (tmp_path / "report.md").read_text()
+    assert "### Performance: 1 regression, 1 undecided; 1 of the regressions critical" in text
+    assert "+40.0 [+30.0, +50.0] %" in text and "Undecided: decode.load_s." in text and "it failed" in text
+    xml = (tmp_path / "report.xml").read_text()
+    assert 'tests="2" failures="1" skipped="1"' in xml and 'name="decode.tokens_per_s"' in xml
+    assert (tmp_path / "report.csv").read_text().splitlines()[1].startswith("decode.tokens_per_s,regression,critical")
+    assert report.table(run).row_count == 2
+
+
+def test_a_run_without_a_base_lists_what_was_measured(tmp_path):
+    run = record(1, findings=[], sides={"head": {"commit": "c", "subject": "a"}})
+    assert report.summary(run) == "1 series measured, no base to compare with" and report.table(run).row_count == 1
+    report.write(run, tmp_path)
+    assert "decode.tokens_per_s" in (tmp_path / "report.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    "value, unit, said",
+    [
+        (0.0123, "s", "12.3 ms"),
+        (2.5, "s", "2.5 s"),
+        (3e6, "bytes", "3.0 MB"),
+        (7.0, "count", "7"),
+        (5605.2, "tokens/s", "5,605 tokens/s"),
+    ],
+)
+def test_numbers_are_said_with_their_units(value, unit, said):
+    assert report.number(value, unit) == said

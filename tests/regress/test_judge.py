@@ -1,0 +1,114 @@
+"""Verdicts over launches: what is worse is found, what is equal is not, and how many launches would tell."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.regress import judge, metrics
+from jaxbench.regress.judge import Pair
+from jaxbench.regress.suite import Suite
+
+CASE = {"name": "decode", "workload": "generation"}
+SUITE = Suite(cases=[CASE])
+RATE, TIME, OPS = "decode.tokens_per_s", "decode.first_token_s", "decode.prefill.hlo_ops"
+
+
+def launches(ratio, *, count=6, noise=0.01, seed=0):
+    """Pairs whose head takes `ratio` times as long as the base, with an offset of each process."""
+    random = np.random.default_rng(seed)
+    return [Pair(math.exp(noise * a), ratio * math.exp(noise * b)) for a, b in random.standard_normal((count, 2))]
+
+
+def one(series, pairs, suite=SUITE):
+    [found] = judge.judge({series: pairs}, suite)
+    return found
+
+
+@pytest.mark.parametrize(
+    "ratio, verdict, level",
+    [(1.4, "regression", "critical"), (1.2, "regression", "warning"), (1.0, "no change", ""), (0.7, "improvement", "")],
+)
+def test_a_time_that_became_longer_is_a_regression(ratio, verdict, level):
+    found = one(TIME, launches(ratio))
+    assert (found.verdict, found.level) == (verdict, level)
+    assert found.low <= found.worse <= found.high and found.worse == pytest.approx(ratio - 1, abs=0.05)
+
+
+def test_a_rate_that_became_lower_is_a_regression_of_the_same_size():
+    slower = [Pair(1 / pair.base, 1 / pair.head) for pair in launches(1.4)]
+    rate, time = one(RATE, slower), one(TIME, launches(1.4))
+    assert rate.verdict == "regression" and rate.worse == pytest.approx(time.worse)
+
+
+def test_launches_that_disagree_are_undecided_and_more_of_them_are_asked_for():
+    found = one(TIME, launches(1.1, noise=0.3, count=4))
+    assert found.verdict == "undecided" and found.wanted_pairs > 4
+    assert one(TIME, launches(1.1, count=1)).wanted_pairs == 2
+
+
+@pytest.mark.parametrize("head, verdict", [(1001.0, "regression"), (1000.0, "no change"), (999.0, "improvement")])
+def test_what_is_counted_is_judged_at_any_size(head, verdict):
+    found = one(OPS, [Pair(1000.0, head)])
+    assert found.verdict == verdict and found.level == ("warning" if verdict == "regression" else "")
+    assert found.low == found.high
+
+
+def test_a_count_that_was_zero_is_a_critical_regression():
+    found = one("decode.recompilations", [Pair(0.0, 1.0)])
+    assert found.level == "critical" and found.worse == math.inf
+    assert one("decode.recompilations", [Pair(0.0, 0.0)]).verdict == "no change"
+
+
+def test_what_is_measured_once_a_run_is_not_judged():
+    assert judge.judge({"decode.compile_cold_s": [Pair(1.0, 3.0)]}, SUITE) == []
+
+
+def test_runs_of_equal_sides_are_quiet():
+    """Of 300 runs of twelve series without a difference, fewer than 5 % say anything (the margins alone keep them)."""
+    names = [f"decode.{name}" for name, metric in metrics.METRICS.items() if metric.kind in ("timed", "memory")]
+    loud = 0
+    for seed in range(300):
+        pairs = {name: launches(1.0, count=5, noise=0.08, seed=100 * seed + i) for i, name in enumerate(names)}
+        loud += any(each.verdict in ("regression", "improvement") for each in judge.judge(pairs, SUITE, num_looks=3))
+    assert loud / 300 < 0.05
+
+
+@given(head=st.floats(0.1, 10), base=st.floats(0.1, 10), higher=st.booleans())
+def test_worsening_of_a_rate_is_that_of_its_time(head, base, higher):
+    share = metrics.worsening(head, base, higher_is_better=higher)
+    assert share == pytest.approx(
+        metrics.worsening(1 / head, 1 / base, higher_is_better=not higher), rel=1e-6, abs=1e-9
+    )
+    assert (share > 0) == ((head < base) if higher else (head > base))
+
+
+def test_margins_are_those_of_the_series_the_metric_or_the_kind():
+    margins = {"decode.first_token_s": {"warning": 0.5, "critical": 0.6}, "memory": {"warning": 0.1, "critical": 0.2}}
+    suite = Suite(cases=[CASE], margins=margins)
+    assert suite.margin(TIME).warning == 0.5 and suite.margin(RATE).warning == 0.15
+    assert suite.margin("decode.peak_memory_bytes").warning == 0.1
+    assert one(TIME, launches(1.4), suite).verdict != "regression"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"cases": [CASE, CASE]}, "cases.name=decode is there twice"),
+        ({"looks": [5, 3]}, r"looks=\[5, 3\]; wanted numbers of launches that rise"),
+        ({"looks": [1]}, "2 at least"),
+        ({"primary": ["decode.speed"]}, "primary=decode.speed; wanted CASE.METRIC"),
+        ({"margins": {"speed": {"warning": 0.1, "critical": 0.2}}}, "margins.speed; wanted CASE.METRIC"),
+        ({"margins": {"timed": {"warning": 0.3, "critical": 0.2}}}, "warning=0.3 is above critical=0.2"),
+    ],
+)
+def test_a_suite_that_contradicts_itself_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Suite(**{"cases": [CASE]} | changes)
+
+
+def test_a_series_of_no_known_metric_is_named():
+    with pytest.raises(ValueError, match="metric 'speed' of 'decode.speed' is unknown; wanted one of tokens_per_s"):
+        metrics.metric_of("decode.speed")

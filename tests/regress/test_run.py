@@ -1,0 +1,138 @@
+"""Runs end to end on random weights: a planted slow-down is found, a broken base is left out, runs go on."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxbench.regress import judge, pairs, run, tiny, trees
+from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
+from jaxbench.regress.suite import Suite
+
+DECODE = {"name": "decode", "workload": "generation", "prompt_tokens": 16, "new_tokens": 6}
+WORDS = {"name": "words", "workload": "tokenizing", "characters": 2000}
+SUITE = Suite(
+    model="tiny", cases=[DECODE, WORDS], looks=[2], rounds=2, sample_s=0.05, confirm=0, threads=1,
+    requires={"memory_bytes": 0},
+)  # fmt: skip
+DECODE_HEAD = "    def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:\n"
+
+
+def changed_tree(folder: Path, file: str, before: str, after: str) -> trees.Tree:
+    """A copy of this tree with one change."""
+    shutil.copytree(trees.ROOT / "jaxbench", folder / "jaxbench", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after), encoding="utf-8")
+    return trees.Tree(folder, Path(sys.executable), "changed", "")
+
+
+def plan_of(tmp_path: Path, **sides: trees.Tree) -> Plan:
+    tiny.save(tmp_path / "tiny")
+    return Plan(SUITE, str(tmp_path / "tiny"), sides, "cpu", 1, tmp_path / "work")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A head whose every token takes 5 ms longer, beside this tree."""
+    folder = tmp_path_factory.mktemp("compared")
+    slow = DECODE_HEAD.rstrip("\n") + "  # slow\n        import time\n\n        time.sleep(0.005)\n"
+    head = changed_tree(folder / "head", "jaxbench/sample.py", DECODE_HEAD, slow)
+    plan, said = plan_of(folder, base=trees.here(), head=head), []
+    launches = Launches(plan, said.append)
+    launches.until(2)
+    return plan, launches, said
+
+
+def findings(plan):
+    return {each.series: each for each in judge.judge(pairs.pairs_of(plan.workdir / pairs.SAMPLES), plan.suite)}
+
+
+def test_a_planted_slow_down_is_found_where_it_is_and_counts_stay(compared):
+    found = findings(compared[0])
+    assert not compared[1].lost
+    assert found["decode.tokens_per_s"].level == "critical" and found["decode.tokens_per_s"].worse > 2
+    assert found["decode.token_p50_s"].verdict == "regression"
+    exact = [each for name, each in found.items() if name.startswith("decode.") and each.low == each.high]
+    assert len(exact) > 10 and {each.verdict for each in exact} == {"no change"}
+    assert found["words.tokens_per_s"].level != "critical"
+
+
+def test_finished_launches_are_not_made_again_and_one_that_was_cut_off_is(compared, tmp_path):
+    plan, _, said = compared
+    count = len(said)
+    again = Launches(plan, said.append)
+    again.until(2)
+    assert len(said) == count and again.finished() == 2
+    path = tmp_path / pairs.SAMPLES
+    rows = (plan.workdir / pairs.SAMPLES).read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:-1])[:-10])
+    assert Launches(plan._replace(workdir=tmp_path), said.append).finished() == 1
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"samples.jsonl line 1 is no row of samples"):
+        list(pairs.read(path))
+
+
+def test_a_base_that_lacks_something_loses_that_case_and_the_rest_goes_on(tmp_path):
+    base = changed_tree(tmp_path / "base", "jaxbench/sample.py", "    def compile(\n", "    def compile_before(\n")
+    launches = Launches(plan_of(tmp_path, base=base, head=trees.here()), lambda text: None)
+    launches.until(1)
+    assert list(launches.lost) == [(BASE, "decode")] and "has no attribute 'compile'" in launches.lost[BASE, "decode"]
+    medians = pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)
+    assert set(medians["decode.tokens_per_s"]) == {HEAD} and set(medians["words.tokens_per_s"]) == {BASE, HEAD}
+
+
+def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_path):
+    suite = SUITE.model_copy(update={"cases": SUITE.cases[1:]})
+    found = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None)
+    assert found.findings == [] and found.record["launches"] == 2
+    assert found.record["series"]["words.tokens_per_s"][HEAD]["median"] > 0
+    assert json.loads((tmp_path / run.RECORD).read_text()) == json.loads(json.dumps(found.record))
+    own = found.record["series"]["words.recompilations"][HEAD]
+    stored = found.record | {"series": found.record["series"] | {"words.recompilations": {HEAD: own}}}
+    beside = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, stored=stored, say=lambda text: None)
+    assert [each.series for each in beside.findings] == ["words.executables", "words.recompilations"]
+    with pytest.raises(ValueError, match="holds the work of configuration"):
+        run.run(
+            suite.model_copy(update={"rounds": 3}), compare_with=None, device="cpu", workdir=tmp_path,
+            say=lambda text: None,
+        )  # fmt: skip
+
+
+def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
+    for needs, words in (({"memory_bytes": 2**60}, "are free here"), ({"device": "tpu"}, "pass --device=tpu")):
+        suite = Suite(**SUITE.model_dump() | {"requires": needs})
+        with pytest.raises(ValueError, match=words):
+            run.run(suite, compare_with=None, device="cpu", workdir=tmp_path / "w", say=lambda text: None)
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_a_commit_becomes_a_worktree_and_an_unknown_one_is_named(tmp_path):
+    tree = trees.of_commit("HEAD", tmp_path / "trees")
+    try:
+        assert (tree.root / "jaxbench" / "sample.py").is_file() and tree.python == Path(sys.executable)
+        assert trees.of_commit("HEAD", tmp_path / "trees") == tree
+    finally:
+        trees.remove(tree)
+    assert not tree.root.exists()
+    with pytest.raises(ValueError, match="--compare_with=no-such: git knows no such commit"):
+        trees.of_commit("no-such", tmp_path / "trees")
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_a_commit_whose_packages_cannot_be_installed_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(trees, "_pins", lambda root: str(root))
+    tree = tmp_path / "trees" / trees.resolved("HEAD")[:12]
+    tree.mkdir(parents=True)
+    (tree / "pyproject.toml").touch()
+    with pytest.raises(trees.NotBuilt, match="pins other packages and has no .ci/environment"):
+        trees.of_commit("HEAD", tmp_path / "trees")
+    (tree / ".ci").mkdir()
+    (tree / ".ci" / "environment").write_text("#!/bin/sh\necho no network >&2\nexit 3\n")
+    (tree / ".ci" / "environment").chmod(0o755)
+    with pytest.raises(trees.NotBuilt, match=r"its packages cannot be installed \(no network\)"):
+        trees.of_commit("HEAD", tmp_path / "trees")
