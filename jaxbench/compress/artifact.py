@@ -23,7 +23,7 @@ from jaxbench.quantization import grids
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
-SHIPPED_SHA256 = "8bf14a88cce73127d3cd8e8baa39ffc3389b7157a8c58f48ea8c94b7cc22f097"
+SHIPPED_SHA256 = "f1d177b4a705dec6830baae07431673f9329c38a78bf81d9ee6af8fa8fbba2e8"
 BITS, FINE_BITS = 4, 8  # of encoder and connector, of what is small
 GROUP = 192  # inputs that share a scale
 
