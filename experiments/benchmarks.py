@@ -2,6 +2,7 @@
 
     benchmarks.py run --suite=quick
     benchmarks.py run --suite=standard --compare_with=main
+    benchmarks.py qualify --suite=quick --launches=180
     benchmarks.py history list
     benchmarks.py history show --run=latest
 
@@ -39,10 +40,39 @@ def _history() -> Any:
     return History(Path(VALUES.history))
 
 
-def define_run() -> None:
-    """Define the flags of run."""
+def _define_suite() -> None:
     flags.DEFINE_string("suite", "quick", f"a name of {SUITES}, or a YAML file")
     flags.DEFINE_multi_string("set", [], "changes of its keys: --set=rounds=3")
+
+
+def _suite() -> tuple[Any, str]:
+    """The suite that --suite names, and its name."""
+    from jaxbench import config
+    from jaxbench.regress.suite import Suite
+
+    path = Path(VALUES.suite)
+    path = path if path.suffix else SUITES / f"{VALUES.suite}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in SUITES.glob("*.yaml")))
+        raise ValueError(f"--suite={VALUES.suite}: {path} is no file; wanted one of {known}, or a YAML file")
+    suite = config.load(path, VALUES.set, Suite)
+    process_environment.check_attached(VALUES.device)
+    return suite, path.stem
+
+
+def _say() -> Any:
+    """What prints a line of progress with the seconds since now."""
+    from rich import markup
+
+    console, started = terminal.console(stderr=True), time.monotonic()
+    return lambda text: console.print(
+        f"[dim]{time.monotonic() - started:6.1f} s[/dim] {markup.escape(text)}", soft_wrap=True
+    )
+
+
+def define_run() -> None:
+    """Define the flags of run."""
+    _define_suite()
     flags.DEFINE_string("compare_with", None, "commit, branch or tag that is measured beside; or a run of the history")
     flags.DEFINE_bool("other_machine", False, "compare with a run of another machine: what is counted, no times")
     flags.DEFINE_bool("keep", True, "keep the run in the history")
@@ -53,21 +83,11 @@ def define_run() -> None:
 
 def run() -> int:
     """Run a suite, beside a base where one is named."""
-    from rich import markup
-
-    from jaxbench import config
     from jaxbench.measure import environment
     from jaxbench.regress import report
     from jaxbench.regress import run as running
-    from jaxbench.regress.suite import Suite
 
-    path = Path(VALUES.suite)
-    path = path if path.suffix else SUITES / f"{VALUES.suite}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in SUITES.glob("*.yaml")))
-        raise ValueError(f"--suite={VALUES.suite}: {path} is no file; wanted one of {known}, or a YAML file")
-    suite = config.load(path, VALUES.set, Suite)
-    process_environment.check_attached(VALUES.device)
+    suite, name = _suite()
     history, compare_with, stored = _history(), VALUES.compare_with, None
     if compare_with is not None and any(row.id.startswith(compare_with) for row in history.list()):
         stored, compare_with = history.load(compare_with), None
@@ -76,15 +96,10 @@ def run() -> int:
                 f"--compare_with={VALUES.compare_with} was run on machine {stored['host']}, this is "
                 f"{environment.fingerprint()}; pass --other_machine to compare what is counted"
             )
-    workdir = cli.workdir(Path("out") / "benchmarks" / path.stem)
-    console, started = terminal.console(stderr=True), time.monotonic()
+    workdir = cli.workdir(Path("out") / "benchmarks" / name)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {markup.escape(text)}", soft_wrap=True)
-
     found = running.run(
-        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, say=say
+        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, say=_say()
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
     written = report.write(found.record, workdir)
@@ -97,6 +112,42 @@ def run() -> int:
     critical = [each.series for each in found.findings if each.level == "critical"]
     if critical:
         raise cli.GateFailed(f"critical regression of {', '.join(critical)}")
+    return cli.EXIT_OK
+
+
+def define_qualify() -> None:
+    """Define the flags of qualify."""
+    _define_suite()
+    flags.DEFINE_integer("launches", 30, "of this tree beside itself", lower_bound=2)
+    flags.DEFINE_integer("drawn", 300, "runs drawn from them", lower_bound=1)
+    cli.define_device()
+    cli.define_workdir()
+
+
+def qualify() -> int:
+    """Measure false alarms and power on this machine: this tree beside itself, and slow-downs injected."""
+    from jaxbench import outputs
+    from jaxbench.measure import environment
+    from jaxbench.regress import qualify as qualifying
+    from jaxbench.regress import run as running
+
+    suite, name = _suite()
+    if VALUES.launches < max(suite.looks):
+        raise ValueError(f"--launches={VALUES.launches}; wanted {max(suite.looks)} at least, as a run may have")
+    workdir = cli.workdir(Path("out") / "qualify" / name)
+    cli.keep(f"finished launches are in {workdir}; the same command goes on")
+    pairs = running.same_sides(
+        suite, launches=VALUES.launches, device=VALUES.device, workdir=workdir, say=_say()
+    )  # fmt: skip
+    found = qualifying.qualify(pairs, suite, num_drawn=VALUES.drawn)
+    print(f"runs of equal sides that said anything: {found.real}; drawn from all launches: {found.drawn}")
+    for ratio, share in found.power.items():
+        print(f"primary series found when head takes {ratio} times as long: {share.count} of {share.total}")
+    for series, share in sorted(found.smallest.items(), key=lambda item: item[1]):
+        print(f"{series}: {100 * share:.0f} % worse is decided")
+    about = {"machine": environment.describe(threads=suite.threads or environment.usable_cores()), "suite": name}
+    outputs.write_json(workdir / "qualify.json", {"about": about, "launches": VALUES.launches, **found._asdict()})
+    print(f"written: {workdir / 'qualify.json'}")
     return cli.EXIT_OK
 
 
@@ -201,6 +252,7 @@ def history() -> None:
 
 COMMANDS = {
     "run": cli.Command(define_run, run, "Run a suite, beside a base where one is named."),
+    "qualify": cli.Command(define_qualify, qualify, "Measure false alarms and power on this machine."),
     "history": cli.Command(lambda: None, history, "The runs that are kept: list, show, tag, prune, backup, ..."),
 }
 

@@ -52,13 +52,7 @@ def run(
         except trees.NotBuilt as error:
             notes.append(f"the base is left out: {error}")
             say(notes[-1])
-    origin = [config.config_id(suite), device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
-    store.claim(workdir, "-".join(origin))
-    threads = suite.threads or environment.usable_cores()
-    model = {"default": None, "tiny": str(workdir / "tiny")}.get(suite.model, suite.model)
-    if suite.model == "tiny":
-        tiny.save(workdir / "tiny")
-    plan = Plan(suite, model, sides, device, threads, workdir)
+    plan = _plan(suite, sides, device, workdir)
     launches, findings, confirmed = Launches(plan, say), [], {}
     for look in suite.looks if BASE in sides else suite.looks[:1]:
         launches.until(look)
@@ -76,6 +70,32 @@ def run(
         record["sides"][BASE] = stored["sides"][HEAD]
     outputs.write_json(workdir / RECORD, record)
     return Outcome(findings, record)
+
+
+def same_sides(
+    suite: Suite, *, launches: int, device: str, workdir: Path, say: Callable[[str], Any] = print
+) -> dict[str, list[judge.Pair]]:
+    """Pairs of launches of this tree beside itself, resumable: what `qualify` takes.
+
+    Raises:
+      ValueError: as `run` raises.
+    """
+    check(suite, device)
+    tree = trees.here()
+    plan = _plan(suite, {BASE: tree, HEAD: tree}, device, workdir)
+    Launches(plan, say).until(launches)
+    return pairs.pairs_of(workdir / pairs.SAMPLES, range(1, launches + 1))
+
+
+def _plan(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir: Path) -> Plan:
+    """The plan of a run, whose folder is then its own."""
+    origin = [config.config_id(suite), device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
+    store.claim(workdir, "-".join(origin))
+    threads = suite.threads or environment.usable_cores()
+    model = {"default": None, "tiny": str(workdir / "tiny")}.get(suite.model, suite.model)
+    if suite.model == "tiny":
+        tiny.save(workdir / "tiny")
+    return Plan(suite, model, sides, device, threads, workdir)
 
 
 def check(suite: Suite, device: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def of_commit(name: str, folder: Path, *, say: Callable[[str], Any] = lambda tex
     if not (root / "pyproject.toml").is_file():
         say(f"worktree of {sha[:12]}")
         folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(root, ignore_errors=True)  # what a run that was killed left of it
         _git("worktree", "prune")
         try:
             _git("worktree", "add", "--detach", "--force", str(root), sha)

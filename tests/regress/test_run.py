@@ -112,7 +112,11 @@ def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
 
 @pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
 def test_a_commit_becomes_a_worktree_and_an_unknown_one_is_named(tmp_path):
+    half = tmp_path / "trees" / trees.resolved("HEAD")[:12] / "jaxbench"
+    half.mkdir(parents=True)
+    (half / "a.py").touch()
     tree = trees.of_commit("HEAD", tmp_path / "trees")
+    assert not (half / "a.py").exists()
     try:
         assert (tree.root / "jaxbench" / "sample.py").is_file() and tree.python == Path(sys.executable)
         assert trees.of_commit("HEAD", tmp_path / "trees") == tree
