@@ -14,6 +14,7 @@ goes on with the same command.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import sys
 import time
@@ -83,8 +84,9 @@ def define_run() -> None:
 
 def run() -> int:
     """Run a suite, beside a base where one is named."""
+    from jaxbench import config
     from jaxbench.measure import environment
-    from jaxbench.regress import report
+    from jaxbench.regress import report, trees
     from jaxbench.regress import run as running
 
     suite, name = _suite()
@@ -96,7 +98,11 @@ def run() -> int:
                 f"--compare_with={VALUES.compare_with} was run on machine {stored['host']}, this is "
                 f"{environment.fingerprint()}; pass --other_machine to compare what is counted"
             )
-    workdir = cli.workdir(Path("out") / "benchmarks" / name)
+    known = [config.config_id(suite), VALUES.device, trees.here().commit, VALUES.compare_with or ""]
+    folder = running.unfinished(
+        Path("out") / "benchmarks", f"{name}-{hashlib.sha256(repr(known).encode()).hexdigest()[:8]}"
+    )
+    workdir = cli.workdir(folder)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     found = running.run(
         suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, say=_say()

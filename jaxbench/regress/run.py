@@ -7,6 +7,7 @@ next look, or the end; a critical verdict has to be found once more in fresh lau
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +71,12 @@ def run(
         record["sides"][BASE] = stored["sides"][HEAD]
     outputs.write_json(workdir / RECORD, record)
     return Outcome(findings, record)
+
+
+def unfinished(folder: Path, name: str) -> Path:
+    """Folder of a run of this name that has not ended: name, or name-2, name-3 and so on behind those that have."""
+    numbered = (folder / (name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
+    return next(path for path in numbered if not (path / RECORD).exists())
 
 
 def same_sides(

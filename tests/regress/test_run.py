@@ -102,6 +102,15 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
         )  # fmt: skip
 
 
+def test_a_run_that_has_ended_is_followed_by_one_of_its_own(tmp_path):
+    assert run.unfinished(tmp_path, "quick-1") == tmp_path / "quick-1"
+    for name in ("quick-1", "quick-1-2"):
+        (tmp_path / name).mkdir()
+        assert run.unfinished(tmp_path, "quick-1") == tmp_path / name
+        (tmp_path / name / run.RECORD).touch()
+    assert run.unfinished(tmp_path, "quick-1") == tmp_path / "quick-1-3"
+
+
 def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
     for needs, words in (({"memory_bytes": 2**60}, "are free here"), ({"device": "tpu"}, "pass --device=tpu")):
         suite = Suite(**SUITE.model_dump() | {"requires": needs})
