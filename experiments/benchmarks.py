@@ -185,6 +185,27 @@ def show() -> int:
     return cli.EXIT_OK
 
 
+def define_trend() -> None:
+    """Define the flags of history trend."""
+    _define_history()
+    cli.define_device()
+    flags.DEFINE_string("series", None, "case.metric, such as decode.tokens_per_s", required=True)
+
+
+def trend() -> int:
+    """Show a series on this machine over the runs."""
+    from jaxbench.measure import environment
+    from jaxbench.regress import metrics, report
+
+    unit, host = metrics.metric_of(VALUES.series).unit, environment.fingerprint()
+    points = _history().points(VALUES.series, host=host, device=VALUES.device)
+    if not points:
+        raise ValueError(f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history}")
+    for time_utc, commit, median in points:
+        print(f"{time_utc}  {commit}  {report.number(median, unit)}")
+    return cli.EXIT_OK
+
+
 def define_tag() -> None:
     """Define the flags of history tag."""
     _define_named()
@@ -243,6 +264,7 @@ def verify() -> int:
 HISTORY = {
     "list": cli.Command(_define_history, list_, "List the runs."),
     "show": cli.Command(_define_named, show, "Show a run."),
+    "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
     "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),
     "prune": cli.Command(define_prune, prune, "Remove what is too old."),
     "backup": cli.Command(_define_other, backup, "Copy runs into another folder."),

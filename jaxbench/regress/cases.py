@@ -139,7 +139,7 @@ class Tokenizing:
 
 
 class Detection:
-    """Scores and p-values of texts of random tokens, marked and not."""
+    """Scores and p-values of texts of random tokens."""
 
     VOCABULARY = 49152
 

@@ -7,6 +7,7 @@ head base -> rows of samples, appended to the run's file as each case ends. A la
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxbench.regress.trees import Tree
 SAMPLES = "samples.jsonl"
 WORKER = Path(__file__).with_name("case_worker.py")
 HEAD, BASE = "head", "base"
-DONE = "launch_done"
+START, DONE = "start", "launch_done"
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -57,10 +58,18 @@ class Launches:
         sides = [BASE, HEAD] if index % 2 else [HEAD, BASE]
         workers: dict[str, Worker] = {}
         try:
-            for side in (side for side in sides if side in self.plan.sides):
+            for side in (side for side in sides if side in self.plan.sides and (side, START) not in self.lost):
                 self.say(f"launch {index}: start {side}")
                 workers[side] = self._start(index, side)
-                answer = workers[side].request("start")
+                try:
+                    answer = workers[side].request("start")
+                except WorkerError as error:
+                    if side == HEAD:
+                        raise ValueError(f"benchmarks: this tree cannot be imported: {error}") from error
+                    self.lost[side, START] = str(error)
+                    self.say(f"the base is left out: {error}")
+                    workers.pop(side).close()
+                    continue
                 self._check(side, answer)
                 self._append(index, side, {"start.import_s": [answer["import_s"]]})
             for case in self.plan.suite.cases:
@@ -73,6 +82,8 @@ class Launches:
     def _start(self, index: int, side: str) -> Worker:
         tree, plan = self.plan.sides[side], self.plan
         cache = plan.workdir / "compile_cache" / side
+        if index == 1:
+            shutil.rmtree(cache, ignore_errors=True)  # launch 1 compiles cold, also where it is made again
         variables = tree.environment(plan.device, plan.threads) | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
         log = plan.workdir / "logs" / f"launch{index}-{side}.log"
         log.unlink(missing_ok=True)

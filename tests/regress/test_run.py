@@ -85,6 +85,16 @@ def test_a_base_that_lacks_something_loses_that_case_and_the_rest_goes_on(tmp_pa
     assert set(medians["decode.tokens_per_s"]) == {HEAD} and set(medians["words.tokens_per_s"]) == {BASE, HEAD}
 
 
+def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_path):
+    broken = changed_tree(tmp_path / "base", "jaxbench/sample.py", "from __future__ import annotations\n", "broken\n")
+    launches = Launches(plan_of(tmp_path, base=broken, head=trees.here()), lambda text: None)
+    launches.until(1)
+    assert list(launches.lost) == [(BASE, "start")] and "'broken' is not defined" in launches.lost[BASE, "start"]
+    assert set(pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)["words.tokens_per_s"]) == {HEAD}
+    with pytest.raises(ValueError, match="this tree cannot be imported: head: start: NameError"):
+        Launches(plan_of(tmp_path / "other", head=broken), lambda text: None).until(1)
+
+
 def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_path):
     suite = SUITE.model_copy(update={"cases": SUITE.cases[1:]})
     found = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None)
