@@ -46,8 +46,8 @@ class Generation:
 
     def prepare(self) -> dict[str, Any]:
         """Compiled programs."""
-        case = self.case
-        programs = self.generator.compile(case["batch"], case["prompt_tokens"], case["new_tokens"])
+        case, extra = self.case, {} if self.states is None else {"processor_states": self.states}
+        programs = self.generator.compile(case["batch"], case["prompt_tokens"], case["new_tokens"], **extra)
         return {"prefill": programs.prefill, "decode": programs.decode}
 
     def measure(self) -> dict[str, Any]:

@@ -95,6 +95,32 @@ def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_pa
         Launches(plan_of(tmp_path / "other", head=broken), lambda text: None).until(1)
 
 
+def test_every_kind_of_case_runs(tmp_path):
+    kinds = [
+        {"name": "marked", "workload": "generation", "watermark": "kgw", "prompt_tokens": 16, "new_tokens": 3},
+        {"name": "detect", "workload": "detection", "batch": 2, "tokens": 16},
+        {"name": "train", "workload": "training", "batch": 1, "seq_len": 8, "num_layers": 1},
+        {"name": "bits", "workload": "quality", "windows": 1, "seq_len": 16},
+    ]
+    suite = Suite(**SUITE.model_dump() | {"cases": kinds})
+    launches = Launches(plan_of(tmp_path, head=trees.here())._replace(suite=suite), lambda text: None)
+    launches.until(1)
+    assert launches.lost == {}
+    medians = pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)
+    measured = {*(f"{kind['name']}.tokens_per_s" for kind in kinds[:3]), "bits.bits_per_byte"}
+    assert measured <= medians.keys() and "marked.decode.flops" in medians
+
+
+def test_a_compression_runs_on_the_default_model(tmp_path):
+    case = {"name": "compress", "workload": "compression", "tokens": 100}
+    suite = Suite(**SUITE.model_dump() | {"cases": [case]})
+    plan = plan_of(tmp_path, head=trees.here())._replace(suite=suite, model=None)
+    launches = Launches(plan, lambda text: None)
+    launches.until(1)
+    assert launches.lost == {}
+    assert "compress.tokens_per_s" in pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)
+
+
 def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_path):
     suite = SUITE.model_copy(update={"cases": SUITE.cases[1:]})
     found = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None)
