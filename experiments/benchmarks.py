@@ -110,8 +110,8 @@ def run() -> int:
     terminal.console().print(report.table(found.record))
     written = report.write(found.record, workdir)
     print(report.summary(found.record))
-    for note in found.record["notes"]:
-        print(note)
+    for line in report.explanation(found.record) + found.record["notes"]:
+        print(line)
     print(f"written: {', '.join(written)} in {workdir}")
     if VALUES.keep:
         print(f"kept as {history.add(found.record)} in {history.folder}")
@@ -180,8 +180,8 @@ def show() -> int:
     record = _history().load(VALUES.run)
     terminal.console().print(report.table(record))
     print(report.summary(record))
-    for note in record["notes"]:
-        print(note)
+    for line in report.explanation(record) + record["notes"]:
+        print(line)
     return cli.EXIT_OK
 
 

@@ -7,6 +7,7 @@ measure/worker.py's, whose file is read beside this one, so that a tree from bef
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -40,6 +41,7 @@ def beside(name: str, path: Path) -> Any:
 
 
 worker = beside("worker_of_head", HERE.parent / "measure" / "worker.py")
+operations = beside("operations_of_head", HERE / "operations.py")
 
 
 class Session:
@@ -48,6 +50,7 @@ class Session:
     def __init__(self, name: str, threads: int):
         self.name, self.threads = name, threads
         self.case: Any = None
+        self.programs: dict[str, Any] = {}
         self.level_bytes = 0
         self._spent: dict[str, float] = defaultdict(float)
         self._compiled = 0
@@ -66,7 +69,8 @@ class Session:
         jax.monitoring.register_event_duration_secs_listener(self._note)
         self.level_bytes = worker.resident_bytes()
         tree = str(Path(jaxbench.__file__).resolve().parents[1])
-        return {"import_s": seconds, "tree": tree, "device": jax.default_backend()}
+        packages = {each.name: each.version for each in importlib.metadata.distributions()}
+        return {"import_s": seconds, "tree": tree, "device": jax.default_backend(), "packages": packages}
 
     def load(self, *, case: dict, model: str | None) -> dict:
         """Load what a case needs."""
@@ -82,7 +86,8 @@ class Session:
         """Compile what the case needs: seconds of each stage, and what the compiler counts in each program."""
         with self._stages() as spent:
             programs = self.case.prepare()
-        counts = {name: counted(program) for name, program in programs.items() if program is not None}
+        self.programs = {name: program for name, program in programs.items() if program is not None}
+        counts = {name: counted(program) for name, program in self.programs.items()}
         worker.release_memory()
         return {"stages": dict(spent), "executables": self._compiled, "counts": counts}
 
@@ -97,13 +102,29 @@ class Session:
         """Peak of the resident set since before the case was loaded, above the level after the imports."""
         return {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
 
+    def texts(self, *, folder: str) -> dict:
+        """Write each program's HLO into a folder; how many instructions it has of each opcode."""
+        found = {}
+        for name, program in self.programs.items():
+            Path(folder, f"{name}.txt").write_text(program.as_text(), encoding="utf-8")
+            found[name] = operations.read_program(program.as_text()).opcodes
+        return {"opcodes": found}
+
+    def profile(self) -> dict:
+        """Seconds of one measurement under JAX's profiler, and of each operation in it."""
+        programs = {name: operations.read_program(program.as_text()) for name, program in self.programs.items()}
+        samples: list[dict] = []
+        found = operations.profile(lambda: samples.append(self.case.measure()), programs)
+        sample = samples[0]
+        return {"seconds": sample.get("end_to_end_s", sample.get("seconds", 0.0)), "operations": found}
+
     def unload(self) -> dict:
         """Drop the case."""
         import gc
 
         import jax
 
-        self.case = None
+        self.case, self.programs = None, {}
         jax.clear_caches()
         gc.collect()
         worker.release_memory()

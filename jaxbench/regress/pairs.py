@@ -6,6 +6,7 @@ head base -> rows of samples, appended to the run's file as each case ends. A la
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections import defaultdict
@@ -55,14 +56,29 @@ class Launches:
             self._launch(index)
 
     def _launch(self, index: int) -> None:
+        with self.workers(index, f"launch {index}") as (workers, answers):
+            for side, answer in answers.items():
+                self._append(index, side, {"start.import_s": [answer["import_s"]]})
+            for case in self.plan.suite.cases:
+                self._case(index, case, workers)
+        store.append(self.path, [{"launch": index, "side": HEAD, "series": DONE, "samples": []}])
+
+    @contextlib.contextmanager
+    def workers(self, index: int, name: str) -> Iterator[tuple[dict[str, Worker], dict[str, dict]]]:
+        """Fresh processes of all sides that can be started, and what each answered; they end with the block.
+
+        Raises:
+          ValueError: this tree cannot be imported, or a side imports another tree.
+        """
         sides = [BASE, HEAD] if index % 2 else [HEAD, BASE]
         workers: dict[str, Worker] = {}
+        answers: dict[str, dict] = {}
         try:
             for side in (side for side in sides if side in self.plan.sides and (side, START) not in self.lost):
-                self.say(f"launch {index}: start {side}")
+                self.say(f"{name}: start {side}")
                 workers[side] = self._start(index, side)
                 try:
-                    answer = workers[side].request("start")
+                    answers[side] = workers[side].request("start")
                 except WorkerError as error:
                     if side == HEAD:
                         raise ValueError(f"benchmarks: this tree cannot be imported: {error}") from error
@@ -70,14 +86,11 @@ class Launches:
                     self.say(f"the base is left out: {error}")
                     workers.pop(side).close()
                     continue
-                self._check(side, answer)
-                self._append(index, side, {"start.import_s": [answer["import_s"]]})
-            for case in self.plan.suite.cases:
-                self._case(index, case, workers)
+                self._check(side, answers[side])
+            yield workers, answers
         finally:
             for worker in workers.values():
                 worker.close()
-        store.append(self.path, [{"launch": index, "side": HEAD, "series": DONE, "samples": []}])
 
     def _start(self, index: int, side: str) -> Worker:
         tree, plan = self.plan.sides[side], self.plan
@@ -107,7 +120,7 @@ class Launches:
             for side in ready if turn % 2 == 0 else ready[::-1]:
                 self.say(f"launch {index}: {case.name}, round {turn + 1} of {self.plan.suite.rounds}, {side}")
                 before = energy.readings()
-                answer = self._ask(side, case.name, workers[side], "measure", seconds=self.plan.suite.sample_s)
+                answer = self.ask(side, case.name, workers[side], "measure", seconds=self.plan.suite.sample_s)
                 if answer is None:
                     continue
                 samples[side] += answer["samples"]
@@ -115,8 +128,8 @@ class Launches:
                 if before and (joules := energy.spent(before, energy.readings())) is not None:
                     counters[f"{side}.joules"] += joules
         for side in ready:
-            memory = self._ask(side, case.name, workers[side], "memory")
-            self._ask(side, case.name, workers[side], "unload")
+            memory = self.ask(side, case.name, workers[side], "memory")
+            self.ask(side, case.name, workers[side], "unload")
             if memory is None or not samples[side]:
                 continue
             rows = {f"{case.name}.{metric}": values for metric, values in series_of(samples[side]).items()}
@@ -132,13 +145,10 @@ class Launches:
         if (side, case.name) in self.lost:
             return False
         self.say(f"launch {index}: {case.name}, load and compile {side}")
-        loaded = self._ask(side, case.name, worker, "load", case=case.model_dump(), model=self.plan.model)
-        prepared = None if loaded is None else self._ask(side, case.name, worker, "prepare")
-        if prepared is None:
+        made = self.prepared(side, case, worker)
+        if made is None:
             return False
-        for _ in range(self.plan.suite.warmup):
-            if self._ask(side, case.name, worker, "measure", seconds=0.0) is None:
-                return False
+        loaded, prepared = made
         rows = {f"{case.name}.load_s": [loaded["load_s"]]}
         stages = prepared["stages"]
         if "compile_s" in stages:
@@ -151,7 +161,18 @@ class Launches:
         self._append(index, side, rows)
         return True
 
-    def _ask(self, side: str, name: str, worker: Worker, operation: str, **arguments: Any) -> dict | None:
+    def prepared(self, side: str, case: AnyCase, worker: Worker) -> tuple[dict, dict] | None:
+        """Load, compile and warm up a case in a worker: its answers to both; None where it cannot."""
+        loaded = self.ask(side, case.name, worker, "load", case=case.model_dump(), model=self.plan.model)
+        made = None if loaded is None else self.ask(side, case.name, worker, "prepare")
+        if made is None:
+            return None
+        for _ in range(self.plan.suite.warmup):
+            if self.ask(side, case.name, worker, "measure", seconds=0.0) is None:
+                return None
+        return loaded, made
+
+    def ask(self, side: str, name: str, worker: Worker, operation: str, **arguments: Any) -> dict | None:
         """A worker's answer; None where it failed, which is kept, and the other cases go on."""
         if not worker.alive:
             self.lost.setdefault((side, name), "its process ended in an earlier case")

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import rich.table
 
 from jaxbench import outputs
-from jaxbench.regress import metrics
+from jaxbench.regress import metrics, why
 from jaxbench.regress.judge import Finding
 
 ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
@@ -80,6 +80,11 @@ def verdict(each: Finding) -> str:
     return each.verdict
 
 
+def explanation(record: Mapping[str, Any]) -> list[str]:
+    """Why what became worse did, a line each; none where nothing did."""
+    return why.sentences(record["why"]) if "why" in record else []
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """A summary for a pull request."""
     sides, found = record["sides"], findings_of(record)
@@ -100,6 +105,8 @@ def markdown(record: Mapping[str, Any]) -> str:
     undecided = [each.series for each in found if each.verdict == "undecided"]
     if undecided:
         lines += [f"Undecided: {', '.join(undecided)}.", ""]
+    if said := explanation(record):
+        lines += ["Why:", "", *(f"- {line}" for line in said), ""]
     lines += [f"- {note}" for note in record["notes"]]
     machine = record["machine"]
     lines.append(f"Machine {record['host']}: {machine['cpu']}, {machine['threads']} threads, {record['device']}.")

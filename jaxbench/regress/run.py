@@ -1,7 +1,8 @@
 """A run of a suite: head alone, or head and base until their verdicts are in (S file).
 
 Data's way: a suite and what to compare with -> trees -> launches up to a look -> verdicts -> more launches up to the
-next look, or the end; a critical verdict has to be found once more in fresh launches -> the run's record.
+next look, or the end; a critical verdict has to be found once more in fresh launches; what became worse is profiled on
+both sides -> the run's record.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxbench import config, outputs, store
 from jaxbench.measure import environment, verdicts
 from jaxbench.pretrained import assets, weights
-from jaxbench.regress import history, judge, metrics, pairs, tiny, trees
+from jaxbench.regress import history, judge, metrics, pairs, tiny, trees, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
@@ -65,8 +66,11 @@ def run(
     criticals = [each.series for each in findings if each.level == "critical"]
     if criticals and suite.confirm:
         findings, confirmed = _confirmed(plan, launches, findings, criticals, say)
-    notes += [f"{case} of {side}: {why}" for (side, case), why in launches.lost.items()]
+    explained = why.explain(launches, findings, workdir / "why") if BASE in sides else None
+    notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
     record = _record(plan, findings, confirmed, notes, launches.finished())
+    if explained is not None:
+        record["why"] = explained
     if stored is not None:
         record["sides"][BASE] = stored["sides"][HEAD]
     outputs.write_json(workdir / RECORD, record)
