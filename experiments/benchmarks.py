@@ -5,6 +5,7 @@
     benchmarks.py qualify --suite=quick --launches=180
     benchmarks.py history list
     benchmarks.py history show --run=latest
+    benchmarks.py alerts list
 
 A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree as pairs of fresh
 processes in turn. A critical regression ends with exit code 1, bad input with 2 and one line. A run that is killed
@@ -13,9 +14,7 @@ goes on with the same command.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -26,19 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, process_environment, terminal
+from jaxbench.regress import alert_commands, history_commands
 
 VALUES = flags.FLAGS
 SUITES = Path("configs/benchmarks")
-
-
-def _define_history() -> None:
-    flags.DEFINE_string("history", "out/history", "folder of the runs that are kept")
-
-
-def _history() -> Any:
-    from jaxbench.regress.history import History
-
-    return History(Path(VALUES.history))
 
 
 def _define_suite() -> None:
@@ -76,10 +66,11 @@ def define_run() -> None:
     _define_suite()
     flags.DEFINE_string("compare_with", None, "commit, branch or tag that is measured beside; or a run of the history")
     flags.DEFINE_bool("other_machine", False, "compare with a run of another machine: what is counted, no times")
+    alert_commands.define_alerts()
     flags.DEFINE_bool("keep", True, "keep the run in the history")
     cli.define_device()
     cli.define_workdir()
-    _define_history()
+    history_commands.define_folder()
 
 
 def run() -> int:
@@ -90,7 +81,10 @@ def run() -> int:
     from jaxbench.regress import run as running
 
     suite, name = _suite()
-    history, compare_with, stored = _history(), VALUES.compare_with, None
+    alerts = alert_commands.config()
+    if alerts is not None and not VALUES.keep:
+        raise ValueError(f"--alerts={VALUES.alerts}: an alert names a run of the history; leave --nokeep out")
+    history, compare_with, stored = history_commands.folder(), VALUES.compare_with, None
     if compare_with is not None and any(row.id.startswith(compare_with) for row in history.list()):
         stored, compare_with = history.load(compare_with), None
         if stored["host"] != environment.fingerprint() and not VALUES.other_machine:
@@ -114,7 +108,10 @@ def run() -> int:
         print(line)
     print(f"written: {', '.join(written)} in {workdir}")
     if VALUES.keep:
-        print(f"kept as {history.add(found.record)} in {history.folder}")
+        id = history.add(found.record)
+        print(f"kept as {id} in {history.folder}")
+        if alerts is not None:
+            alert_commands.take_in(alerts, found.record, id)
     critical = [each.series for each in found.findings if each.level == "critical"]
     if critical:
         raise cli.GateFailed(f"critical regression of {', '.join(critical)}")
@@ -157,134 +154,16 @@ def qualify() -> int:
     return cli.EXIT_OK
 
 
-def list_() -> int:
-    """List the runs, oldest first."""
-    import rich.table
-
-    table = rich.table.Table("run", "time", "head", "base", "machine", "device", "tag")
-    for row in _history().list():
-        table.add_row(row.id, row.time_utc, row.head, row.base, row.host, row.device, row.tag)
-    terminal.console().print(table)
-    return cli.EXIT_OK
-
-
-def _define_named() -> None:
-    _define_history()
-    flags.DEFINE_string("run", None, "its id or the beginning of it, its tag, or latest", required=True)
-
-
-def show() -> int:
-    """Show a run."""
-    from jaxbench.regress import report
-
-    record = _history().load(VALUES.run)
-    terminal.console().print(report.table(record))
-    print(report.summary(record))
-    for line in report.explanation(record) + record["notes"]:
-        print(line)
-    return cli.EXIT_OK
-
-
-def define_trend() -> None:
-    """Define the flags of history trend."""
-    _define_history()
-    cli.define_device()
-    flags.DEFINE_string("series", None, "case.metric, such as decode.tokens_per_s", required=True)
-
-
-def trend() -> int:
-    """Show a series on this machine over the runs."""
-    from jaxbench.measure import environment
-    from jaxbench.regress import metrics, report
-
-    unit, host = metrics.metric_of(VALUES.series).unit, environment.fingerprint()
-    points = _history().points(VALUES.series, host=host, device=VALUES.device)
-    if not points:
-        raise ValueError(f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history}")
-    for time_utc, commit, median in points:
-        print(f"{time_utc}  {commit}  {report.number(median, unit)}")
-    return cli.EXIT_OK
-
-
-def define_tag() -> None:
-    """Define the flags of history tag."""
-    _define_named()
-    flags.DEFINE_string("tag", None, "its name", required=True)
-
-
-def tag() -> int:
-    """Name a run, which is then kept for ever."""
-    _history().tag(VALUES.run, VALUES.tag)
-    print(f"{VALUES.run} is {VALUES.tag}")
-    return cli.EXIT_OK
-
-
-def define_prune() -> None:
-    """Define the flags of history prune."""
-    _define_history()
-    flags.DEFINE_bool("dry_run", False, "only say what would be removed")
-
-
-def prune() -> int:
-    """Remove runs of more than twelve months, and raw launches of more than 90 days; tagged runs stay."""
-    changes = _history().prune(now=datetime.datetime.now(datetime.UTC), dry_run=VALUES.dry_run)
-    for change in changes:
-        print(f"{change.id}: {change.what}")
-    print(f"{len(changes)} runs {'would be ' if VALUES.dry_run else ''}changed")
-    return cli.EXIT_OK
-
-
-def _define_other() -> None:
-    _define_history()
-    flags.DEFINE_string("backup", None, "folder of the copies", required=True)
-
-
-def backup() -> int:
-    """Copy runs into another folder; what is there already is not copied again."""
-    print(f"{_history().backup(Path(VALUES.backup))} runs copied to {VALUES.backup}")
-    return cli.EXIT_OK
-
-
-def restore() -> int:
-    """Copy runs of a backup that are not here."""
-    print(f"{_history().restore(Path(VALUES.backup))} runs copied from {VALUES.backup}")
-    return cli.EXIT_OK
-
-
-def verify() -> int:
-    """Read every run; exit code 1 where one is damaged."""
-    history = _history()
-    damaged = history.verify()
-    print(json.dumps(damaged, indent=1) if damaged else f"{len(history.files())} runs, all of them whole")
-    if damaged:
-        raise cli.GateFailed(f"{len(damaged)} of {len(history.files())} runs cannot be read")
-    return cli.EXIT_OK
-
-
-HISTORY = {
-    "list": cli.Command(_define_history, list_, "List the runs."),
-    "show": cli.Command(_define_named, show, "Show a run."),
-    "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
-    "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),
-    "prune": cli.Command(define_prune, prune, "Remove what is too old."),
-    "backup": cli.Command(_define_other, backup, "Copy runs into another folder."),
-    "restore": cli.Command(_define_other, restore, "Copy runs of a backup that are not here."),
-    "verify": cli.Command(_define_history, verify, "Read every run."),
-}
-
-
-def history() -> None:
-    """Run the command that follows `history`."""
-    cli.run_commands(HISTORY, about=__doc__, argv=[f"{sys.argv[0]} history", *sys.argv[2:]])
-
-
 COMMANDS = {
     "run": cli.Command(define_run, run, "Run a suite, beside a base where one is named."),
     "qualify": cli.Command(define_qualify, qualify, "Measure false alarms and power on this machine."),
-    "history": cli.Command(lambda: None, history, "The runs that are kept: list, show, tag, prune, backup, ..."),
+    "history": cli.Command(lambda: None, lambda: None, history_commands.ABOUT),
+    "alerts": cli.Command(lambda: None, lambda: None, alert_commands.ABOUT),
 }
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["history"]:
-        history()
+        history_commands.main(__doc__)
+    if sys.argv[1:2] == ["alerts"]:
+        alert_commands.main(__doc__)
     cli.run_commands(COMMANDS, about=__doc__)

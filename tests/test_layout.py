@@ -45,6 +45,7 @@ CORE_S = (
 )
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
+    "alerts": "jaxbench.regress.alert_config:Alerts",
     "benchmarks": "jaxbench.regress.suite:Suite",
     "compress": "jaxbench.compress.train_config:TrainingConfig",
     "hallucination": "jaxbench.hallucination.reader_settings:ReaderSettings",

@@ -85,15 +85,23 @@ class History:
         Raises:
           ValueError: there is none, there are several, or its file is damaged or of a newer schema.
         """
+        return read(self.find(id))
+
+    def find(self, id: str) -> Path:
+        """File of a run, named as in `load`.
+
+        Raises:
+          ValueError: there is none, or there are several.
+        """
         files = self.files()
         if id == "latest" and files:
-            return read(files[-1])
+            return files[-1]
         tagged = [row.id for row in self.list() if row.tag == id]
         found = [path for path in files if path.stem in tagged or (not tagged and path.stem.startswith(id))]
         if len(found) != 1:
             known = _few([path.stem for path in files])
             raise ValueError(f"history: {id!r} names {len(found)} runs of {self.folder}; wanted one of {known}")
-        return read(found[0])
+        return found[0]
 
     def list(self) -> list[Row]:
         """All runs, oldest first."""
@@ -117,8 +125,8 @@ class History:
         other = [row.id for row in self.list() if row.tag == tag and not row.id.startswith(id)]
         if other or not tag.strip():
             raise ValueError(f"history: tag {tag!r} is {'run ' + other[0] if other else 'empty'}; wanted another name")
-        record = self.load(id)
-        [path] = [path for path in self.files() if read(path) == record]
+        path = self.find(id)
+        record = read(path)
         outputs.write_text(path, json.dumps(record | {"tag": tag}, ensure_ascii=False, sort_keys=True) + "\n")
 
     def verify(self) -> dict[str, str]:

@@ -87,7 +87,7 @@ def profile(run: Callable[[], Any], programs: Mapping[str, Program]) -> dict[str
             run()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
-            raise RuntimeError("JAX wrote no profile")
+            raise RuntimeError(f"JAX wrote no profile in {folder}")
         events = jax.profiler.ProfileData.from_file(str(files[-1]))
         return read_profile(events, programs)
 

@@ -1,0 +1,152 @@
+"""Who hears of a regression: the files of configs/alerts/*.yaml (S file).
+
+Secrets stand in the environment alone: a configuration names the variable, and neither prints nor keeps its value.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import zoneinfo
+from typing import Annotated, Literal
+
+import pydantic
+
+from jaxbench.config import Base
+
+Level = Literal["warning", "critical"]
+Variable = Annotated[str, pydantic.Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
+
+
+class Channel(Base):
+    """What all channels have."""
+
+    name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
+    least: Level = "warning"  # what is less than that is not said here
+    escalation: bool = False  # only what nobody acknowledged after `escalate_after` repeats
+
+    def secrets(self) -> list[str]:
+        """Names of the variables that have to be set."""
+        return [value for name, value in self if name.endswith("_variable") and value]
+
+
+class Terminal(Channel):
+    """Lines on stderr."""
+
+    kind: Literal["terminal"]
+
+
+class File(Channel):
+    """One JSON line each."""
+
+    kind: Literal["file"]
+    path: str = pydantic.Field(min_length=1)
+
+
+class Webhook(Channel):
+    """POST of JSON with `text`, as Slack, Mattermost and Discord's /slack take it, and `alert` with everything."""
+
+    kind: Literal["webhook"]
+    url_variable: Variable  # the address is the secret
+
+
+class Smtp(Channel):
+    """Mail."""
+
+    kind: Literal["smtp"]
+    host: str = pydantic.Field(min_length=1)
+    port: int = pydantic.Field(default=587, ge=1, le=65535)
+    security: Literal["starttls", "tls", "none"] = "starttls"
+    sender: str = pydantic.Field(pattern=r"^[^@\s]+@[^@\s]+$")
+    recipients: tuple[Annotated[str, pydantic.Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = pydantic.Field(min_length=1)
+    user_variable: Variable | None = None  # None = no login
+    password_variable: Variable | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Smtp:
+        if (self.user_variable is None) != (self.password_variable is None):
+            raise ValueError(
+                f"alerts: channel {self.name}: user_variable={self.user_variable}, password_variable="
+                f"{self.password_variable}; wanted both or none"
+            )
+        if self.user_variable and self.security == "none":
+            raise ValueError(f"alerts: channel {self.name}: security={self.security} would send a password in clear")
+        return self
+
+
+class Github(Channel):
+    """An issue an alert, commented when it is said again and closed when it is over; or a check of the commit."""
+
+    kind: Literal["github"]
+    repository: str = pydantic.Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    mode: Literal["issue", "check"] = "issue"
+    labels: tuple[str, ...] = ()
+    api_url: str = "https://api.github.com"
+    token_variable: Variable = "GITHUB_TOKEN"
+
+
+class Apprise(Channel):
+    """Any service that apprise knows, by its own address (extra `alerts`)."""
+
+    kind: Literal["apprise"]
+    url_variable: Variable
+
+
+AnyChannel = Annotated[
+    Terminal | File | Webhook | Smtp | Github | Apprise, pydantic.Field(discriminator="kind")
+]  # fmt: skip
+
+
+class QuietHours(Base):
+    """Hours in which a warning waits; a critical regression does not."""
+
+    start: datetime.time
+    end: datetime.time  # before start: of the next day
+    timezone: str = "UTC"
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> QuietHours:
+        try:
+            zoneinfo.ZoneInfo(self.timezone)
+        except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise ValueError(
+                f"alerts: quiet_hours.timezone={self.timezone} is none; wanted one such as Europe/Berlin"
+            ) from error
+        return self
+
+    def holds(self, now: datetime.datetime) -> bool:
+        """True within them."""
+        local = now.astimezone(zoneinfo.ZoneInfo(self.timezone)).time()
+        if self.start <= self.end:
+            return self.start <= local < self.end
+        return local >= self.start or local < self.end
+
+
+class Alerts(Base):
+    """Channels, and when an alert is said and said again."""
+
+    channels: tuple[AnyChannel, ...] = pydantic.Field(min_length=1)
+    quiet_hours: QuietHours | None = None
+    repeat_hours: float = pydantic.Field(default=24.0, gt=0)  # an alert that is open is said again after
+    escalate_after: int = pydantic.Field(default=2, ge=1)  # repeats, after which channels of escalation hear of it
+    tries: int = pydantic.Field(default=3, ge=1, le=10)  # of a channel that fails, at twice the pause each
+    pause_s: float = pydantic.Field(default=1.0, ge=0, le=60)
+    timeout_s: float = pydantic.Field(default=10.0, gt=0, le=300)  # of one try
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Alerts:
+        names = [channel.name for channel in self.channels]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"alerts: channels.name={twice[0]} is there twice; a channel needs a name of its own")
+        return self
+
+    def check_secrets(self) -> None:
+        """Check that every variable that a channel names is set.
+
+        Raises:
+          ValueError: one is not.
+        """
+        for channel in self.channels:
+            for variable in channel.secrets():
+                if not os.environ.get(variable, "").strip():
+                    raise ValueError(f"alerts: channel {channel.name} wants the variable {variable}, which is not set")

@@ -1,0 +1,230 @@
+"""One message of an alert to one channel: tried again where it fails, reported, never raised (S file).
+
+What a service answers is not trusted: 64 KB of it are read at most, and a reason that is kept never holds a secret.
+"""
+
+from __future__ import annotations
+
+import email.message
+import http.client
+import json
+import os
+import queue
+import smtplib
+import ssl
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxbench import store
+from jaxbench.regress.alert_config import Alerts, AnyChannel, Apprise, File, Github, Smtp, Terminal, Webhook
+from jaxbench.regress.alerts import Alert
+
+MOST_BYTES = 2**16
+MOST_SUBJECT, MOST_LINES = 200, 40
+TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP states after which the same may go through
+
+
+class Refused(Exception):
+    """The service says that the message will never go through as it is."""
+
+
+def deliver(
+    channel: AnyChannel, alert: Alert, reference: str, config: Alerts, *, sleep: Callable[[float], Any] = time.sleep
+) -> tuple[bool, str]:
+    """Send an alert: (True, the channel's reference of the message) or (False, why not).
+
+    Args:
+      reference: of an earlier message of this alert there; "" = none.
+    """
+    for turn in range(config.tries):
+        try:
+            return True, _within(
+                config.timeout_s, lambda: SENDERS[type(channel)](channel, alert, reference, config.timeout_s)
+            )
+        except Refused as error:
+            return False, _without_secrets(channel, str(error))
+        except (OSError, http.client.HTTPException, smtplib.SMTPException, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        if turn + 1 < config.tries:
+            sleep(config.pause_s * 2**turn)
+    return False, _without_secrets(channel, f"{config.tries} tries; {reason}")
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str:
+    """What a call returns; a library's own limit is of one read, and a service that drips goes on for ever.
+
+    Raises:
+      OSError: it takes longer; it is left behind, and ends with the process.
+    """
+    done: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((call(), None))
+        except Exception as error:  # noqa: BLE001 - raised again by the caller
+            done.put(("", error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise OSError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return answer
+
+
+def message(alert: Alert) -> tuple[str, str]:
+    """Subject and text of an alert."""
+    if alert.state == "over":
+        return f"over: {alert.words()}"[:MOST_SUBJECT], f"{alert.note or 'closed'}\n"
+    again = f", found by {alert.runs} runs" if alert.runs > 1 else ""
+    lines = [f"Alert {alert.id}, open since {alert.opened_utc}{again}.", f"Head {alert.head}: {alert.subject}", ""]
+    lines += [f"- {line}" for line in alert.lines[:MOST_LINES]]
+    if alert.run:
+        lines += ["", f"Acknowledge: python experiments/benchmarks.py alerts acknowledge --alert={alert.id}"]
+    return alert.words()[:MOST_SUBJECT], "\n".join(lines) + "\n"
+
+
+def _terminal(channel: Terminal, alert: Alert, reference: str, timeout_s: float) -> str:
+    subject, text = message(alert)
+    print(f"{subject}\n{text}", file=sys.stderr)
+    return ""
+
+
+def _file(channel: File, alert: Alert, reference: str, timeout_s: float) -> str:
+    subject, text = message(alert)
+    path = Path(channel.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store.append(
+        path, [{"alert": alert.id, "state": alert.state, "level": alert.level, "subject": subject, "text": text}]
+    )
+    return ""
+
+
+def _webhook(channel: Webhook, alert: Alert, reference: str, timeout_s: float) -> str:
+    subject, text = message(alert)
+    about = {name: value for name, value in alert._asdict().items() if name != "sent"}
+    _request("POST", os.environ[channel.url_variable], {"text": f"{subject}\n{text}", "alert": about}, {}, timeout_s)
+    return ""
+
+
+def _smtp(channel: Smtp, alert: Alert, reference: str, timeout_s: float) -> str:
+    subject, text = message(alert)
+    mail = email.message.EmailMessage()
+    mail["Subject"], mail["From"], mail["To"] = " ".join(subject.split()), channel.sender, ", ".join(channel.recipients)
+    mail.set_content(text)
+    context = ssl.create_default_context()
+    if channel.security == "tls":
+        client = smtplib.SMTP_SSL(channel.host, channel.port, timeout=timeout_s, context=context)
+    else:
+        client = smtplib.SMTP(channel.host, channel.port, timeout=timeout_s)
+    with client:
+        if channel.security == "starttls":
+            client.starttls(context=context)
+        try:
+            if channel.user_variable:
+                client.login(os.environ[channel.user_variable], os.environ[channel.password_variable])
+            client.send_message(mail)
+        except (smtplib.SMTPAuthenticationError, smtplib.SMTPRecipientsRefused) as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+    return ""
+
+
+def _github(channel: Github, alert: Alert, reference: str, timeout_s: float) -> str:
+    subject, text = message(alert)
+    headers = {
+        "Authorization": f"Bearer {os.environ[channel.token_variable]}", "Accept": "application/vnd.github+json",
+        "X-GitHub-Api-Version": "2022-11-28",
+    }  # fmt: skip
+    api = f"{channel.api_url.rstrip('/')}/repos/{channel.repository}"
+    if channel.mode == "check":
+        passed = alert.state == "over" or alert.level == "warning"
+        body = {
+            "name": "performance", "head_sha": alert.head.partition("+")[0], "status": "completed",
+            "conclusion": "neutral" if passed else "failure", "output": {"title": subject, "summary": text},
+        }  # fmt: skip
+        return str(_request("POST", f"{api}/check-runs", body, headers, timeout_s).get("id", ""))
+    if not reference:
+        body = {"title": subject, "body": text, "labels": list(channel.labels)}
+        number = _request("POST", f"{api}/issues", body, headers, timeout_s).get("number")
+        if not isinstance(number, int):
+            raise ValueError(f"answer without an issue's number, got {number!r}")
+        return str(number)
+    _request("POST", f"{api}/issues/{reference}/comments", {"body": f"{subject}\n\n{text}"}, headers, timeout_s)
+    if alert.state == "over":
+        _request("PATCH", f"{api}/issues/{reference}", {"state": "closed"}, headers, timeout_s)
+    return reference
+
+
+def _apprise(channel: Apprise, alert: Alert, reference: str, timeout_s: float) -> str:
+    try:
+        import apprise
+    except ImportError as error:
+        raise Refused(f"apprise is not installed ({error}): pip install 'jaxbench[alerts]'") from error
+    subject, text = message(alert)
+    service = apprise.Apprise()
+    if not service.add(os.environ[channel.url_variable]):
+        raise Refused(f"{channel.url_variable} is no address that apprise knows")
+    if not service.notify(title=subject, body=text):
+        raise OSError(f"apprise could not send to channel {channel.name}")
+    return ""
+
+
+SENDERS: Mapping[type, Callable[[Any, Alert, str, float], str]] = {
+    Terminal: _terminal, File: _file, Webhook: _webhook, Smtp: _smtp, Github: _github, Apprise: _apprise,
+}  # fmt: skip
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token, and the alert, to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _request(
+    method: str, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
+) -> dict[str, Any]:
+    """JSON to an address; the JSON object of its answer, {} where it answers something else.
+
+    Raises:
+      Refused: its state says that it is no use to try again.
+      OSError: it cannot be reached, or its state says to come back.
+    """
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise Refused(f"scheme {urlsplit(url).scheme!r} of the address; wanted http or https")
+    data = json.dumps(body, ensure_ascii=False).encode()
+    sent = urllib.request.Request(
+        url, data=data, method=method, headers={"Content-Type": "application/json", "User-Agent": "jaxbench", **headers}
+    )
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(sent, timeout=timeout_s) as answer:
+            found = json.loads(answer.read(MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(200).decode(errors="replace")
+        if error.code in TRANSIENT:
+            raise OSError(f"HTTP {error.code} {said}") from None
+        raise Refused(f"HTTP {error.code} {said}") from None
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _without_secrets(channel: AnyChannel, text: str) -> str:
+    """A reason in one line, every secret of the channel taken out."""
+    for variable in channel.secrets():
+        secret = os.environ.get(variable, "").strip()
+        parts = {secret, urlsplit(secret).netloc, *urlsplit(secret).path.split("/"), *urlsplit(secret).query.split("&")}
+        for part in sorted(parts, key=len, reverse=True):  # an answer may quote any part of an address
+            if len(part) > 3:
+                text = text.replace(part, f"${variable}")
+    return " ".join(text.split())[:300]

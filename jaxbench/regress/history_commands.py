@@ -1,0 +1,147 @@
+"""The commands `benchmarks.py history ...`: list, show, trend, tag, prune, backup, restore, verify (S file)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from jaxbench import cli, terminal
+from jaxbench.regress.history import History
+
+ABOUT = "The runs that are kept: list, show, trend, tag, prune, backup, restore, verify."
+VALUES = flags.FLAGS
+
+
+def define_folder() -> None:
+    """Define --history."""
+    flags.DEFINE_string("history", "out/history", "folder of the runs that are kept")
+
+
+def folder() -> History:
+    """The history that --history names."""
+    return History(Path(VALUES.history))
+
+
+def list_() -> int:
+    """List the runs, oldest first."""
+    import rich.table
+
+    table = rich.table.Table("run", "time", "head", "base", "machine", "device", "tag")
+    for row in folder().list():
+        table.add_row(row.id, row.time_utc, row.head, row.base, row.host, row.device, row.tag)
+    terminal.console().print(table)
+    return cli.EXIT_OK
+
+
+def _define_named() -> None:
+    define_folder()
+    flags.DEFINE_string("run", None, "its id or the beginning of it, its tag, or latest", required=True)
+
+
+def show() -> int:
+    """Show a run."""
+    from jaxbench.regress import report
+
+    record = folder().load(VALUES.run)
+    terminal.console().print(report.table(record))
+    print(report.summary(record))
+    for line in report.explanation(record) + record["notes"]:
+        print(line)
+    return cli.EXIT_OK
+
+
+def define_trend() -> None:
+    """Define the flags of history trend."""
+    define_folder()
+    cli.define_device()
+    flags.DEFINE_string("series", None, "case.metric, such as decode.tokens_per_s", required=True)
+
+
+def trend() -> int:
+    """Show a series on this machine over the runs."""
+    from jaxbench.measure import environment
+    from jaxbench.regress import metrics, report
+
+    unit, host = metrics.metric_of(VALUES.series).unit, environment.fingerprint()
+    points = folder().points(VALUES.series, host=host, device=VALUES.device)
+    if not points:
+        raise ValueError(f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history}")
+    for time_utc, commit, median in points:
+        print(f"{time_utc}  {commit}  {report.number(median, unit)}")
+    return cli.EXIT_OK
+
+
+def define_tag() -> None:
+    """Define the flags of history tag."""
+    _define_named()
+    flags.DEFINE_string("tag", None, "its name", required=True)
+
+
+def tag() -> int:
+    """Name a run, which is then kept for ever."""
+    folder().tag(VALUES.run, VALUES.tag)
+    print(f"{VALUES.run} is {VALUES.tag}")
+    return cli.EXIT_OK
+
+
+def define_prune() -> None:
+    """Define the flags of history prune."""
+    define_folder()
+    flags.DEFINE_bool("dry_run", False, "only say what would be removed")
+
+
+def prune() -> int:
+    """Remove runs of more than twelve months, and raw launches of more than 90 days; tagged runs stay."""
+    changes = folder().prune(now=datetime.datetime.now(datetime.UTC), dry_run=VALUES.dry_run)
+    for change in changes:
+        print(f"{change.id}: {change.what}")
+    print(f"{len(changes)} runs {'would be ' if VALUES.dry_run else ''}changed")
+    return cli.EXIT_OK
+
+
+def _define_other() -> None:
+    define_folder()
+    flags.DEFINE_string("backup", None, "folder of the copies", required=True)
+
+
+def backup() -> int:
+    """Copy runs into another folder; what is there already is not copied again."""
+    print(f"{folder().backup(Path(VALUES.backup))} runs copied to {VALUES.backup}")
+    return cli.EXIT_OK
+
+
+def restore() -> int:
+    """Copy runs of a backup that are not here."""
+    print(f"{folder().restore(Path(VALUES.backup))} runs copied from {VALUES.backup}")
+    return cli.EXIT_OK
+
+
+def verify() -> int:
+    """Read every run; exit code 1 where one is damaged."""
+    history = folder()
+    damaged = history.verify()
+    print(json.dumps(damaged, indent=1) if damaged else f"{len(history.files())} runs, all of them whole")
+    if damaged:
+        raise cli.GateFailed(f"{len(damaged)} of {len(history.files())} runs cannot be read")
+    return cli.EXIT_OK
+
+
+COMMANDS = {
+    "list": cli.Command(define_folder, list_, "List the runs."),
+    "show": cli.Command(_define_named, show, "Show a run."),
+    "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
+    "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),
+    "prune": cli.Command(define_prune, prune, "Remove what is too old."),
+    "backup": cli.Command(_define_other, backup, "Copy runs into another folder."),
+    "restore": cli.Command(_define_other, restore, "Copy runs of a backup that are not here."),
+    "verify": cli.Command(define_folder, verify, "Read every run."),
+}
+
+
+def main(about: str) -> None:
+    """Run the command that follows `history`."""
+    cli.run_commands(COMMANDS, about=about, argv=[f"{sys.argv[0]} history", *sys.argv[2:]])
