@@ -45,6 +45,15 @@ class Row(NamedTuple):
     tag: str
 
 
+class Point(NamedTuple):
+    """A series in one run."""
+
+    run: str
+    time_utc: str
+    commit: str
+    median: float
+
+
 class Change(NamedTuple):
     """What `prune` does to a run."""
 
@@ -109,12 +118,21 @@ class History:
             columns = ", ".join(Row._fields)
             return [Row(*row) for row in index.execute(f"SELECT {columns} FROM runs ORDER BY time_utc, id")]
 
-    def points(self, series: str, *, host: str, device: str, side: str = "head") -> list[tuple[str, str, float]]:
-        """(time, commit, median) of a series on one machine, oldest first."""
-        query = f"""SELECT time_utc, {side}, median FROM points JOIN runs ON runs.id = points.run
+    def points(self, series: str, *, host: str, device: str, side: str = "head") -> list[Point]:
+        """A series on one machine, oldest first."""
+        query = f"""SELECT runs.id, time_utc, {side}, median FROM points JOIN runs ON runs.id = points.run
                     WHERE series = ? AND side = ? AND host = ? AND device = ? ORDER BY time_utc, id"""
         with self._index() as index:
-            return index.execute(query, (series, side, host, device)).fetchall()
+            return [Point(*row) for row in index.execute(query, (series, side, host, device))]
+
+    def every_point(self) -> Iterator[dict[str, Any]]:
+        """Every point of both sides, oldest run first."""
+        columns = ("run", "time_utc", "host", "device", "series", "side", "median", "launches")
+        query = f"""SELECT {", ".join(columns)} FROM points JOIN runs ON runs.id = points.run
+                    ORDER BY time_utc, run, series, side"""
+        with self._index() as index:
+            for row in index.execute(query):
+                yield dict(zip(columns, row))
 
     def tag(self, id: str, tag: str) -> None:
         """Name a run, which is then kept for ever.

@@ -1,4 +1,4 @@
-"""The commands `benchmarks.py history ...`: list, show, trend, tag, prune, backup, restore, verify (S file)."""
+"""The commands `benchmarks.py history ...`: the runs that are kept (S file)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from absl import flags
 from jaxbench import cli, terminal
 from jaxbench.regress.history import History
 
-ABOUT = "The runs that are kept: list, show, trend, tag, prune, backup, restore, verify."
+ABOUT = "The runs that are kept: list, show, trend, import, export, tag, prune, backup, restore, verify."
 VALUES = flags.FLAGS
 
 
@@ -59,19 +59,69 @@ def define_trend() -> None:
     define_folder()
     cli.define_device()
     flags.DEFINE_string("series", None, "case.metric, such as decode.tokens_per_s", required=True)
+    flags.DEFINE_string("host", None, "fingerprint of a machine; unset: this one")
 
 
 def trend() -> int:
-    """Show a series on this machine over the runs."""
+    """Show a series on a machine over the runs, and where it changed."""
     from jaxbench.measure import environment
-    from jaxbench.regress import metrics, report
+    from jaxbench.regress import change_points, metrics, report
 
-    unit, host = metrics.metric_of(VALUES.series).unit, environment.fingerprint()
-    points = folder().points(VALUES.series, host=host, device=VALUES.device)
+    history, host = folder(), VALUES.host or environment.fingerprint()
+    points = history.points(VALUES.series, host=host, device=VALUES.device)
     if not points:
-        raise ValueError(f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history}")
-    for time_utc, commit, median in points:
-        print(f"{time_utc}  {commit}  {report.number(median, unit)}")
+        metrics.metric_of(VALUES.series)
+        raise ValueError(
+            f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history} has it"
+        )
+    unit = metrics.of_run(history.load(points[-1].run), VALUES.series).unit
+    changes = {each.index: each for each in change_points.change_points([point.median for point in points])}
+    for index, point in enumerate(points):
+        said = ""
+        if (change := changes.get(index)) is not None:
+            said = f"  from here on {report.number(change.after, unit)}, before {report.number(change.before, unit)}"
+        print(f"{point.time_utc}  {point.commit}  {report.number(point.median, unit)}{said}")
+    return cli.EXIT_OK
+
+
+def define_import() -> None:
+    """Define the flags of history import."""
+    from jaxbench.regress import imported
+
+    define_folder()
+    flags.DEFINE_multi_string("input", None, "a file; may be repeated", required=True)
+    flags.DEFINE_enum("format", None, list(imported.FORMATS), "which tool wrote it", required=True)
+
+
+def import_() -> int:
+    """Keep runs of another tool, or of comparisons; what is there already is not kept twice."""
+    from jaxbench.regress import imported
+
+    history, runs = folder(), []
+    for path in VALUES.input:
+        runs += imported.read_runs(Path(path), VALUES.format)
+    before = len(history.files())
+    for run in runs:
+        history.add(run)
+    print(f"{len(runs)} runs read, {len(history.files()) - before} of them new in {history.folder}")
+    return cli.EXIT_OK
+
+
+def define_export() -> None:
+    """Define the flags of history export."""
+    define_folder()
+    flags.DEFINE_string("output", None, "a CSV file", required=True)
+
+
+def export() -> int:
+    """Write the median of every series of every run as CSV."""
+    from jaxbench import outputs
+
+    rows = list(folder().every_point())
+    if not rows:
+        raise ValueError(f"--history={VALUES.history}: there is no run to export")
+    outputs.write_csv(Path(VALUES.output), rows)
+    print(f"{len(rows)} points in {VALUES.output}")
     return cli.EXIT_OK
 
 
@@ -134,6 +184,8 @@ COMMANDS = {
     "list": cli.Command(define_folder, list_, "List the runs."),
     "show": cli.Command(_define_named, show, "Show a run."),
     "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
+    "import": cli.Command(define_import, import_, "Keep runs of pytest-benchmark, github-action-benchmark or compare."),
+    "export": cli.Command(define_export, export, "Every point as CSV."),
     "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),
     "prune": cli.Command(define_prune, prune, "Remove what is too old."),
     "backup": cli.Command(_define_other, backup, "Copy runs into another folder."),

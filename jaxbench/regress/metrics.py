@@ -6,7 +6,8 @@ by us, and are the same in every launch: any change of one is a change of the co
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 
@@ -87,6 +88,14 @@ def metric_of(series: str) -> Metric:
     if name not in METRICS:
         raise ValueError(f"metric {name!r} of {series!r} is unknown; wanted one of {', '.join(METRICS)}")
     return METRICS[name]
+
+
+def of_run(record: Mapping[str, Any], series: str) -> Metric:
+    """The metric of a run's series; a run of another tool carries what its series are."""
+    if series in record.get("units", {}):
+        unit, higher_is_better = record["units"][series]
+        return Metric(unit, higher_is_better, "noted")
+    return metric_of(series)
 
 
 def worsening(head: float, base: float, *, higher_is_better: bool) -> float:

@@ -49,7 +49,7 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
         shown.add_row(each.series, number(each.base, unit), number(each.head, unit), interval(each), verdict(each))
     if not record["findings"]:
         for name, both in record["series"].items():
-            shown.add_row(name, "", number(both["head"]["median"], metrics.metric_of(name).unit), "", "")
+            shown.add_row(name, "", number(both["head"]["median"], metrics.of_run(record, name).unit), "", "")
     return shown
 
 

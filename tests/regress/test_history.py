@@ -53,9 +53,7 @@ def test_a_run_that_is_added_twice_is_there_once(kept):
 def test_points_of_a_series_are_those_of_one_machine(kept):
     kept.add(record(2, host="other"))
     points = kept.points("decode.tokens_per_s", host="abc", device="cpu")
-    assert [value for _, _, value in points] == [410.0, 110.0, 11.0] and [commit for _, commit, _ in points][
-        0
-    ] == "c400"
+    assert [point.median for point in points] == [410.0, 110.0, 11.0] and points[0].commit == "c400"
 
 
 def test_old_runs_lose_their_launches_and_then_go_and_tagged_ones_stay(kept):

@@ -1,0 +1,52 @@
+"""Since when is a series different: change points of its history, which annotate and never gate (S file).
+
+Kernel change-point detection with the best number of segments by a penalty (Celisse et al. 2018, JMLR 19(22); PELT of
+Killick et al. 2012, JASA 107:1590-1598; both in ruptures) on logarithms over the noise of neighbouring runs, so that
+one outlier moves nothing. A series of independent noise has one in 1 of 100 (docs/performance_history.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LEAST = 4  # runs of a segment
+GAMMA = 0.25  # of the kernel, in units of the noise's variance
+PENALTY = 1.0  # of a change point, times the logarithm of the number of runs
+NOISELESS = 1e-9  # spread of logarithms below which values are counted, not measured
+
+
+class ChangePoint(NamedTuple):
+    """A run from which on a series is another."""
+
+    index: int  # of the first run of the new level
+    before: float  # median of the segment that ends there
+    after: float
+
+
+def change_points(values: Sequence[float]) -> list[ChangePoint]:
+    """Change points of a series in time order; none where a value is not positive or there are too few.
+
+    Where runs do not differ by chance (counts), every change is one.
+    """
+    x = np.asarray(values, np.float64)
+    if len(x) < 2 or not np.all(np.isfinite(x)) or x.min() <= 0:
+        return []
+    logs = np.log(x)
+    steps = np.diff(logs)
+    spread = float(np.median(np.abs(steps - np.median(steps)))) * 1.4826 / math.sqrt(2)
+    if spread < NOISELESS:
+        edges = [int(i) + 1 for i in np.flatnonzero(np.abs(steps) > NOISELESS)]
+    elif len(x) < 2 * LEAST:
+        edges = []
+    else:
+        import ruptures
+
+        found = ruptures.KernelCPD(kernel="rbf", min_size=LEAST, params={"gamma": GAMMA}).fit((logs / spread)[:, None])
+        edges = found.predict(pen=PENALTY * math.log(len(x)))[:-1]
+    bounds = [0, *edges, len(x)]
+    levels = [float(np.median(x[start:end])) for start, end in zip(bounds, bounds[1:])]
+    return [ChangePoint(at, levels[i], levels[i + 1]) for i, at in enumerate(edges)]
