@@ -6,6 +6,8 @@
     benchmarks.py history list
     benchmarks.py history show --run=latest
     benchmarks.py alerts list
+    benchmarks.py site
+    benchmarks.py dashboard
 
 A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree as pairs of fresh
 processes in turn. A critical regression ends with exit code 1, bad input with 2 and one line. A run that is killed
@@ -26,6 +28,7 @@ from absl import flags
 
 from jaxbench import cli, process_environment, terminal
 from jaxbench.regress import alert_commands, history_commands
+from jaxbench.regress.site import commands as site_commands
 
 VALUES = flags.FLAGS
 SUITES = Path("configs/benchmarks")
@@ -99,12 +102,14 @@ def run() -> int:
     workdir = cli.workdir(folder)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     found = running.run(
-        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, say=_say()
+        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, name=name,
+        qualified=history.qualification(environment.fingerprint(), VALUES.device, name), say=_say(),
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
     written = report.write(found.record, workdir)
     print(report.summary(found.record))
-    for line in report.explanation(found.record) + found.record["notes"]:
+    said = report.worth(found.record) if found.findings else []
+    for line in report.explanation(found.record) + said + found.record["notes"]:
         print(line)
     print(f"written: {', '.join(written)} in {workdir}")
     if VALUES.keep:
@@ -123,13 +128,13 @@ def define_qualify() -> None:
     _define_suite()
     flags.DEFINE_integer("launches", 30, "of this tree beside itself", lower_bound=2)
     flags.DEFINE_integer("drawn", 300, "runs drawn from them", lower_bound=1)
+    history_commands.define_folder()
     cli.define_device()
     cli.define_workdir()
 
 
 def qualify() -> int:
     """Measure false alarms and power on this machine: this tree beside itself, and slow-downs injected."""
-    from jaxbench import outputs
     from jaxbench.measure import environment
     from jaxbench.regress import qualify as qualifying
     from jaxbench.regress import run as running
@@ -137,7 +142,7 @@ def qualify() -> int:
     suite, name = _suite()
     if VALUES.launches < max(suite.looks):
         raise ValueError(f"--launches={VALUES.launches}; wanted {max(suite.looks)} at least, as a run may have")
-    workdir = cli.workdir(Path("out") / "qualify" / name)
+    history, workdir = history_commands.folder(), cli.workdir(Path("out") / "qualify" / name)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     pairs = running.same_sides(
         suite, launches=VALUES.launches, device=VALUES.device, workdir=workdir, say=_say()
@@ -148,15 +153,26 @@ def qualify() -> int:
         print(f"primary series found when head takes {ratio} times as long: {share.count} of {share.total}")
     for series, share in sorted(found.smallest.items(), key=lambda item: item[1]):
         print(f"{series}: {100 * share:.0f} % worse is decided")
-    about = {"machine": environment.describe(threads=suite.threads or environment.usable_cores()), "suite": name}
-    outputs.write_json(workdir / "qualify.json", {"about": about, "launches": VALUES.launches, **found._asdict()})
-    print(f"written: {workdir / 'qualify.json'}")
+    machine = environment.describe(threads=suite.threads or environment.usable_cores())
+    about = {"machine": machine, "suite": name, "device": VALUES.device}
+    kept = history.qualify({"about": about, "launches": VALUES.launches, **found._asdict()})
+    print(f"written: {kept}, which reports of this suite on this machine print from now on")
     return cli.EXIT_OK
+
+
+def _heat_map(result: dict[str, Any]) -> dict[str, Any]:
+    from jaxbench.parity import report
+
+    return report.heat_map(result)
 
 
 COMMANDS = {
     "run": cli.Command(define_run, run, "Run a suite, beside a base where one is named."),
     "qualify": cli.Command(define_qualify, qualify, "Measure false alarms and power on this machine."),
+    "site": cli.Command(site_commands.define_site, lambda: site_commands.site(_heat_map), site_commands.ABOUT_SITE),
+    "dashboard": cli.Command(
+        site_commands.define_dashboard, lambda: site_commands.dashboard(_heat_map), site_commands.ABOUT_DASHBOARD
+    ),
     "history": cli.Command(lambda: None, lambda: None, history_commands.ABOUT),
     "alerts": cli.Command(lambda: None, lambda: None, alert_commands.ABOUT),
 }

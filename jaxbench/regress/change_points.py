@@ -46,7 +46,7 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
         import ruptures
 
         found = ruptures.KernelCPD(kernel="rbf", min_size=LEAST, params={"gamma": GAMMA}).fit((logs / spread)[:, None])
-        edges = found.predict(pen=PENALTY * math.log(len(x)))[:-1]
+        edges = [int(edge) for edge in found.predict(pen=PENALTY * math.log(len(x)))[:-1]]
     bounds = [0, *edges, len(x)]
     levels = [float(np.median(x[start:end])) for start, end in zip(bounds, bounds[1:])]
     return [ChangePoint(at, levels[i], levels[i + 1]) for i, at in enumerate(edges)]

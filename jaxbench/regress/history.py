@@ -1,6 +1,8 @@
 """Runs over time: a JSON file each, and an index that can be made again from them (S file).
 
     HISTORY/runs/2026-11/20261126T084900Z-1f0c3a9b.json      a run; never changed but by `prune`
+    HISTORY/qualified/HOST-cpu-quick.json                    what verdicts of a suite are worth on a machine
+    HISTORY/alerts.jsonl                                     what became of regressions (alerts.py)
     HISTORY/index.sqlite                                     what is asked often, rebuilt where it is missing or stale
 
 Raw launches are kept for 90 days, runs for twelve months, tagged runs for ever. A file of a newer schema is an error
@@ -23,12 +25,13 @@ from jaxbench import outputs
 
 SCHEMA = 1  # of a run's file
 RAW_DAYS, DAYS = 90, 365
-RUNS, INDEX = "runs", "index.sqlite"
+RUNS, INDEX, QUALIFIED = "runs", "index.sqlite", "qualified"
 TABLES = """
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
                    tag TEXT, size INTEGER);
-CREATE TABLE points (run TEXT, series TEXT, side TEXT, median REAL, launches INTEGER);
+CREATE TABLE points (run TEXT, series TEXT, work TEXT, side TEXT, median REAL, launches INTEGER);
 CREATE INDEX by_series ON points (series, side);
+PRAGMA user_version = 2;
 """
 
 
@@ -52,6 +55,7 @@ class Point(NamedTuple):
     time_utc: str
     commit: str
     median: float
+    work: str  # what was run (work_of): points of another are another series
 
 
 class Change(NamedTuple):
@@ -120,19 +124,42 @@ class History:
 
     def points(self, series: str, *, host: str, device: str, side: str = "head") -> list[Point]:
         """A series on one machine, oldest first."""
-        query = f"""SELECT runs.id, time_utc, {side}, median FROM points JOIN runs ON runs.id = points.run
+        query = f"""SELECT runs.id, time_utc, {side}, median, work FROM points JOIN runs ON runs.id = points.run
                     WHERE series = ? AND side = ? AND host = ? AND device = ? ORDER BY time_utc, id"""
         with self._index() as index:
             return [Point(*row) for row in index.execute(query, (series, side, host, device))]
 
     def every_point(self) -> Iterator[dict[str, Any]]:
         """Every point of both sides, oldest run first."""
-        columns = ("run", "time_utc", "host", "device", "series", "side", "median", "launches")
+        columns = ("run", "time_utc", "host", "device", "series", "work", "side", "median", "launches")
         query = f"""SELECT {", ".join(columns)} FROM points JOIN runs ON runs.id = points.run
                     ORDER BY time_utc, run, series, side"""
         with self._index() as index:
             for row in index.execute(query):
                 yield dict(zip(columns, row))
+
+    def qualify(self, found: Mapping[str, Any]) -> Path:
+        """Keep what verdicts of a suite are worth on a machine; the newest of each replaces the one before."""
+        about = found["about"]
+        path = self.folder / QUALIFIED / f"{about['machine']['host']}-{about['device']}-{about['suite']}.json"
+        outputs.write_json(path, found)
+        return path
+
+    def qualifications(self) -> list[dict[str, Any]]:
+        """All that `qualify` kept; a file that cannot be read is left out."""
+        found = []
+        for path in sorted((self.folder / QUALIFIED).glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(outputs.read_json(path))
+        return [each for each in found if isinstance(each, dict) and {"about", "real", "power"} <= each.keys()]
+
+    def qualification(self, host: str, device: str, suite: str) -> dict[str, Any] | None:
+        """What verdicts of a suite are worth on a machine; None where nobody measured it."""
+        for each in self.qualifications():
+            about = each["about"]
+            if (about["machine"]["host"], about["device"], about["suite"]) == (host, device, suite):
+                return each
+        return None
 
     def tag(self, id: str, tag: str) -> None:
         """Name a run, which is then kept for ever.
@@ -242,13 +269,23 @@ def read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         schema = record["schema"]
-        for name in ("time_utc", "host", "device", "sides", "series", "findings"):
+        for name in ("time_utc", "host", "suite", "device", "sides", "series", "findings"):
             record[name]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"history: {path} is damaged or no run ({error!r}); remove it, or restore a backup") from error
     if schema > SCHEMA:
         raise ValueError(f"history: {path} has schema {schema}; this version reads up to {SCHEMA}")
     return record
+
+
+def work_of(record: Mapping[str, Any], series: str) -> str:
+    """Hash of what a series measures: its case as the suite has it and the model, whatever else is in the suite.
+
+    A series of another tool's run says what it measures by its name.
+    """
+    cases = {case["name"]: case for case in record["suite"].get("cases", ())}
+    work = [record.get("model_sha256", ""), cases.get(series.partition(".")[0])]
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +303,8 @@ def _is_current(path: Path, sizes: Mapping[str, int]) -> bool:
         return False
     try:
         with contextlib.closing(sqlite3.connect(path)) as index:
-            return dict(index.execute("SELECT id, size FROM runs")) == sizes
+            [(version,)] = index.execute("PRAGMA user_version")
+            return version == 2 and dict(index.execute("SELECT id, size FROM runs")) == sizes
     except sqlite3.DatabaseError:
         return False  # damaged: it is made again
 
@@ -280,11 +318,11 @@ def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], size:
     )  # fmt: skip
     index.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", row)
     points = [
-        (id, name, side, each["median"], len(each.get("launches", ())))
+        (id, name, work_of(record, name), side, each["median"], len(each.get("launches", ())))
         for name, both in record["series"].items()
         for side, each in both.items()
     ]
-    index.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?)", points)
+    index.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?, ?)", points)
 
 
 def _few(names: Sequence[str]) -> str:

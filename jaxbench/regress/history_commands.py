@@ -75,12 +75,17 @@ def trend() -> int:
             f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history} has it"
         )
     unit = metrics.of_run(history.load(points[-1].run), VALUES.series).unit
-    changes = {each.index: each for each in change_points.change_points([point.median for point in points])}
-    for index, point in enumerate(points):
-        said = ""
-        if (change := changes.get(index)) is not None:
-            said = f"  from here on {report.number(change.after, unit)}, before {report.number(change.before, unit)}"
-        print(f"{point.time_utc}  {point.commit}  {report.number(point.median, unit)}{said}")
+    for work in dict.fromkeys(point.work for point in points):  # a case that was changed is another series
+        mine = [point for point in points if point.work == work]
+        changes = {each.index: each for each in change_points.change_points([point.median for point in mine])}
+        print(f"case {work}, {len(mine)} runs")
+        for index, point in enumerate(mine):
+            said = ""
+            if (change := changes.get(index)) is not None:
+                said = (
+                    f"  from here on {report.number(change.after, unit)}, before {report.number(change.before, unit)}"
+                )
+            print(f"{point.time_utc}  {point.commit}  {report.number(point.median, unit)}{said}")
     return cli.EXIT_OK
 
 

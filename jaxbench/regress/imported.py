@@ -87,7 +87,7 @@ def comparison(path: Path) -> Iterable[dict[str, Any]]:
                 suite=last.config_id, series={name: list(each.values()) for name, each in series.items()}, units=units,
                 note=f"imported from {path.parent.name}/{path.name}, run {run_id or 'without id'}", device=last.device,
                 machine={name: machine[name] for name in ("cpu", "threads", "versions") if name in machine},
-                parity=parity,
+                parity=parity, suite_name="comparison", model_sha256=last.model_sha256,
             )  # fmt: skip
 
 

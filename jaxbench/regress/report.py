@@ -14,6 +14,7 @@ import rich.table
 from jaxbench import outputs
 from jaxbench.regress import metrics, why
 from jaxbench.regress.judge import Finding
+from jaxbench.regress.qualify import Share
 
 ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
 SHOWN = {"regression", "improvement"}  # in a summary; the rest is counted
@@ -85,6 +86,20 @@ def explanation(record: Mapping[str, Any]) -> list[str]:
     return why.sentences(record["why"]) if "why" in record else []
 
 
+def worth(record: Mapping[str, Any]) -> list[str]:
+    """What verdicts of this suite are worth on this machine: false alarms, power, the smallest effects."""
+    if (found := record.get("qualified")) is None:
+        return ["verdicts of this suite are not qualified on this machine: `qualify` measures false alarms and power"]
+    real, drawn = (Share(*found[name]) for name in ("real", "drawn"))
+    said = [f"on this machine: false alarms in {real} of runs, drawn from all launches {drawn}"]
+    power = ", ".join(f"{round(100 * (float(r) - 1))} % slower in {Share(*s)}" for r, s in found["power"].items())
+    smallest = sorted(found["smallest"].items(), key=lambda item: item[1])
+    said.append(f"power: primary series are found to be {power}")
+    if smallest:
+        said.append("smallest effects: " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in smallest[:12]))
+    return said
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """A summary for a pull request."""
     sides, found = record["sides"], findings_of(record)
@@ -107,6 +122,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += [f"Undecided: {', '.join(undecided)}.", ""]
     if said := explanation(record):
         lines += ["Why:", "", *(f"- {line}" for line in said), ""]
+    if found:
+        lines += [f"{line[0].upper()}{line[1:]}." for line in worth(record)] + [""]
     lines += [f"- {note}" for note in record["notes"]]
     machine = record["machine"]
     lines.append(f"Machine {record['host']}: {machine['cpu']}, {machine['threads']} threads, {record['device']}.")

@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 def run(
     suite: Suite, *, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None = None,
-    say: Callable[[str], Any] = print,
+    name: str = "", qualified: Mapping[str, Any] | None = None, say: Callable[[str], Any] = print,
 ) -> Outcome:  # fmt: skip
     """Run a suite, resumable: what is finished in workdir is not made again.
 
@@ -41,6 +41,8 @@ def run(
       compare_with: commit, branch or tag that is the base; None = none is measured.
       stored: a run of history that is the base in place of one that is measured: exact series are judged, times are
         not, for a machine is another one at another time.
+      name: of the suite.
+      qualified: what its verdicts are worth on this machine, where `qualify` measured it.
 
     Raises:
       ValueError: the machine lacks what the suite requires, git knows no such commit, or workdir is another run's.
@@ -69,6 +71,7 @@ def run(
     explained = why.explain(launches, findings, workdir / "why") if BASE in sides else None
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
     record = _record(plan, findings, confirmed, notes, launches.finished())
+    record |= {"suite_name": name} | ({} if qualified is None else {"qualified": qualified})
     if explained is not None:
         record["why"] = explained
     if stored is not None:

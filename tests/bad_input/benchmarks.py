@@ -26,6 +26,17 @@ def history(words: str, *wanted: str, **files: str) -> Case:
     return case_of(("benchmarks.py", "history"), words, *wanted, **files)
 
 
+def alerts(words: str, *wanted: str, **files: str) -> Case:
+    """Return a case of a command of the alerts."""
+    return case_of(("benchmarks.py", "alerts"), words, *wanted, **files)
+
+
+def channels(text: str, *wanted: str) -> Case:
+    """Return a case of a configuration of alerts."""
+    return alerts("try|--alerts=a.yaml", *wanted, a_yaml=f"channels: {text}\n")
+
+
+SITE, DASHBOARD = ("benchmarks.py", "site"), ("benchmarks.py", "dashboard")
 CASES = [
     Case("benchmarks.py rnu", ("'rnu' is no command", "nearest is run")),
     Case("benchmarks.py history lst", ("'lst' is no command", "nearest is list")),
@@ -87,4 +98,47 @@ CASES = [
     history("backup", "--backup"),
     history("restore|--backup=none", "none holds no runs"),
     history("list|--history=a.txt", "--history=a.txt is a file", a_txt="a"),
+    history("trend|--series=decode.tokens_per_s|--host=abc", "no run of machine abc on cpu"),
+    history("import|--input=x.json", "--format"),
+    history("import|--format=pytest-benchmark", "--input"),
+    history("import|--format=asv|--input=x.json", "--format", "asv"),
+    history("import|--format=pytest-benchmark|--input=x.json", "--input=x.json is no file of pytest-benchmark"),
+    history("import|--format=pytest-benchmark|--input=x.json", "--input=x.json", "KeyError", x_json="{}"),
+    history("import|--format=github-action-benchmark|--input=x.js", "--input=x.js", x_js="window.BENCHMARK_DATA = ["),
+    history("import|--format=comparison|--input=x.jsonl", "--input=x.jsonl holds no run of comparison", x_jsonl=""),
+    history("import|--format=comparison|--input=x.jsonl", "x.jsonl line 1 is not a record", x_jsonl="{}\n{}\n"),
+    history("export", "--output"),
+    history("export|--output=o.csv", "there is no run to export"),
+    alerts("lst", "'lst' is no command", "nearest is list"),
+    alerts("send", "--alerts is missing"),
+    alerts("send|--alerts=none", "--alerts=none", "wanted one of local, team"),
+    alerts("send|--alerts=local|--run=x", "'x' names 0 runs"),
+    alerts("try|--alerts=team", "channel chat wants the variable JAXBENCH_WEBHOOK_URL, which is not set"),
+    alerts("acknowledge", "--alert"),
+    alerts("acknowledge|--alert=x", "'x' names 0; wanted one of none: there is no alert"),
+    alerts("close|--alert=", "'' names 0"),
+    channels("[]", "channels"),
+    channels("[{name: a, kind: pigeon}]", "kind", "pigeon"),
+    channels("[{name: a, kind: file}]", "path"),
+    channels("[{name: a, kind: terminal}, {name: a, kind: terminal}]", "channels.name=a is there twice"),
+    channels("[{name: a, kind: webhook, url_variable: 'https://x'}]", "url_variable"),
+    channels("[{name: a, kind: webhook, url: 'https://x'}]", "url"),
+    channels("[{name: a, kind: smtp, host: h, sender: nobody, recipients: [a@b]}]", "sender", "nobody"),
+    channels("[{name: a, kind: smtp, host: h, sender: a@b, recipients: []}]", "recipients"),
+    channels("[{name: a, kind: github, repository: jaxbench}]", "repository", "jaxbench"),
+    channels("[{name: a, kind: terminal, least: mild}]", "least", "mild"),
+    channels("[{name: a, kind: terminal}]\nquiet_hours: {start: '25:00', end: '07:00'}", "quiet_hours.start"),
+    channels("[{name: a, kind: terminal}]\nquiet_hours: {start: '22:00', end: '07:00', timezone: X}", "timezone=X"),
+    channels("[{name: a, kind: terminal}]\ntries: 0", "tries", "0"),
+    of(f"{TINY}|--alerts=local|--nokeep", "--alerts=local: an alert names a run of the history"),
+    of(f"{TINY}|--alerts=none.yaml", "none.yaml is no file"),
+    case_of(SITE, "", "holds no run that can be read"),
+    case_of(SITE, "--output=a.txt", "--output=a.txt is there and no site of ours", a_txt="a"),
+    case_of(SITE, "--parity=p.json", "p.json"),
+    case_of(SITE, "--parity=p.json", "--parity=p.json is not what experiments/parity.py writes", p_json="{}"),
+    case_of(DASHBOARD, "--port=70000", "--port", "70000"),
+    case_of(DASHBOARD, "--host=0.0.0.0", "--host=0.0.0.0 can be reached from other machines"),
+    case_of(DASHBOARD, "--host=no.such.host.invalid|--token_variable=HOME", "--token_variable=HOME"),
+    case_of(DASHBOARD, "--token_variable=NO_SUCH_VARIABLE", "it holds 0 characters; wanted 16"),
+    case_of(DASHBOARD, "--interval_s=0", "--interval_s", "0"),
 ]

@@ -16,7 +16,7 @@ def record(days=0, median=10.0, **changes):
     time = (NOW - datetime.timedelta(days=days)).isoformat(timespec="seconds")
     finding = Finding("decode.tokens_per_s", "regression", "critical", 0.4, 0.3, 0.5, 14.0, median, 5, 0)
     return {
-        "schema": 1, "time_utc": time, "host": "abc", "device": "cpu", "suite_id": "s1", "launches": 5,
+        "schema": 1, "time_utc": time, "host": "abc", "device": "cpu", "suite": {}, "suite_id": "s1", "launches": 5,
         "sides": {"head": {"commit": f"c{days}", "subject": "a"}, "base": {"commit": "b", "subject": "of | before"}},
         "series": {"decode.tokens_per_s": {"head": {"median": median, "launches": [median] * 5}}},
         "findings": [finding._asdict()], "confirmed": {}, "notes": [], "machine": {"cpu": "A", "threads": 2},

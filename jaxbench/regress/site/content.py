@@ -1,0 +1,184 @@
+"""What the pages show of a history, as plain values (S file).
+
+Every run is read once. A series is one metric of one case on one machine and device; where the case or the model was
+changed it is another series (history.work_of).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scipy import stats
+
+from jaxbench.regress import change_points, metrics, report
+from jaxbench.regress.alerts import Alert, Book
+from jaxbench.regress.history import History, read, work_of
+
+
+class Run(NamedTuple):
+    """A run as lists show it."""
+
+    id: str
+    time_utc: str
+    host: str
+    cpu: str
+    device: str
+    head: str
+    subject: str
+    base: str  # "" = none
+    suite: str
+    launches: int
+    num_series: int
+    counts: dict[str, int]  # verdict -> series
+    critical: int
+    tag: str
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Machine, device and suite: the newest run of each stands on the overview."""
+        return (self.host, self.device, self.suite)
+
+
+class Series(NamedTuple):
+    """A series over the runs of one machine, and the name of its file."""
+
+    file: str
+    name: str
+    host: str
+    device: str
+    work: str
+    unit: str
+    higher_is_better: bool
+    num_points: int
+    num_changes: int
+
+
+class Content(NamedTuple):
+    """All that the pages show."""
+
+    runs: list[Run]  # newest first
+    newest: list[tuple[Run, dict[str, Any]]]  # of each group: the run and its record
+    compared: list[str]  # ids of runs with findings, newest first
+    series: list[Series]
+    points: dict[str, dict[str, list[Any]]]  # file of a series -> columns
+    records: dict[str, dict[str, Any]]  # of runs with findings: what a page shows of them
+    alerts: list[Alert]  # newest first
+    parity: list[dict[str, Any]]  # gates of the newest comparison of each machine
+    qualified: list[dict[str, Any]]  # what `qualify` wrote
+    damaged: dict[str, str]  # files that cannot be read
+
+
+def gather(history: History) -> Content:
+    """Read a history.
+
+    Raises:
+      ValueError: it holds no run that can be read.
+    """
+    runs, damaged, records, newest = [], {}, {}, {}
+    points: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    units: dict[tuple[str, ...], metrics.Metric] = {}
+    parity: dict[str, dict[str, Any]] = {}
+    for path in history.files():
+        try:
+            record = read(path)
+            run = _run(path.stem, record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            damaged[path.name] = str(error)
+            continue
+        runs.append(run)
+        newest[run.group] = (run, record)
+        if record["findings"]:
+            records[run.id] = _shown(record)
+        if record.get("parity"):
+            parity[run.host] = {"run": run, "cases": record["parity"]}
+        for name, sides in record["series"].items():
+            if "head" in sides:
+                key = (run.host, run.device, work_of(record, name), name)
+                units[key] = metrics.of_run(record, name)
+                points[key].append((run.time_utc, run.id, run.head, *_interval(sides["head"])))
+    if not runs:
+        raise ValueError(
+            f"history: {history.folder} holds no run that can be read; `run` makes one, `import` brings some"
+        )
+    made = [_series(key, units[key], rows) for key, rows in points.items()]
+    made.sort(key=lambda each: (-each[0].num_points, each[0].name, each[0].host))  # the longest first
+    by_age = sorted(newest.values(), key=lambda each: each[0].time_utc, reverse=True)
+    runs.sort(key=lambda run: (run.time_utc, run.id), reverse=True)
+    return Content(
+        runs, by_age, [run.id for run in runs if run.id in records], [each for each, _ in made],
+        {each.file: columns for each, columns in made}, records, Book(history.folder).alerts()[::-1],
+        list(parity.values()), history.qualifications(), damaged,
+    )  # fmt: skip
+
+
+def _run(id: str, record: Mapping[str, Any]) -> Run:
+    sides, counts = record["sides"], Counter(each["verdict"] for each in record["findings"])
+    return Run(
+        id, record["time_utc"], record["host"], record["machine"].get("cpu", ""), record["device"],
+        sides["head"]["commit"], sides["head"].get("subject", ""), sides.get("base", {}).get("commit", ""),
+        record.get("suite_name") or record.get("suite_id", ""), record["launches"], len(record["series"]), dict(counts),
+        sum(each["level"] == "critical" for each in record["findings"]), record.get("tag", ""),
+    )  # fmt: skip
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page shows of a run beside its base."""
+    margins = record["suite"].get("margins", {})
+    rows = []
+    for each in report.findings_of(record):
+        metric = metrics.of_run(record, each.series)
+        kind = metrics.metric_of(each.series).kind
+        margin = margins.get(each.series) or margins.get(each.series.rpartition(".")[2]) or margins.get(kind)
+        margin = margin or metrics.MARGINS[kind].model_dump()
+        rows.append([
+            each.series, each.verdict, each.level, _finite(each.worse), _finite(each.low), _finite(each.high),
+            report.number(each.base, metric.unit), report.number(each.head, metric.unit), report.interval(each),
+            report.verdict(each), margin["warning"], margin["critical"],
+        ])  # fmt: skip
+    return {"rows": rows, "why": report.explanation(record), "notes": list(record["notes"]), "sides": record["sides"]}
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < 1e12 else None
+
+
+def _interval(side: Mapping[str, Any]) -> tuple[float, float | None, float | None]:
+    """Median of a run's launches, and a 95 % interval of their geometric mean; None where there are too few."""
+    launches = side.get("launches", ())
+    if len(launches) < 3 or min(launches) <= 0 or min(launches) == max(launches):
+        return side["median"], None, None
+    logs = [math.log(value) for value in launches]
+    mean, half = sum(logs) / len(logs), _quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return side["median"], math.exp(mean - half), math.exp(mean + half)
+
+
+@functools.lru_cache
+def _quantile(df: int) -> float:
+    """Of Student's distribution, of a two-sided 95 % interval."""
+    return float(stats.t.ppf(0.975, df))
+
+
+def _series(key: tuple[str, ...], metric: metrics.Metric, rows: Sequence[tuple[Any, ...]]) -> tuple[Series, dict]:
+    """A series and its columns, oldest first."""
+    host, device, work, name = key
+    rows = sorted(rows)
+    time, run, commit, median, low, high = (list(column) for column in zip(*rows))
+    changes = [list(each) for each in change_points.change_points(median)]
+    file = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+    columns = {
+        "time": time,
+        "run": run,
+        "commit": commit,
+        "median": median,
+        "low": low,
+        "high": high,
+        "changes": changes,
+    }
+    made = Series(file, name, host, device, work, metric.unit, metric.higher_is_better, len(rows), len(changes))
+    return made, columns

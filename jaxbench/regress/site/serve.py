@@ -1,0 +1,189 @@
+"""The same pages as `write` makes, served, with samples of this machine as server-sent events (S file).
+
+Read-only: GET and HEAD alone, of paths that are in a table made in advance, so that no path reaches the disk. Pages are
+made again where a run was added. Bound to another address than the machine's own it wants a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import mimetypes
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxbench.regress.history import History
+from jaxbench.regress.site import content, write
+from jaxbench.regress.site.samples import Sampler
+
+COOKIE = "jaxbench_token"
+MOST_LISTENERS = 64
+MOST_REQUESTS = 512  # at once; more are answered with 503
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'; "
+HEADERS = {
+    "Content-Security-Policy": POLICY + "form-action 'none'; base-uri 'none'", "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+}  # fmt: skip
+
+
+class Pages:
+    """Every file of the site, made again where the history changed."""
+
+    def __init__(self, history: History, layers: Sequence[dict[str, Any]]):
+        self._history, self._layers, self._state, self._lock = history, layers, None, asyncio.Lock()
+        self._static = {path.name: path.read_bytes() for path in write.STATIC}
+        self._static["plotly.js"] = write.plotly().encode()
+        self.files: dict[str, bytes] = {}
+
+    async def get(self, name: str) -> bytes | None:
+        """A file's bytes; None where there is none of this name."""
+        async with self._lock:
+            state = await run_in_threadpool(self._now)
+            if state != self._state:
+                self.files = await run_in_threadpool(self.made)
+                self._state = state
+        return self.files.get(name)
+
+    def made(self) -> dict[str, bytes]:
+        """All files."""
+        try:
+            texts = write.texts(content.gather(self._history), self._layers)
+        except ValueError as error:  # no run yet
+            texts = {"index.html": f"<!doctype html><title>performance over time</title><p>{error}"}
+        return self._static | {name: text.encode() for name, text in texts.items()}
+
+    def _now(self) -> list[tuple[str, int, int]]:
+        """What is there: files of runs, alerts and qualifications with their sizes and times."""
+        paths = [path for path in self._history.folder.rglob("*.json*") if path.is_file()]
+        found = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
+        return sorted(found)
+
+
+class Live:
+    """One sampler for all who listen."""
+
+    def __init__(self, sampler: Sampler, interval_s: float):
+        self._sampler, self._interval_s, self._listeners = sampler, interval_s, set()
+
+    async def run(self) -> None:
+        """Sample for ever; nothing is sampled while nobody listens."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            if self._listeners:
+                sample = await run_in_threadpool(self._sampler.sample)
+                for queue in self._listeners:
+                    if queue.qsize() < 8:  # who does not read loses samples, not memory
+                        queue.put_nowait(sample)
+
+    async def events(self, request: Request) -> Response:
+        """Samples as server-sent events."""
+        if len(self._listeners) >= MOST_LISTENERS:
+            return PlainTextResponse(f"{MOST_LISTENERS} listen already\n", 503)
+
+        async def stream() -> AsyncIterator[str]:
+            queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+            self._listeners.add(queue)
+            try:
+                yield "retry: 2000\n\n"
+                while True:
+                    yield f"data: {json.dumps(await queue.get(), allow_nan=False)}\n\n"
+            finally:
+                self._listeners.discard(queue)
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+class Guard:
+    """Refuses other methods, and who does not know the token; adds the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, token: str | None):
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        await (self._refused(Request(scope)) or self._app)(scope, receive, sending)
+
+    def _refused(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse(
+                f"{request.method} is not taken: these pages are read-only\n", 405, {"Allow": "GET, HEAD"}
+            )
+        if self._token is None:
+            return None
+        given = request.query_params.get("token")
+        if given is not None and self._is_right(given):  # once in the address, then in a cookie
+            answer = RedirectResponse(quote(request.url.path), 303)
+            answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+            return answer
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_right(bearer) or self._is_right(request.cookies.get(COOKIE, "")):
+            return None
+        return PlainTextResponse("a token is wanted: ?token=... once, or the header Authorization: Bearer\n", 401)
+
+    def _is_right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), (self._token or "").encode())
+
+
+def make_app(
+    history: History, runs: Path, *, layers: Sequence[dict[str, Any]] = (), token: str | None = None,
+    interval_s: float = 1.0,
+) -> Starlette:  # fmt: skip
+    """The application.
+
+    Args:
+      runs: folder of the runs at work.
+      token: what a request has to bring; None = nothing, for this machine alone.
+      interval_s: seconds between samples.
+    """
+    pages, live = Pages(history, layers), Live(Sampler(runs), interval_s)
+
+    async def page(request: Request) -> Response:
+        name = request.path_params["name"] or "index.html"
+        body = await pages.get(name)
+        if body is None:
+            return PlainTextResponse("there is no such page\n", 404)
+        return Response(body, media_type=mimetypes.guess_type(name)[0] or "application/octet-stream")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(live.run())
+        yield
+        task.cancel()
+
+    routes = [Route("/events", live.events), Route("/{name:path}", page)]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=lifespan)
+
+
+def is_own(host: str) -> bool:
+    """True where an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
