@@ -1,10 +1,15 @@
 """Change points: found where a level changes, quiet on noise and outliers, exact where nothing is noise."""
 
+import json
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxbench.measure.process import PEERS
 from jaxbench.regress.change_points import LEAST, ChangePoint, change_points
 
 
@@ -49,3 +54,49 @@ def test_the_unit_of_a_series_does_not_matter(seed, factor):
     values = noise(seed, 40)
     values[20:] *= 1.5
     assert [each.index for each in change_points(values)] == [each.index for each in change_points(values * factor)]
+
+
+def steps(seed, rise):
+    """Fifty runs whose level rises at one of them, and which."""
+    at = int(np.random.default_rng(seed + 1000).integers(15, 36))
+    values = noise(seed, 50)
+    values[at:] *= rise
+    return at, values.tolist()
+
+
+def correlated(seed):
+    """Fifty runs that a slow drift of the machine joins: each keeps half of the deviation before it."""
+    steps, deviation = np.random.default_rng(seed).normal(0, 0.03, 50), np.zeros(50)
+    for i in range(1, 50):
+        deviation[i] = 0.5 * deviation[i - 1] + steps[i]
+    return np.exp(deviation).tolist()
+
+
+def by_otava(rows):
+    command = [str(PEERS / "otava" / "bin" / "python"), str(Path(__file__).with_name("otava_worker.py"))]
+    answer = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, check=True, timeout=300)
+    return json.loads(answer.stdout)
+
+
+def by_us(rows):
+    return [[each.index for each in change_points(values)] for values in rows]
+
+
+@pytest.mark.skipif(not (PEERS / "otava").exists(), reason="apache-otava is not there: make peers")
+@pytest.mark.parametrize("name", ["noise", "correlated noise", 1.1, 1.15, 1.2])
+def test_apache_otava_finds_the_same_steps_and_says_no_less_of_noise(name):
+    made = {"noise": lambda seed: noise(seed, 50).tolist(), "correlated noise": correlated}
+    if name in made:
+        rows = [made[name](seed) for seed in range(100)]
+        ours, theirs = (sum(map(bool, find(rows))) for find in (by_us, by_otava))
+        print(f"{name}: series of 100 with a change point: {ours}, apache-otava {theirs}")
+        assert ours <= theirs
+        return
+    ats, rows = zip(*(steps(seed, name) for seed in range(100)))
+    near, extra = [], []
+    for find in (by_us, by_otava):
+        found = find(rows)
+        near.append(sum(any(abs(place - at) <= 2 for place in places) for places, at in zip(found, ats)))
+        extra.append(sum(any(abs(place - at) > 2 for place in places) for places, at in zip(found, ats)))
+    print(f"a step of {name}: found {near[0]}, another {extra[0]}; apache-otava {near[1]} and {extra[1]}")
+    assert near[0] >= near[1] - 5 and extra[0] <= extra[1]
