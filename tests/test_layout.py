@@ -57,6 +57,7 @@ CONFIG_MODELS = {
     "memory/cost": "jaxbench.memory.study.cost:Cost",
     "memory/speed": "jaxbench.memory.study.speed:Speed",
     "memory/stability": "jaxbench.memory.study.stability:Stability",
+    "presets": "jaxbench.presets:Preset",
     "quantization": "jaxbench.quantization.study.quality:Quality",
     "serve": "jaxbench.serve.settings:ServerConfig",
     "suites": "jaxbench.bench.suite:Suite",
