@@ -6,10 +6,11 @@ short, and is no row. No run goes on with the work of another: `claim` keeps its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ def cut_short(path: Path) -> None:
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file for this process alone, for what reads it and then writes; a process that was killed lets go.
+
+    Where the system has no such locks, nothing is held.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:

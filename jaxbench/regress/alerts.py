@@ -105,10 +105,11 @@ class Book:
 
         A run that is taken in again changes nothing.
         """
-        if any(event.get("run") == run for event in self._events()):
-            return []
-        events = list(_events_of(record, run, self.alerts()))
-        self._append(events, now)
+        with store.locked(self.path):  # another run may end at the same time
+            if any(event.get("run") == run for event in self._events()):
+                return []
+            events = list(_events_of(record, run, self.alerts()))
+            self._append(events, now)
         changed = {event["id"] for event in events}
         return [each for each in self.alerts() if each.id in changed]
 
@@ -118,10 +119,11 @@ class Book:
         Raises:
           ValueError: there is no such alert, or it is over.
         """
-        alert = self.find(id)
-        if alert.state == "over":
-            raise ValueError(f"alerts: {alert.id} is over; there is nothing to do")
-        self._append([{"event": state, "id": alert.id, "note": note}], now)
+        with store.locked(self.path):
+            alert = self.find(id)
+            if alert.state == "over":
+                raise ValueError(f"alerts: {alert.id} is over; there is nothing to do")
+            self._append([{"event": state, "id": alert.id, "note": note}], now)
         return self.find(alert.id)
 
     def send(
@@ -133,16 +135,16 @@ class Book:
           deliver: sends one alert to one channel, with the channel's reference of an earlier message ("" = none).
         """
         said = []
-        for alert in self.alerts():
-            for channel in config.channels:
-                if not is_due(alert, channel, config, now):
-                    continue
-                before = alert.sent.get(channel.name)
-                went, detail = deliver(channel, alert, before.reference if before else "")
-                kind = SENT if went else FAILED
-                self._append([{"event": kind, "id": alert.id, "channel": channel.name, "detail": detail,
-                               "state": alert.state, "level": alert.level}], now)  # fmt: skip
-                said.append((alert.id, channel.name, went, detail))
+        with store.locked(self.path):  # so that no other process says the same
+            for alert in self.alerts():
+                for channel in config.channels:
+                    if not is_due(alert, channel, config, now):
+                        continue
+                    before = alert.sent.get(channel.name)
+                    went, detail = deliver(channel, alert, before.reference if before else "")
+                    event = {"event": SENT if went else FAILED, "id": alert.id, "channel": channel.name}
+                    self._append([event | {"detail": detail, "state": alert.state, "level": alert.level}], now)
+                    said.append((alert.id, channel.name, went, detail))
         return said
 
     def _events(self) -> Iterable[Mapping[str, Any]]:

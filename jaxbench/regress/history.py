@@ -240,24 +240,26 @@ class History:
     @contextlib.contextmanager
     def _index(self) -> Iterator[sqlite3.Connection]:
         """The index, made again where files were added, changed or removed."""
-        known = {file.stem: file.stat().st_size for file in self.files()}
+        files = self.files()  # once: another process may add a run meanwhile
+        known = {file.stem: file.stat().st_size for file in files}
         path = self.folder / INDEX if known else Path(":memory:")  # no run yet: nothing is written
         if known and not _is_current(path, known):
-            self._rebuild(path, known)
+            _rebuild(path, files, known)
         with contextlib.closing(sqlite3.connect(path)) as index:
             if not known:
                 index.executescript(TABLES)
             yield index
 
-    def _rebuild(self, path: Path, sizes: Mapping[str, int]) -> None:
-        with outputs.whole(path) as temporary:
-            temporary.unlink(missing_ok=True)
-            with contextlib.closing(sqlite3.connect(temporary)) as index:
-                index.executescript(TABLES)
-                for file in self.files():
-                    with contextlib.suppress(ValueError):  # `verify` names it
-                        _insert(index, file.stem, read(file), sizes[file.stem])
-                index.commit()
+
+def _rebuild(path: Path, files: Sequence[Path], sizes: Mapping[str, int]) -> None:
+    with outputs.whole(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(temporary)) as index:
+            index.executescript(TABLES)
+            for file in files:
+                with contextlib.suppress(ValueError):  # `verify` names it
+                    _insert(index, file.stem, read(file), sizes[file.stem])
+            index.commit()
 
 
 def read(path: Path) -> dict[str, Any]:
