@@ -60,14 +60,13 @@ def prompts(compressor: AutoCompressor, asked: Sequence[questions.Question], arm
 
 def behind(compressor: AutoCompressor, vectors: np.ndarray, question: np.ndarray) -> Prompt:
     """Vectors of a passage, the tag, and the question."""
-    size, table = compressor.config.decoder.vocab_size, np.concatenate([vectors, compressor.tags[[ANSWER]]])
+    size, table = compressor.config.decoder.vocab_size, np.concatenate([vectors, compressor.tag(ANSWER)])
     return Prompt([*range(size, size + len(table)), *question.tolist()], table.astype(np.float32))
 
 
 def in_clear(compressor: AutoCompressor, passage: np.ndarray, question: np.ndarray) -> Prompt:
     """The tag, a passage in clear, and the question, as rows of training have them (questions.draw)."""
-    size = compressor.config.decoder.vocab_size
-    return Prompt([size, *passage.tolist(), *question.tolist()], compressor.tags[[ANSWER]].astype(np.float32))
+    return behind(compressor, compressor.tag(ANSWER)[:0], np.concatenate([passage, question]))
 
 
 def plain(asked: Sequence[questions.Question]) -> list[Prompt]:

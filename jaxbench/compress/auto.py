@@ -156,9 +156,13 @@ class AutoCompressor:
         if tag not in TAGS[:-1]:
             raise ValueError(f"compressor: tag={tag!r}; wanted one of {', '.join(TAGS[:-1])}")
         self.check(result)
-        size, vectors = self.config.decoder.vocab_size, np.concatenate([result.vectors, self.tags[[TAGS.index(tag)]]])
+        size, vectors = self.config.decoder.vocab_size, np.concatenate([result.vectors, self.tag(TAGS.index(tag))])
         ids = [*range(size, size + len(vectors)), *self.words.encode(text, add_special=False)]
         return Prompt(ids, vectors.astype(np.float32))
+
+    def tag(self, index: int) -> Float32[np.ndarray, "P D"]:
+        """Vectors of a tag, by its place in TAGS."""
+        return self.tags[self.config.tag(index)]
 
     def inputs_embeds(self, prompt: Prompt, embedding: np.ndarray) -> Float32[np.ndarray, "T D"]:
         """A prompt as rows of embeddings, for a decoder that takes them: Hugging Face's generate(inputs_embeds=...).

@@ -22,7 +22,12 @@ from jaxbench.config import Base, TransformerConfig
 from jaxbench.lora.config import LoraConfig, with_lora
 
 Array = np.ndarray
-TAGS = ("reconstruct", "continue", "answer", "blank")  # vectors that say what follows; blank: an input that is hidden
+TAGS = (
+    "reconstruct",
+    "continue",
+    "answer",
+    "blank",
+)  # what vectors say of what follows; blank: an input that is hidden
 EMBEDDING_RMS = 0.1356  # of SmolLM2-135M's embedding rows: where the vectors' gain starts
 
 
@@ -36,6 +41,7 @@ class CompressorConfig(Base):
     d_connector: int = pydantic.Field(default=1152, ge=1)  # width of the connector's feed-forward layer
     d_local: int = pydantic.Field(default=576, ge=1)  # width of the local head
     gain: float = pydantic.Field(default=EMBEDDING_RMS, gt=0)  # of vectors, at the start of training
+    prefix: int = pydantic.Field(default=1, ge=1)  # vectors of a tag; several are a soft prompt (arXiv:2104.08691)
     lora: LoraConfig | None = None  # adapters of the decoder; None = nothing of the decoder changes
 
     @pydantic.model_validator(mode="after")
@@ -69,6 +75,10 @@ class CompressorConfig(Base):
         """The decoder with its adapters, where it has any."""
         return with_lora(self.decoder, self.lora)
 
+    def tag(self, index: int) -> slice:
+        """Rows of a tag among the vectors of all tags."""
+        return slice(index * self.prefix, (index + 1) * self.prefix)
+
     def check_ratio(self, ratio: int) -> None:
         """Check that a ratio is one of this compressor's.
 
@@ -94,7 +104,7 @@ def parameter_shapes(config: CompressorConfig) -> dict[str, tuple[int, ...]]:
     mlp = {name: shape for name, shape in initial.parameter_shapes(wide).items() if name.startswith("layers.0.mlp.")}
     shapes |= {f"connector.{name.removeprefix('layers.0.')}": shape for name, shape in mlp.items()}
     shapes["connector.centers.embedding"] = (len(c.ratios), width)
-    shapes |= {"connector.gain.scale": (width,), "tags.embedding": (len(TAGS), width)}
+    shapes |= {"connector.gain.scale": (width,), "tags.embedding": (len(TAGS) * c.prefix, width)}
     shapes |= {"local.up_proj.kernel": (width, c.d_local), "local.down_proj.kernel": (c.d_local, max(c.ratios) * width)}
     return shapes | {f"decoder.{name}": shape for name, shape in initial.parameter_shapes(c.adapted).items()}
 
@@ -117,8 +127,8 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
 
     The encoder is the decoder's first layers and its connector silent, slots say nothing; a vector is the mean
     embedding m of the vocabulary and sqrt(ratio) times what its tokens' mean is beyond m. Plain means lie so near to m
-    that the decoder reads worse than nothing (lab log). The local head holds all tokens for equally probable, tags are
-    m, adapters add nothing.
+    that the decoder reads worse than nothing (lab log). The local head holds all tokens for equally probable, a tag is
+    m and what `with_prefix` puts behind it, adapters add nothing.
     """
     c, random, found = config, np.random.default_rng(seed), {}
     adapted = {**c.adapted.own_params(seed, distinct=False, std=initial.STANDARD_DEVIATION), **decoder}
@@ -128,7 +138,7 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
         if room in ("decoder", "encoder") and inner in adapted:
             found[name] = np.array(adapted[inner])
         elif name == "tags.embedding":
-            found[name] = np.broadcast_to(mean, shape).copy()
+            found[name] = with_prefix(np.tile(mean, (len(TAGS), 1)), c.prefix, decoder, seed=seed)
         elif name == "connector.centers.embedding":
             found[name] = (1.0 - np.sqrt(c.ratios))[:, None] * mean * c.decoder.embedding_scale
         elif name == "connector.gain.scale":
@@ -141,6 +151,15 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
             size = c.gain if room == "local" else 1.0
             found[name] = random.standard_normal(shape) / (np.sqrt(shape[0]) * size)
     return found
+
+
+def with_prefix(tags: Array, prefix: int, decoder: Mapping[str, Array], *, seed: int) -> Array:
+    """Tags of one vector with as many as `prefix`: each followed by means of itself and of tokens' embeddings."""
+    if prefix == 1:
+        return tags
+    table, random = np.asarray(decoder["embed.embedding"]), np.random.default_rng((seed, 1))
+    drawn = table[random.integers(len(table), size=(len(tags), prefix - 1))]
+    return np.concatenate([tags[:, None], (tags[:, None] + drawn) / 2], axis=1).reshape(-1, tags.shape[1])
 
 
 def is_trained(name: str) -> bool:
@@ -187,13 +206,15 @@ def parity_arrays(config: CompressorConfig, *, batch: int, length: int, seed: in
     groups = np.stack([[group_positions(n, ratio, c.chunk) for n in row] for row in lengths])
     vectors = np.arange(count * c.chunk // ratio, dtype=np.int32)
     asked = random.integers(0, size, (batch, length + 1), dtype=np.int32)
-    inputs = np.zeros((batch, len(vectors) + 1 + length), np.int32)
+    first = len(vectors) + c.prefix  # of what stands behind the tag
+    inputs = np.zeros((batch, first + length), np.int32)
     inputs[:, : len(vectors)] = size + vectors
-    inputs[:, len(vectors)] = size + len(vectors) + np.arange(batch) % len(TAGS)
-    inputs[:, len(vectors) + 1 :] = asked[:, 1:]
-    is_input = np.concatenate([groups.reshape(batch, -1) >= 0, np.ones((batch, 1 + length), bool)], axis=1)
+    tags = np.array([c.tag(row % len(TAGS)).start for row in range(batch)])
+    inputs[:, len(vectors) : first] = size + len(vectors) + tags[:, None] + np.arange(c.prefix)
+    inputs[:, first:] = asked[:, 1:]
+    is_input = np.concatenate([groups.reshape(batch, -1) >= 0, np.ones((batch, c.prefix + length), bool)], axis=1)
     positions = np.where(is_input, np.cumsum(is_input, axis=1) - 1, -1).astype(np.int32)
-    places = np.tile(np.arange(len(vectors), len(vectors) + length, dtype=np.int32), (batch, 1))
+    places = np.tile(np.arange(first - 1, first - 1 + length, dtype=np.int32), (batch, 1))
     sampled = np.stack([[random.integers(0, n, 3) for n in row] for row in lengths]).astype(np.int32)
     sampled[0, 0, 0] = -1
     probs = random.random((batch, length, 3))

@@ -77,8 +77,8 @@ def bounds(
     Args:
       start: token that text stands behind.
     """
-    size, tag = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE]
-    none = np.zeros((0, len(tag)), np.float32)
+    size, tag = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE)
+    none = np.zeros((0, tag.shape[1]), np.float32)
     arms = {
         "none": [reading.behind_text(w.context[:0], w.following, start=start) for w in drawn],
         "full": [reading.behind_text(w.context, w.following, start=start) for w in drawn],
@@ -96,7 +96,7 @@ def continuation(
     Args:
       store: vectors are read as a file of them all would hold them.
     """
-    size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE], compressor.ratio
+    size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE), compressor.ratio
     kept = [w.context[-(len(w.context) // ratio) :] for w in drawn]
     made = _as_stored([tokens_of(compressor, w.context) for w in drawn], store)
     arms = {
@@ -147,7 +147,7 @@ def read_back(
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
     """Share of the tokens of each window's first chunk that are read back: from zeros, and from vectors."""
-    size, tag, rows = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], []
+    size, tag, rows = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
     for window in drawn:
         chunk = window.context[: compressor.config.chunk]
         vectors, places = compressor.chunk(chunk)
@@ -169,9 +169,9 @@ def said_freely(
       `same`: share of FREE tokens, or of a chunk, that are right at their place, which one word too many ends; `words`:
       F1 of the words, wherever they stand; `others`: that beside the next window's text, which has common words too.
     """
-    size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], []
+    size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
     for window in drawn:
-        table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag[None]])
+        table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag])
         prompts.append(auto.Prompt([*range(size, size + len(table))], table.astype(np.float32)))
     count, said = min(FREE, compressor.config.chunk), []
     for first in range(0, len(prompts), TOGETHER):
@@ -193,8 +193,8 @@ def known(
     progress: Progress = lambda count: None,
 ) -> Float[np.ndarray, " W"]:  # fmt: skip
     """The same behind the tag alone: what the decoder would have said anyway. Vectors of zeros disturb it."""
-    size, tag = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT]
-    none = np.zeros((0, len(tag)), np.float32)
+    size, tag = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT)
+    none = np.zeros((0, tag.shape[1]), np.float32)
     chunks = [window.context[: compressor.config.chunk] for window in drawn]
     rows = [reading.behind_vectors(none, tag, chunk, size=size) for chunk in chunks]
     return np.array([each.hits.mean() for each in reader(rows, progress=progress)])

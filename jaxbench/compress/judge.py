@@ -27,7 +27,7 @@ class Judge:
     """Held-out figures of parameters: the same rows every time."""
 
     def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, materials: Sequence[Material]):
-        self._dtype, self._vocabulary = settings.precision, shape.decoder.vocab_size
+        self._dtype, self._vocabulary, self._prefix = settings.precision, shape.decoder.vocab_size, shape.prefix
         self._program = jax.jit(functools.partial(_judged, graph))
         self._batches: list[rows.Arrays] = []
         for material in materials:
@@ -46,7 +46,7 @@ class Judge:
         for arrays in self._batches:
             count = arrays.groups[0].size
             losses, right, local = map(np.asarray, self._program(cast, compressor.Batch(*arrays)))
-            tags = arrays.inputs[:, count] - self._vocabulary - count
+            tags = (arrays.inputs[:, count] - self._vocabulary - count) // self._prefix
             other = None
             if len(tags) > 1:
                 turned = arrays._replace(context=np.roll(arrays.context, 1, axis=0))

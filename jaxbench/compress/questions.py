@@ -130,6 +130,6 @@ def draw(
                 settings.num_chunks, aligned=aligned, clear=clear,
             )
         )  # fmt: skip
-    room = settings.clear + (settings.num_chunks * config.chunk if is_clear else 0)
+    room = settings.clear + config.prefix - 1 + (settings.num_chunks * config.chunk if is_clear else 0)
     # The local head is not asked: beside answers of a few tokens it would count many times over (compressor.loss_of).
     return rows.Draw(ratio, rows.stacked(made, settings.num_targets, clear=room))

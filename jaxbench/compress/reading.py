@@ -95,18 +95,19 @@ def behind_text(before: np.ndarray, asked: np.ndarray, *, start: int, num_clear:
 
 
 def behind_vectors(
-    vectors: Float32[np.ndarray, "M D"], tag: Float32[np.ndarray, " D"], asked: np.ndarray, *, size: int,
+    vectors: Float32[np.ndarray, "M D"], tag: Float32[np.ndarray, "P D"], asked: np.ndarray, *, size: int,
     num_clear: int = 0, places: np.ndarray | None = None,
 ) -> Row:  # fmt: skip
-    """A row of vectors, a tag, and tokens of which the first num_clear are not asked for.
+    """A row of vectors, a tag's, and tokens of which the first num_clear are not asked for.
 
     Args:
       size: of the vocabulary.
       places: positions of the vectors, the number of tokens that they stand for last; None = side by side.
     """
-    table = np.concatenate([vectors, tag[None]]).astype(np.float32)
+    table = np.concatenate([vectors, tag]).astype(np.float32)
     inputs = np.concatenate([size + np.arange(len(table)), asked[:-1]]).astype(np.int32)
     positions = None
     if places is not None:
-        positions = np.concatenate([places[:-1], places[-1] + np.arange(len(asked))]).astype(np.int32)
+        behind = places[-1] + np.arange(len(tag) + len(asked) - 1)
+        positions = np.concatenate([places[:-1], behind]).astype(np.int32)
     return Row(inputs, asked[num_clear:].astype(np.int32), table, positions)

@@ -84,7 +84,7 @@ def draw(
         else:
             clear, asked = np.split(text[start + len(passage) :][: rows.num_targets + clear], [clear])
             made.append(row(passage, asked, CONTINUE, config, ratio, rows.num_chunks, aligned=aligned, clear=clear))
-    arrays = stacked(made, rows.num_targets, clear=rows.clear)
+    arrays = stacked(made, rows.num_targets, clear=rows.clear + config.prefix - 1)
     return Draw(ratio, arrays._replace(sampled=sampled(arrays.context, rows.sampled, random)))
 
 
@@ -102,9 +102,9 @@ def _reconstructed(
     clear, asked = own[max(0, start - rows.clear) : start], own[start : start + rows.num_targets]
     made = row(passage, asked, RECONSTRUCT, config, ratio, rows.num_chunks, aligned=aligned, seen=chunk, clear=clear)
     vectors = rows.num_chunks * config.chunk // ratio
-    hidden = np.arange(len(made.inputs)) > vectors + len(clear)  # behind the tag and what stands in clear
+    hidden = np.arange(len(made.inputs)) >= vectors + config.prefix + len(clear)  # behind the tag and what is in clear
     hidden &= random.random(len(made.inputs)) < rows.dropout
-    blank = config.decoder.vocab_size + vectors + BLANK
+    blank = config.decoder.vocab_size + vectors + config.tag(BLANK).start
     return made._replace(inputs=np.where(hidden, blank, made.inputs).astype(np.int32))
 
 
@@ -131,7 +131,8 @@ def row(
     context.reshape(-1)[: len(passage)] = passage
     groups = np.stack([group_positions(int((part >= 0).sum()), ratio, c.chunk) for part in context])
     vectors, following = np.arange(num_chunks * each, dtype=np.int32), np.concatenate([clear, asked])
-    inputs = np.concatenate([size + vectors, [size + len(vectors) + tag], following[:-1]]).astype(np.int32)
+    own = size + len(vectors) + np.arange(c.tag(tag).start, c.tag(tag).stop)
+    inputs = np.concatenate([size + vectors, own, following[:-1]]).astype(np.int32)
     chosen = groups >= 0
     if seen is not None:
         chosen &= np.arange(num_chunks)[:, None] == seen
@@ -142,14 +143,18 @@ def row(
     else:
         spread = np.where(chosen, np.cumsum(chosen).reshape(chosen.shape) - 1, -1).reshape(-1)
         end = int(chosen.sum())
-    positions = np.concatenate([spread, end + np.arange(len(following))]).astype(np.int32)
-    places = len(vectors) + np.arange(len(clear), len(following), dtype=np.int32)
+    positions = np.concatenate([spread, end + np.arange(len(inputs) - len(vectors))]).astype(np.int32)
+    places = len(vectors) + c.prefix - 1 + np.arange(len(clear), len(following), dtype=np.int32)
     mask = np.ones(len(asked), bool)
     return Arrays(context, groups, inputs, positions, places, asked.astype(np.int32), mask, np.zeros(0, np.int32))
 
 
 def stacked(made: Sequence[Arrays], num_targets: int, *, clear: int = 0) -> Arrays:
-    """Rows of one ratio side by side, filled up with padding to `clear` tokens in clear and num_targets asked for."""
+    """Rows of one ratio side by side, filled up with padding to num_targets asked for, and `clear` more inputs.
+
+    Args:
+      clear: tokens in clear, and vectors of a tag behind its first.
+    """
     size = made[0].groups.size + clear + num_targets
 
     def filled(field: str, length: int, value: int) -> np.ndarray:

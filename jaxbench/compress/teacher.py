@@ -23,8 +23,9 @@ from jaxbench.pretrained import weights
 class Teacher:
     """The decoder of a checkpoint, asked for its most probable tokens."""
 
-    def __init__(self, held: weights.Checkpoint, count: int, *, precision: str):
-        """Args: count: of tokens at each place."""
+    def __init__(self, held: weights.Checkpoint, count: int, *, precision: str, prefix: int = 1):
+        """Args: count: of tokens at each place. prefix: vectors of a row's tag."""
+        self._prefix = prefix
         self._model, self._vocabulary = transformer.build(held.config, held.params, dtype=precision), held.config
         self._program = jax.jit(functools.partial(_most_probable, count=count))
 
@@ -32,18 +33,23 @@ class Teacher:
         """Rows with a teacher's tokens and probabilities, 0 in rows that are no continuation."""
         num_vectors = arrays.groups[0].size
         lengths = (arrays.context >= 0).sum(axis=(1, 2))
-        tokens, positions = in_clear(arrays)
-        places = np.clip(arrays.places - num_vectors + lengths[:, None] - 1, 0, tokens.shape[1] - 1)
+        tokens, positions = in_clear(arrays, self._prefix)
+        behind = arrays.places - num_vectors - self._prefix  # tokens ahead of what is asked for, less one
+        places = np.clip(behind + lengths[:, None], 0, tokens.shape[1] - 1)
         found, probs = map(np.asarray, self._program(self._model, tokens, positions, places.astype(np.int32)))
-        tags = arrays.inputs[:, num_vectors] - self._vocabulary.vocab_size - num_vectors
+        tags = (arrays.inputs[:, num_vectors] - self._vocabulary.vocab_size - num_vectors) // self._prefix
         is_taught = (tags == rows.CONTINUE)[:, None] & arrays.mask
         return arrays._replace(teacher_tokens=found, teacher_probs=np.where(is_taught[:, :, None], probs, 0.0))
 
 
-def in_clear(arrays: Arrays) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-    """Tokens and positions (-1 = padding) of rows whose passages stand in clear where their vectors and tag stood."""
+def in_clear(arrays: Arrays, prefix: int = 1) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
+    """Tokens and positions (-1 = padding) of rows whose passages stand in clear where their vectors and tag stood.
+
+    Args:
+      prefix: vectors of a row's tag.
+    """
     num_vectors, passages = arrays.groups[0].size, arrays.context.reshape(len(arrays.context), -1)
-    following = np.where(arrays.positions >= 0, arrays.inputs, -1)[:, num_vectors + 1 :]
+    following = np.where(arrays.positions >= 0, arrays.inputs, -1)[:, num_vectors + prefix :]
     parts = np.concatenate([passages, following], axis=1)
     order = np.argsort(parts < 0, axis=1, kind="stable")  # tokens first, in their order
     tokens = np.take_along_axis(parts, order, axis=1)

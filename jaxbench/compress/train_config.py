@@ -25,10 +25,13 @@ class TrainingConfig(config.Base):
     """How a compressor is trained."""
 
     model: str | None = None  # the decoder; None = the default model
-    start: str | None = None  # weights of an earlier run of this shape, chunk and adapters aside; None = the decoder's
+    start: str | None = (
+        None  # weights of an earlier run of this shape, chunk, prefix and adapters aside; None = the decoder's
+    )
     trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, encoder and connector stay
     num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
     chunk: int = pydantic.Field(default=256, ge=2)  # tokens read together; short ones are learned sooner (lab log)
+    prefix: int = pydantic.Field(default=1, ge=1)  # vectors of a tag; several help a decoder that stays as it is
     lora: LoraConfig | None = None  # adapters of the decoder
     rows: RowsConfig = RowsConfig()  # of texts
     questions: QuestionsConfig | None = None  # None = texts alone
@@ -63,7 +66,8 @@ class TrainingConfig(config.Base):
         Raises:
           ValueError: the decoder cannot have one, or held_out_ratio is not among its ratios.
         """
-        shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, chunk=self.chunk, lora=self.lora)
+        own = {name: getattr(self, name) for name in ("num_layers", "chunk", "prefix", "lora")}
+        shape = CompressorConfig(decoder=decoder, **own)
         shape.check_ratio(self.held_out_ratio)
         for place, rows in self._rows().items():
             shares = rows.weights

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxbench import config, prng, store
 from jaxbench.compress import artifact, compressor, material
-from jaxbench.compress.config import Arrays, CompressorConfig, is_trained, starting_params
+from jaxbench.compress.config import Arrays, CompressorConfig, is_trained, starting_params, with_prefix
 from jaxbench.compress.judge import Judge
 from jaxbench.compress.material import Material
 from jaxbench.compress.teacher import Teacher
@@ -52,7 +52,12 @@ def train(
     sums = "".join(each.sum for each in (*materials, *held_out))
     same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{sums}"
     store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
-    params = starting_params(shape, held.params, seed=settings.seed) | ({} if earlier is None else earlier.params)
+    params = starting_params(shape, held.params, seed=settings.seed)
+    if earlier is not None:
+        tags = earlier.params["tags.embedding"]
+        if earlier.config.prefix != shape.prefix:
+            tags = with_prefix(tags, shape.prefix, held.params, seed=settings.seed)
+        params |= earlier.params | {"tags.embedding": tags}
     model = compressor.build(shape, params, dtype=settings.precision)
     step_config = settings.step_config()
     state = optimizer_step.init_state(model, params, step_config)
@@ -98,7 +103,7 @@ def _teacher(settings: TrainingConfig, held: weights.Checkpoint) -> Callable[[Ar
     """What adds a teacher's tokens to continuations, where the settings have one."""
     if not settings.distilled:
         return lambda arrays: arrays
-    teacher = Teacher(held, settings.distilled, precision=settings.precision)
+    teacher = Teacher(held, settings.distilled, precision=settings.precision, prefix=settings.prefix)
     # rows of questions have none: one program for each kind of rows, as without a teacher
     return lambda arrays: teacher(arrays) if (arrays.sampled >= 0).any() else arrays
 
@@ -118,7 +123,12 @@ def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Ch
         raise ValueError(
             f"train: start={settings.start} has adapters {found.config.lora}; wanted {shape.lora}, as here"
         )
-    if found.config.model_copy(update={"lora": shape.lora, "chunk": shape.chunk}) != shape:
+    if found.config.prefix not in (1, shape.prefix):
+        raise ValueError(
+            f"train: start={settings.start} has a prefix of {found.config.prefix} vectors; wanted 1 or {shape.prefix}"
+        )
+    own = {"lora": shape.lora, "chunk": shape.chunk, "prefix": shape.prefix}
+    if found.config.model_copy(update=own) != shape:
         differing = {
             name: getattr(found.config, name)
             for name in ("num_layers", "ratios", "d_connector", "d_local")

@@ -229,7 +229,7 @@ CASES: tuple[Case, ...] = (
          data="hallucination.token_inputs", batch=8, length=32, prompt=0, backends=("flax",)),
     Case("hallucination/tuned", TUNED, module="hallucination.tuned_reader", task="hallucination.tuned_reader",
          data="hallucination.tuned_inputs", prompt=0, backends=("flax",)),
-    Case("compress/frozen", COMPRESSOR, **COMPRESS),
+    Case("compress/frozen", COMPRESSOR.model_copy(update={"prefix": 3}), **COMPRESS),
     Case("compress/lora", COMPRESSOR.model_copy(update={"lora": LoraConfig(rank=4, alpha=4.0)}), seed=7, **COMPRESS),
     *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),

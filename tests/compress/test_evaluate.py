@@ -54,12 +54,12 @@ def test_a_readers_losses_are_the_decoders(reader, params):
 def test_vectors_that_are_token_embeddings_read_as_those_tokens(reader, params):
     before, asked = TEXTS[1][:12], TEXTS[1][12:20]
     table = params["embed.embedding"]
-    as_vectors = reading.behind_vectors(table[before[:-1]], table[before[-1]], asked, size=DECODER.vocab_size)
+    as_vectors = reading.behind_vectors(table[before[:-1]], table[before[-1:]], asked, size=DECODER.vocab_size)
     as_tokens = reading.Row(np.concatenate([before, asked[:-1]]), asked, np.zeros((0, 0), np.float32))
     one, other = reader([as_vectors, as_tokens])
     np.testing.assert_allclose(one.losses, other.losses, atol=1e-5)
     moved = reading.behind_vectors(
-        table[before[:-1]], table[before[-1]], asked, size=DECODER.vocab_size, places=np.arange(12) * 3
+        table[before[:-1]], table[before[-1:]], asked, size=DECODER.vocab_size, places=np.arange(12) * 3
     )  # fmt: skip
     assert moved.positions.tolist() == [3 * i for i in range(12)] + [34 + i for i in range(7)]
     assert np.abs(reader([moved])[0].losses - one.losses).max() > 1e-4

@@ -13,21 +13,24 @@ SIZE = CONFIG.decoder.vocab_size
 TEXT = np.arange(200, dtype=np.int32) % SIZE
 
 
-@given(seed=st.integers(0, 10**6), step=st.integers(0, 10**6), aligned=st.booleans())
-def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, step, aligned):
+@given(seed=st.integers(0, 10**6), step=st.integers(0, 10**6), aligned=st.booleans(), prefix=st.sampled_from([1, 4]))
+def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, step, aligned, prefix):
+    shape = CONFIG.model_copy(update={"prefix": prefix})
     settings = rows.RowsConfig(batch=6, num_targets=12, sampled=5, aligned=float(aligned), dropout=0.5, clear=5)
-    ratio, drawn = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step)
-    again = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step).arrays
+    ratio, drawn = rows.draw([TEXT, TEXT[:9]], shape, settings, seed=seed, step=step)
+    again = rows.draw([TEXT, TEXT[:9]], shape, settings, seed=seed, step=step).arrays
     for one, other in zip(drawn, again):
         np.testing.assert_array_equal(one, other)
     per_chunk = CONFIG.chunk // ratio
     vectors = 2 * per_chunk
-    assert drawn.groups.shape == (6, 2, per_chunk) and drawn.inputs.shape == (6, vectors + 5 + 12)
+    assert drawn.groups.shape == (6, 2, per_chunk) and drawn.inputs.shape == (6, vectors + prefix - 1 + 5 + 12)
     for i in range(6):
         row = config.Arrays(*(each if each is None else each[i] for each in drawn))
         passage = row.context[row.context >= 0]
-        tag, count = row.inputs[vectors] - SIZE - vectors, int(row.mask.sum())
-        asked, clear = row.targets[:count], row.places[0] - vectors
+        own, count = row.inputs[vectors : vectors + prefix] - SIZE - vectors, int(row.mask.sum())
+        tag = int(own[0]) // prefix
+        np.testing.assert_array_equal(own, tag * prefix + np.arange(prefix))
+        asked, clear = row.targets[:count], row.places[0] - vectors - prefix + 1
         chunks = [each[each >= 0] for each in row.context]
         if tag == rows.CONTINUE:
             following = (passage[-1] + 1 + np.arange(clear + 12)) % SIZE
@@ -49,8 +52,8 @@ def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, st
         places = row.groups + CONFIG.chunk * (np.arange(2)[:, None] if tag == rows.CONTINUE else 0)
         wanted = places.reshape(-1)[seen] if aligned else np.arange(seen.sum())
         np.testing.assert_array_equal(row.positions[:vectors][seen], wanted)
-        inputs = row.inputs[vectors + 1 : vectors + clear + count]
-        hidden = inputs == SIZE + vectors + rows.BLANK
+        inputs = row.inputs[vectors + prefix : vectors + prefix - 1 + clear + count]
+        hidden = inputs == SIZE + vectors + rows.BLANK * prefix
         np.testing.assert_array_equal(inputs[~hidden], following[:-1][~hidden])
         assert tag == rows.RECONSTRUCT or not hidden.any()
         for part, sampled in zip(chunks, row.sampled):

@@ -12,7 +12,8 @@ from jaxbench.parity import cases
 from jaxbench.pretrained import weights
 
 DECODER = cases.LLAMA
-SHAPE = config.CompressorConfig(decoder=DECODER, num_layers=1, chunk=32)
+PREFIX = 3
+SHAPE = config.CompressorConfig(decoder=DECODER, num_layers=1, chunk=32, prefix=PREFIX)
 ROWS = rows.RowsConfig(batch=6, num_chunks=2, num_targets=8, clear=5, sampled=4, reconstruct=0.5, short=0.5, ratio=8)
 COUNT = 3
 
@@ -27,12 +28,12 @@ def held():
 def taught(held):
     text = np.random.default_rng(0).integers(0, DECODER.vocab_size, 400).astype(np.int32)
     drawn = rows.draw([text], SHAPE, ROWS, seed=0, step=1).arrays
-    return teacher.Teacher(held, COUNT, precision="float32")(drawn)
+    return teacher.Teacher(held, COUNT, precision="float32", prefix=PREFIX)(drawn)
 
 
 def tags(arrays):
     count = arrays.groups[0].size
-    return arrays.inputs[:, count] - DECODER.vocab_size - count
+    return (arrays.inputs[:, count] - DECODER.vocab_size - count) // PREFIX
 
 
 def test_a_continuation_has_the_tokens_that_are_most_probable_behind_its_passage(held, taught):
@@ -41,7 +42,7 @@ def test_a_continuation_has_the_tokens_that_are_most_probable_behind_its_passage
     assert 0 < is_continued.sum() < len(is_continued)
     for i in np.flatnonzero(is_continued):
         passage, count = taught.context[i][taught.context[i] >= 0], taught.groups[i].size
-        following = taught.inputs[i, count + 1 :][taught.positions[i, count + 1 :] >= 0]
+        following = taught.inputs[i, count + PREFIX :][taught.positions[i, count + PREFIX :] >= 0]
         text = np.concatenate([passage, following, taught.targets[i][taught.mask[i]][-1:]])
         size = int(taught.mask[i].sum())
         np.testing.assert_array_equal(text[-size:], taught.targets[i][:size])

@@ -195,7 +195,7 @@ class Compressor(torch.nn.Module):
         super().__init__()
         self.encoder, self.connector = Encoder(config, compute), Connector(config, compute)
         self.local = LocalHead(config, compute)
-        self.tags = nn.Embed(len(TAGS), config.decoder.d_model, dtype=compute.dtype)
+        self.tags = nn.Embed(len(TAGS) * config.prefix, config.decoder.d_model, dtype=compute.dtype)
         make_layer = None if config.lora is None else layers.make_layer
         self.decoder = transformer.Transformer(config.adapted, compute, make_layer)
 
