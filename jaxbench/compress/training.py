@@ -52,12 +52,7 @@ def train(
     sums = "".join(each.sum for each in (*materials, *held_out))
     same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{sums}"
     store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
-    params = starting_params(shape, held.params, seed=settings.seed)
-    if earlier is not None:
-        tags = earlier.params["tags.embedding"]
-        if earlier.config.prefix != shape.prefix:
-            tags = with_prefix(tags, shape.prefix, held.params, seed=settings.seed)
-        params |= earlier.params | {"tags.embedding": tags}
+    params = starting_params(shape, held.params, seed=settings.seed) | _own(earlier, shape, held, settings.seed)
     model = compressor.build(shape, params, dtype=settings.precision)
     step_config = settings.step_config()
     state = optimizer_step.init_state(model, params, step_config)
@@ -97,6 +92,18 @@ def train(
         about = _about(settings, figures, earlier)
         artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
     return trained
+
+
+def _own(
+    earlier: artifact.Trained | None, shape: CompressorConfig, held: weights.Checkpoint, seed: int
+) -> dict[str, np.ndarray]:
+    """Parameters of an earlier run, its tags as long as this one's."""
+    if earlier is None:
+        return {}
+    tags = earlier.params["tags.embedding"]
+    if earlier.config.prefix != shape.prefix:
+        tags = with_prefix(tags, shape.prefix, held.params, seed=seed)
+    return {**earlier.params, "tags.embedding": tags}
 
 
 def _teacher(settings: TrainingConfig, held: weights.Checkpoint) -> Callable[[Arrays], Arrays]:

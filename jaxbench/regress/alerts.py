@@ -119,6 +119,7 @@ class Book:
         Raises:
           ValueError: there is no such alert, or it is over.
         """
+        self.find(id)  # nothing is written where there is none
         with store.locked(self.path):
             alert = self.find(id)
             if alert.state == "over":
@@ -135,6 +136,8 @@ class Book:
           deliver: sends one alert to one channel, with the channel's reference of an earlier message ("" = none).
         """
         said = []
+        if not self.path.exists():
+            return said
         with store.locked(self.path):  # so that no other process says the same
             for alert in self.alerts():
                 for channel in config.channels:
