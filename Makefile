@@ -18,7 +18,7 @@ export NO_VENV
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help environment assets serve compare bench parity test lint peers clean
+.PHONY: help environment assets serve tensorboard compare bench parity test lint peers clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -40,6 +40,9 @@ bench: assets  ## the long comparison: more launches, sequence and batch grids
 
 serve: assets  ## the default model behind OpenAI's interface on http://127.0.0.1:8000
 	@$(PY) experiments/serve.py $(ARGS)
+
+tensorboard: environment  ## what the runs in out/ wrote, on http://127.0.0.1:6006 (profiles: pip install xprof)
+	@$(PY) -m tensorboard.main --logdir=out --port=6006 $(ARGS)
 
 parity: assets  ## do the three backends compute the same function? every case
 	@echo "==> parity of every case"

@@ -21,11 +21,13 @@ A main of several commands, `watermark.py detect --input=FILE`, gives each its o
 
 Exit codes: 0 success, 1 a gate failed or a part that was asked for broke, 2 bad input (one line on stderr that says
 what and how to mend it), 130 interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input. Before the main
-runs, --device has to be attached and --workdir a folder that can be written; nothing is left there.
+runs, --device has to be attached and --workdir a folder that can be written; nothing is left there. Every command has
+--profile=FOLDER and --monitor (docs/profiling.md), but for one that has a flag of that name itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -33,7 +35,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -112,6 +114,15 @@ def part() -> slice:
     return slice(int(match[1]) - 1, None, int(match[2]))
 
 
+def define_observation() -> None:
+    """Define --profile and --monitor, where the main has no flags of these names; `run` does it for every main."""
+    if "profile" not in FLAGS:
+        about = "folder for a profile of this command: operations, scopes, compile times, memory; unset: none"
+        flags.DEFINE_string("profile", None, about)
+    if "monitor" not in FLAGS:
+        flags.DEFINE_bool("monitor", False, "say every 5 s what this command does: rates, memory, stragglers")
+
+
 def load_config(model_class: type[Model]) -> Model:
     """Read --config with every --set applied."""
     if not FLAGS.config:
@@ -137,6 +148,34 @@ def _check_flags() -> None:
         process_environment.check_attached(FLAGS.device)
     if "workdir" in FLAGS and FLAGS.workdir is not None:
         outputs.check_folder(FLAGS.workdir)
+    if (folder := _profile_folder()) is not None:
+        from jaxbench.profiling import trace
+
+        trace.check_folder(folder)
+        if "profile_steps" in FLAGS and FLAGS.profile_steps is not None:
+            raise ValueError(f"--profile={folder} and --profile_steps={FLAGS.profile_steps}: give one of them")
+
+
+def _profile_folder() -> str | None:
+    """What --profile says, where it is the flag that every main has."""
+    return FLAGS.profile if isinstance(FLAGS.profile, str) else None
+
+
+@contextlib.contextmanager
+def _observed() -> Iterator[None]:
+    """Profile and monitor what runs in the block, as --profile and --monitor say."""
+    with contextlib.ExitStack() as stack:
+        if FLAGS["monitor"].boolean and FLAGS.monitor:
+            from jaxbench.profiling import monitor
+
+            rows = [FLAGS[name].value for name in ("workdir", "output") if name in FLAGS]
+            stack.enter_context(monitor.running([str(row) for row in rows if row]))
+        if (folder := _profile_folder()) is not None:
+            from jaxbench.profiling import trace
+
+            library = array_library() if "backend" in FLAGS else "XLA"
+            stack.enter_context(trace.recorded(Path(folder), library=library))
+        yield
 
 
 # Running a main
@@ -153,6 +192,7 @@ def run(main: Callable[[], int | None], *, about: str | None = None, argv: Seque
     about stands on top of --help; argv is the command line, program name first (unset: `sys.argv`).
     """
     argv = list(sys.argv if argv is None else argv)
+    define_observation()
     if any(word in ("--help", "-h", "-help", "--helpfull") for word in argv[1:]):
         print(help_text(Path(argv[0]).name, about))
         raise SystemExit(EXIT_OK)
@@ -203,7 +243,8 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
     try:
         parse(argv)
         _check_flags()
-        return main() or EXIT_OK
+        with _observed():
+            return main() or EXIT_OK
     except KeyboardInterrupt:
         return _complain(f"interrupted; {_kept[0] if _kept else 'finished outputs are kept'}", EXIT_INTERRUPT, "")
     except GateFailed as failure:

@@ -1,7 +1,7 @@
 """A process that runs cases over the tree of jaxbench in PYTHONPATH: `python case_worker.py NAME THREADS`.
 
-This file and cases.py are those of the commit that compares; `import jaxbench` finds the tree's. The protocol is
-measure/worker.py's, whose file is read beside this one, so that a tree from before it has it too.
+This file, cases.py and workload_cases.py are those of the commit that compares; `import jaxbench` finds the tree's. The
+protocol is measure/worker.py's, whose file is read beside this one, so that a tree from before it has it too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def beside(name: str, path: Path) -> Any:
 
 
 worker = beside("worker_of_head", HERE.parent / "measure" / "worker.py")
-operations = beside("operations_of_head", HERE / "operations.py")
+operations = beside("operations_of_head", HERE.parent / "profiling" / "operations.py")
 
 
 class Session:
@@ -51,7 +51,7 @@ class Session:
         self.name, self.threads = name, threads
         self.case: Any = None
         self.programs: dict[str, Any] = {}
-        self.level_bytes = 0
+        self.level_bytes = self.device_level_bytes = 0
         self._spent: dict[str, float] = defaultdict(float)
         self._compiled = 0
 
@@ -76,8 +76,8 @@ class Session:
         """Load what a case needs."""
         worker.release_memory()
         worker.reset_peak()
-        cases = beside("cases_of_head", HERE / "cases.py")
-        self.case = cases.WORKLOADS[case["workload"]](case, model)
+        self.device_level_bytes = device_peak()
+        self.case = workloads()[case["workload"]](case, model)
         started = time.perf_counter()
         self.case.load()
         return {"load_s": time.perf_counter() - started}
@@ -92,15 +92,25 @@ class Session:
         return {"stages": dict(spent), "executables": self._compiled, "counts": counts}
 
     def measure(self, *, seconds: float) -> dict:
-        """Samples until `seconds` have passed, at least one; programs that were compiled meanwhile."""
-        compiled, samples, started = self._compiled, [], time.perf_counter()
+        """Samples until `seconds` have passed, at least one; programs compiled meanwhile; the threads' busy share."""
+        compiled, samples = self._compiled, []
+        started, cpu_started = time.perf_counter(), time.process_time()
         while not samples or time.perf_counter() - started < seconds:
             samples.append(self.case.measure())
-        return {"samples": samples, "recompilations": self._compiled - compiled}
+        spent, cpu_spent = time.perf_counter() - started, time.process_time() - cpu_started
+        return {
+            "samples": samples, "recompilations": self._compiled - compiled,
+            "utilisation": cpu_spent / (spent * self.threads),
+        }  # fmt: skip
 
     def memory(self) -> dict:
-        """Peak of the resident set since before the case was loaded, above the level after the imports."""
-        return {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
+        """Peak of the resident set since before the case was loaded, above the level after the imports.
+
+        Also the peak of the device's memory, where the case raised it: its counter cannot be set back.
+        """
+        found = {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
+        device = device_peak()
+        return found | ({"device_peak_bytes": device} if device > self.device_level_bytes else {})
 
     def texts(self, *, folder: str) -> dict:
         """Write each program's HLO into a folder; how many instructions it has of each opcode."""
@@ -141,6 +151,21 @@ class Session:
         """Seconds of each of JAX's stages meanwhile."""
         self._spent = defaultdict(float)
         yield self._spent
+
+
+def workloads() -> dict[str, type]:
+    """What runs each kind of case."""
+    files = ("cases", "workload_cases")
+    return {
+        kind: made for name in files for kind, made in beside(f"{name}_of_head", HERE / f"{name}.py").WORKLOADS.items()
+    }
+
+
+def device_peak() -> int:
+    """Peak of the first device's memory in bytes; 0 where it does not say."""
+    import jax
+
+    return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
 
 
 def counted(program: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxbench import outputs
 from jaxbench.measure import verdicts
-from jaxbench.regress import operations
+from jaxbench.profiling import operations
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxbench.regress import operations, report, why
+from jaxbench.profiling import operations
+from jaxbench.regress import report, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import Launches
 from jaxbench.regress.trees import here

@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 def read_program(text: str) -> Program:
     """Names of a compiled program's instructions, from its HLO text."""
-    first, tables = text.partition("\n")[0], _tables(text)
+    first, tables = text.partition("\n")[0], source_tables(text)
     names, opcodes = {}, Counter()
     for line in text.splitlines():
         if (found := INSTRUCTION.match(line)) is None:
@@ -61,7 +61,7 @@ def read_program(text: str) -> Program:
 
 def instructions(text: str) -> list[str]:
     """Every instruction of a program that does something, as opcode, shape and what asked for it."""
-    tables, found = _tables(text), []
+    tables, found = source_tables(text), []
     for line in text.splitlines():
         made = INSTRUCTION.match(line)
         if made is not None and made["opcode"] not in FREE:
@@ -128,14 +128,14 @@ def _named(line: str, opcode: str, shape: str, tables: Mapping[str, Mapping[int,
         return f"{opcode} {LAYOUT.sub('', shape)}"
     primitive = where[1].rpartition("/")[2]
     frame = re.search(r"stack_frame_id=(\d+)", metadata[1])
-    functions = _functions(int(frame[1]), tables) if frame else []
+    functions = functions_of(int(frame[1]), tables)[-NUM_FUNCTIONS:] if frame else []
     return f"{primitive} in {' > '.join(functions)}" if functions else primitive
 
 
-def _functions(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Innermost functions of jaxbench in a frame's stack, the outer one first."""
+def functions_of(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
+    """Functions of jaxbench in a frame's stack, the outermost first; each once, where it is innermost."""
     found: list[str] = []
-    while frame and len(found) < NUM_FUNCTIONS:
+    while frame:
         entry = dict(FIELD.findall(tables["StackFrames"].get(frame, "")))
         location = dict(FIELD.findall(tables["FileLocations"].get(int(entry.get("file_location_id", 0)), "")))
         file = tables["FileNames"].get(int(location.get("file_name_id", 0)), "")
@@ -148,7 +148,7 @@ def _functions(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]
     return found
 
 
-def _tables(text: str) -> dict[str, dict[int, str]]:
+def source_tables(text: str) -> dict[str, dict[int, str]]:
     """The program's own tables of files, functions, places and frames."""
     found: dict[str, dict[int, str]] = {
         name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")

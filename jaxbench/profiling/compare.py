@@ -1,0 +1,103 @@
+"""Two profiles side by side: operations, compile times and memory of base and head (S file).
+
+Each side is one run, so a difference may be chance: `benchmarks.py run --compare_with` says which are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import outputs
+from jaxbench.profiling.trace import COMPILE, MEMORY, OPERATIONS
+
+# What the rows of a file hold: text, a number, or a number that may be unknown (None)
+KEYS = {
+    OPERATIONS: {
+        "name": str, "calls": int, "seconds": float, "share": float, "flops": None, "bytes": None, "roofline": None,
+    },
+    COMPILE: {"function": str, "trace_s": float, "lower_s": float, "compile_s": float, "programs": int},
+}  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """One operation or function on both sides."""
+
+    name: str
+    base_s: float  # 0 where the side lacks it
+    head_s: float
+    calls: tuple[int, int]
+
+
+def read(folder: str, name: str, *, flag: str) -> Any:
+    """One file of a profile's folder.
+
+    Raises:
+      ValueError: it is not there, or no JSON.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        raise ValueError(f"{flag}={folder}: {path} is no file; wanted a folder that --profile=FOLDER wrote")
+    try:
+        found = outputs.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{flag}={folder}: {path} is no JSON ({error.__cause__})") from error
+    rows = found.get("rows") if isinstance(found, dict) else found if name == COMPILE else None
+    if name == MEMORY:
+        is_ours = isinstance(found, dict) and _is_number(found.get("peak_resident_bytes"))
+    else:
+        is_ours = isinstance(rows, list) and all(_is_row(row, KEYS[name]) for row in rows)
+    if not is_ours:
+        raise ValueError(f"{flag}={folder}: {path} is not what --profile=FOLDER writes")
+    return found
+
+
+def _is_row(row: Any, keys: dict[str, type | None]) -> bool:
+    if not isinstance(row, dict) or not keys.keys() <= row.keys():
+        return False
+    given = ((row[name], kind) for name, kind in keys.items())
+    return all(isinstance(value, str) if kind is str else _is_number(value, kind is None) for value, kind in given)
+
+
+def _is_number(value: Any, may_lack: bool = False) -> bool:
+    return (may_lack and value is None) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def operations(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
+    """Operations of both sides, the one that moved most first."""
+    sides = [{row["name"]: row for row in rows} for rows in (base, head)]
+    none = {"seconds": 0.0, "calls": 0}
+    pairs = []
+    for name in {**sides[0], **sides[1]}:
+        before, after = (side.get(name, none) for side in sides)
+        pairs.append(Pair(name, before["seconds"], after["seconds"], (before["calls"], after["calls"])))
+    return sorted(pairs, key=lambda pair: -abs(pair.head_s - pair.base_s))
+
+
+def compiled(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
+    """Seconds before a function runs, on both sides."""
+
+    def rows(side: Sequence[dict]) -> list[dict]:
+        return [{"name": row["function"], "seconds": row["trace_s"] + row["lower_s"] + row["compile_s"],
+                 "calls": row["programs"]} for row in side]  # fmt: skip
+
+    return operations(rows(base), rows(head))
+
+
+def picture(pairs: Sequence[Pair], *, top: int, what: str) -> Any:
+    """The first `top` pairs for a terminal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    table.add_column(what, overflow="fold")
+    for column in ("base ms", "head ms", "head - base", "ratio", "calls"):
+        table.add_column(column, justify="right")
+    for pair in pairs[:top]:
+        ratio = f"{pair.head_s / pair.base_s:.2f}" if pair.base_s and pair.head_s else "-"
+        table.add_row(
+            escape(pair.name), f"{1e3 * pair.base_s:.3f}", f"{1e3 * pair.head_s:.3f}",
+            f"{1e3 * (pair.head_s - pair.base_s):+.3f}", ratio, f"{pair.calls[0]} / {pair.calls[1]}",
+        )  # fmt: skip
+    return table

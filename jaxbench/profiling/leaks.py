@@ -1,0 +1,266 @@
+"""Does something keep memory that is asked again and again? (S file)
+
+After warm-up calls memory is read after each further one, garbage collected: the resident set, what Python allocates
+(tracemalloc) and JAX's arrays. Growth a call is the median of the slopes of all pairs of calls, with its 99 % interval
+(Sen 1968, Journal of the American Statistical Association 63(324):1379-1389), so that a few jumps of an allocator do
+not count. A leak is growth whose whole interval lies above `LEAST`; no leak where it lies below; else undecided.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import http.client
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import tracemalloc
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LEAST = {"python_bytes": 64.0, "array_bytes": 1.0, "resident_bytes": 4096.0}  # a call; below, nobody would notice
+CONFIDENCE = 0.99
+WARMUP, REPEATS, FEWEST = 5, 50, 10
+SHOWN = 5  # lines
+TIMEOUT_S = 300.0  # of a request
+
+
+class Growth(NamedTuple):
+    """Growth of one kind of memory."""
+
+    bytes_a_call: float
+    low: float  # of the interval
+    high: float
+    verdict: str  # leak, no leak, undecided
+
+
+class Found(NamedTuple):
+    """What repeated calls kept."""
+
+    growth: dict[str, Growth]
+    lines: list[tuple[str, float]]  # file:line that allocated, bytes a call
+
+    @property
+    def is_leak(self) -> bool:
+        """True where any kind of memory leaks."""
+        return any(each.verdict == "leak" for each in self.growth.values())
+
+
+def growth(samples: Sequence[float], *, least: float) -> Growth:
+    """Growth a call of one kind of memory.
+
+    Raises:
+      ValueError: there are too few samples.
+    """
+    if len(samples) < FEWEST:
+        raise ValueError(f"leaks: {len(samples)} calls, wanted {FEWEST} at least")
+    from scipy import stats
+
+    fit = stats.theilslopes(samples, range(len(samples)), alpha=CONFIDENCE)
+    low, high = float(fit.low_slope), float(fit.high_slope)
+    verdict = "leak" if low > least else "no leak" if high <= least else "undecided"
+    return Growth(float(fit.slope), low, high, verdict)
+
+
+def find(
+    call: Callable[[], Any],
+    *,
+    repeats: int = REPEATS,
+    warmup: int = WARMUP,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Found:
+    """Call something again and again in this process.
+
+    Args:
+      advance: told of each call that is done.
+
+    Raises:
+      ValueError: there are too few repeats.
+    """
+    import numpy as np
+
+    samples = {name: np.zeros(repeats) for name in LEAST}  # made before: they must not grow themselves
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        for _ in range(warmup):
+            call()
+            advance(1)
+        _read()  # so that what reading needs once is not counted
+        before = tracemalloc.take_snapshot()
+        for place in range(repeats):
+            call()
+            for name, value in _read().items():
+                samples[name][place] = value
+            advance(1)
+        after = tracemalloc.take_snapshot()
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+    kinds = samples if "jax" in sys.modules else {name: each for name, each in samples.items() if name[0] != "a"}
+    found = {name: growth(each, least=LEAST[name]) for name, each in kinds.items()}
+    return Found(found, _lines(before, after, repeats))
+
+
+def find_elsewhere(
+    call: Callable[[], Any], resident_bytes: Callable[[], int], *, repeats: int, warmup: int,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Found:  # fmt: skip
+    """As `find`, of another process, whose resident set alone can be read."""
+    samples = []
+    for place in range(warmup + repeats):
+        call()
+        if place >= warmup:
+            samples.append(float(resident_bytes()))
+        advance(1)
+    return Found({"resident_bytes": growth(samples, least=LEAST["resident_bytes"])}, [])
+
+
+def report(found: Found) -> list[str]:
+    """What was found, a line a kind of memory, then the lines of code that kept most."""
+    names = {"python_bytes": "Python's allocations", "array_bytes": "JAX's arrays", "resident_bytes": "resident memory"}
+    lines = [
+        f"{names[name]}: {each.verdict}; {each.bytes_a_call:+.4g} bytes a call ({each.low:+.4g} to {each.high:+.4g})"
+        for name, each in found.growth.items()
+    ]
+    return lines + [f"  {place} kept {size:.4g} bytes a call" for place, size in found.lines]
+
+
+# What is called, checked before the first call
+
+
+def split(place: str) -> tuple[str, str]:
+    """File or module, and function, of FILE.py:FUNCTION.
+
+    Raises:
+      ValueError: it is not written so, or the file is not there.
+    """
+    module, _, name = place.rpartition(":")
+    if not name.isidentifier() or not module:
+        raise ValueError(f"--call={place} is neither FILE.py:FUNCTION nor MODULE:FUNCTION")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(f"--call={place}: {module} is no file")
+    elif not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"--call={place}: {module} is neither a file .py nor the name of a module")
+    return module, name
+
+
+def load(module: str, name: str) -> Callable[[], Any]:
+    """The function that `split` named; importing it runs its file.
+
+    Raises:
+      ValueError: it cannot be imported, lacks the function, or that takes arguments.
+    """
+    try:
+        if module.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - the user's own file may fail in any way
+        raise ValueError(f"--call={module}:{name}: {type(error).__name__} while importing it: {error}") from error
+    call = getattr(found, name, None)
+    if not callable(call):
+        raise ValueError(f"--call={module}:{name}: {module} has no function {name}")
+    if wanted := _arguments(call):
+        raise ValueError(f"--call={module}:{name} wants arguments ({', '.join(wanted)}); wanted a function without")
+    return call
+
+
+def asker(url: str, body: str | None) -> Callable[[], Any]:
+    """A request to a server, by what `--url` and `--body` say.
+
+    Raises:
+      ValueError: they are no address of a server and no JSON; or, at a request, it does not answer.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--url={url} is no address; wanted http://HOST:PORT/PATH")
+    if body is not None and body.startswith("@"):
+        if not Path(body[1:]).is_file():
+            raise ValueError(f"--body={body}: {body[1:]} is no file")
+        body = Path(body[1:]).read_text(encoding="utf-8")
+    try:
+        json.loads(body or "0")
+    except ValueError as error:
+        raise ValueError(f"--body={body!a} is no JSON ({error})") from error
+    data = None if body is None else body.encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(f"--url={url} does not answer: {error}") from error
+
+    return ask
+
+
+def resident_of(pid: int) -> Callable[[], int]:
+    """What reads another process's resident set.
+
+    Raises:
+      ValueError: there is no such process.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        process.memory_info()
+    except (psutil.Error, OSError) as error:
+        raise ValueError(f"--pid={pid}: no process of this number can be read ({error})") from error
+    return lambda: process.memory_info().rss
+
+
+def _arguments(call: Callable[..., Any]) -> list[str]:
+    """Arguments that a function cannot do without."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return []  # of functions in C
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+
+
+@functools.cache
+def _process() -> Any:
+    import psutil
+
+    return psutil.Process()
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    """glibc's function that hands freed memory back, looked up once: looking it up keeps memory itself."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return None
+
+
+def _read() -> Mapping[str, float]:
+    gc.collect()
+    if (trim := _trim()) is not None:
+        trim(0)
+    read = {"python_bytes": tracemalloc.get_traced_memory()[0], "resident_bytes": _process().memory_info().rss}
+    if (jax := sys.modules.get("jax")) is not None:
+        read["array_bytes"] = sum(each.nbytes for each in jax.live_arrays() if not each.is_deleted())
+    return read
+
+
+def _lines(before: tracemalloc.Snapshot, after: tracemalloc.Snapshot, repeats: int) -> list[tuple[str, float]]:
+    own = [tracemalloc.Filter(False, name) for name in (__file__, tracemalloc.__file__)]
+    changes = after.filter_traces(own).compare_to(before.filter_traces(own), "lineno")
+    kept = [(f"{each.traceback[0].filename}:{each.traceback[0].lineno}", each.size_diff / repeats) for each in changes]
+    most = sorted((each for each in kept if each[1] > LEAST["python_bytes"]), key=lambda each: -each[1])
+    return most[:SHOWN]

@@ -1,0 +1,175 @@
+"""What a running command does: processor, memory, threads, rates of the rows it writes, stragglers (S file).
+
+Rates come from the JSON-lines files that the command writes: new lines a second, and numbers of the last line whose
+names say that they are rates (`tokens_per_s`). Of several worker processes a straggler is one that computes while the
+others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INTERVAL_S = 5.0
+BUSY, IDLE = 0.5, 0.25  # cores: above, a process computes; below, it waits
+SHOWN_RATES = 3
+TAIL_BYTES = 2**16
+
+
+class Look(NamedTuple):
+    """A process and those that it started, over one interval."""
+
+    seconds: float  # since the first look
+    cores: dict[int, float]  # process -> cores that it kept busy
+    resident_bytes: int  # of all of them
+    threads: int
+    rows_per_s: dict[str, float]  # file -> lines a second
+    rates: dict[str, float]  # of the last lines
+    stragglers: list[int]
+
+
+class Watched:
+    """A process that is looked at again and again.
+
+    Args:
+      pid: the process.
+      rows: JSON-lines files, or folders of them; besides them those that the process has open.
+
+    Raises:
+      ValueError: there is no such process, or it may not be read.
+    """
+
+    def __init__(self, pid: int, rows: Sequence[str] = ()):
+        import psutil
+
+        self._psutil, self.rows = psutil, [Path(row) for row in rows]
+        try:
+            self.process = psutil.Process(pid)
+            self._known = {pid: _cpu_seconds(self.process)}
+        except (psutil.Error, OSError) as error:
+            raise ValueError(f"--pid={pid}: no process of this number can be read ({error})") from error
+        self._started = self._last = time.monotonic()
+        self._lines = {file: _count_lines(file) for file in self._files()}
+
+    def look(self) -> Look | None:
+        """What happened since the last look; None once the process has ended."""
+        now, psutil = time.monotonic(), self._psutil
+        passed = max(now - self._last, 1e-6)
+        try:
+            if self.process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            family = [self.process, *self.process.children(recursive=True)]
+        except psutil.Error:
+            return None
+        spent, resident, threads = {}, 0, 0
+        for each in family:
+            with contextlib.suppress(psutil.Error):  # one that ended meanwhile
+                spent[each.pid] = _cpu_seconds(each)
+                resident, threads = resident + each.memory_info().rss, threads + each.num_threads()
+        cores = {pid: (seconds - self._known.get(pid, 0.0)) / passed for pid, seconds in spent.items()}
+        workers = {pid: share for pid, share in cores.items() if pid != self.process.pid and pid in self._known}
+        rows_per_s, rates = self._rates(passed)
+        self._known, self._last = spent, now
+        return Look(now - self._started, cores, resident, threads, rows_per_s, rates, stragglers(workers))
+
+    def _files(self) -> list[Path]:
+        found = [file for row in self.rows for file in (row.glob("*.jsonl") if row.is_dir() else [row])]
+        with contextlib.suppress(self._psutil.Error, OSError):
+            found += [Path(each.path) for each in self.process.open_files() if each.path.endswith(".jsonl")]
+        return sorted({file.absolute() for file in found if file.suffix == ".jsonl" and file.is_file()})
+
+    def _rates(self, passed: float) -> tuple[dict[str, float], dict[str, float]]:
+        rows, rates = {}, {}
+        for file in self._files():
+            before, now = self._lines.get(file, 0), _count_lines(file)
+            self._lines[file] = now
+            rows[file.name] = max(now - before, 0) / passed
+            if now > before:
+                rates |= rates_of(_last_line(file))
+        return rows, rates
+
+
+def stragglers(cores: Mapping[int, float]) -> list[int]:
+    """Workers that compute while the median of the others waits, of three or more; cores: that each kept busy."""
+    if len(cores) < 3:
+        return []
+    found = []
+    for pid, share in cores.items():
+        others = statistics.median(value for other, value in cores.items() if other != pid)
+        if share > BUSY and others < IDLE:
+            found.append(pid)
+    return sorted(found)
+
+
+def rates_of(line: str) -> dict[str, float]:
+    """Numbers of a JSON line whose names end in _per_s, and its step."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    if not isinstance(row, dict):
+        return {}
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name == "step" or name.endswith("_per_s")}
+
+
+def sentence(look: Look) -> str:
+    """One line about a look."""
+    parts = [f"{look.seconds:.0f} s", f"{sum(look.cores.values()):.2f} cores", f"{look.resident_bytes / 2**20:.0f} MiB",
+             f"{look.threads} threads"]  # fmt: skip
+    if len(look.cores) > 1:
+        parts.append(f"{len(look.cores)} processes")
+    parts += [f"{name} {rate:.3g} rows/s" for name, rate in list(look.rows_per_s.items())[:SHOWN_RATES]]
+    parts += [f"{name} {value:.4g}" for name, value in list(look.rates.items())[:SHOWN_RATES]]
+    if look.stragglers:
+        parts.append(f"others wait for {', '.join(map(str, look.stragglers))}")
+    return "monitor: " + ", ".join(parts)
+
+
+@contextlib.contextmanager
+def running(rows: Sequence[str], *, interval_s: float = INTERVAL_S, say: Callable[[str], None] | None = None,
+            ) -> Iterator[None]:  # fmt: skip
+    """Say every `interval_s` what this process does, while the block runs."""
+    import os
+
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    ended, watched = threading.Event(), Watched(os.getpid(), rows)
+
+    def tell() -> None:
+        while not ended.wait(interval_s):
+            if (look := watched.look()) is not None:
+                say(sentence(look))
+
+    thread = threading.Thread(target=tell, name="jaxbench-monitor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _cpu_seconds(process: Any) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _count_lines(file: Path) -> int:
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+        return sum(block.count(b"\n") for block in iter(lambda: opened.read(2**20), b""))
+    return 0
+
+
+def _last_line(file: Path) -> str:
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+        opened.seek(max(file.stat().st_size - TAIL_BYTES, 0))
+        lines = opened.read().decode(errors="replace").splitlines()
+        return lines[-1] if lines else ""
+    return ""

@@ -1,0 +1,197 @@
+"""FLOPs, bytes and scope of every instruction of a compiled program, from its HLO text (S file).
+
+An instruction is what the profile times: a fusion counts what is fused into it. One multiply-add is two FLOPs; an
+elementwise operation is one for each element of its result, a reduction one for each element that it reads. Bytes are
+those of operands and results, each once, as if nothing lay in a cache: where a fusion reads a slice of an operand, the
+slice's. FLOPs of a call of foreign code are unknown (None), but for the libraries' matrix products on GPUs.
+
+Source: the rules of XLA's HloCostAnalysis (xla/service/hlo_cost_analysis.cc), without its cost of transcendentals,
+which are one FLOP here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxbench.measure import hlo
+from jaxbench.profiling import operations
+
+ELEMENTWISE = frozenset(
+    """abs add and atan2 cbrt ceil clamp compare cosine divide erf exponential exponential-minus-one floor log
+    log-plus-one logistic maximum minimum multiply negate not or power remainder round-nearest-afz round-nearest-even
+    rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor""".split()
+)
+SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+DIMENSIONS = re.compile(r"\[([\d,]*)\]")
+OPERAND = re.compile(r"%([\w.\-]+)")
+STRUCTURE = frozenset(("while", "body", "cond", "closed_call", "branch_0_fun", "branch_1_fun"))  # parts of op_name
+
+
+class Cost(NamedTuple):
+    """What one run of an instruction takes."""
+
+    flops: int | None  # None: not known
+    bytes: int
+    dtype: str = "f32"  # HLO's name of the type that a matrix product reads
+
+
+class Instruction(NamedTuple):
+    """One line of a program."""
+
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    line: str
+
+
+class Costed(NamedTuple):
+    """A program as the profile shows it."""
+
+    program: operations.Program
+    costs: dict[str, Cost]  # instruction -> cost
+    scopes: dict[str, tuple[str, ...]]  # instruction -> named scopes and functions of jaxbench, the outermost first
+
+
+def read(text: str) -> Costed:
+    """Costs and scopes of a program's instructions, from its HLO text."""
+    computations, tables = _computations(text), operations.source_tables(text)
+    costs, scopes = {}, {}
+    for instructions in computations.values():
+        for name, each in instructions.items():
+            if each.opcode in operations.FREE | operations.HOLDERS:
+                continue
+            costs[name] = Cost(
+                _flops(each, instructions, computations), _bytes(each, instructions, computations),
+                _product_type(each, instructions, computations),
+            )  # fmt: skip
+            scopes[name] = _scope(each.line, tables)
+    return Costed(operations.read_program(text), costs, scopes)
+
+
+def _computations(text: str) -> dict[str, dict[str, Instruction]]:
+    """Instructions by name of each computation."""
+    found: dict[str, dict[str, Instruction]] = {}
+    current: dict[str, Instruction] = {}
+    for line in text.splitlines():
+        if (made := operations.INSTRUCTION.match(line)) is not None:
+            inside = line[made.end() :]
+            operands = tuple(OPERAND.findall(inside[: _closing(inside)]))
+            current[made["name"]] = Instruction(made["opcode"], made["shape"], operands, line)
+        elif (head := HEAD.match(line)) is not None:
+            current = found.setdefault(head["name"], {})
+    return found
+
+
+def _closing(text: str) -> int:
+    """Place of the bracket that closes one opened before the text."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return place
+    return len(text)
+
+
+def _sizes(shape: str) -> list[int]:
+    """Dimensions of a shape's first array."""
+    found = DIMENSIONS.search(shape)
+    return [int(each) for each in found[1].split(",") if each] if found else []
+
+
+def _called(line: str) -> str:
+    found = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", line)
+    return found[1] if found else ""
+
+
+def _flops(
+    each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
+) -> int | None:
+    """FLOPs of one run; None where they are not known."""
+    result = math.prod(_sizes(each.shape))
+    if each.opcode in ELEMENTWISE:
+        return result
+    first = _sizes(around[each.operands[0]].shape) if each.operands and each.operands[0] in around else []
+    if each.opcode == "dot":
+        return 2 * result * _contracted(each.line, first)
+    if each.opcode == "convolution":
+        kernel = _sizes(around[each.operands[1]].shape)
+        labels = re.search(r"dim_labels=\w+_(\w+)->", each.line)
+        outputs = kernel[labels[1].index("o")] if labels else 1
+        return 2 * result * math.prod(kernel) // max(outputs, 1)
+    if each.opcode in ("reduce", "reduce-window"):
+        return math.prod(first)
+    if each.opcode == "fusion":
+        inside = computations.get(_called(each.line), {})
+        parts = [_flops(one, inside, computations) for one in inside.values() if one.opcode not in operations.FREE]
+        return None if None in parts else sum(parts)
+    if each.opcode == "custom-call":
+        return 2 * result * _contracted(each.line, first) if "$matmul" in each.line or "gemm" in each.line else None
+    return 0
+
+
+def _product_type(
+    each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
+) -> str:
+    """Type that an instruction's matrix product reads, f32 where it has none."""
+    if each.opcode in ("dot", "convolution", "custom-call") and each.operands and each.operands[0] in around:
+        return around[each.operands[0]].shape.partition("[")[0]
+    inside = computations.get(_called(each.line), {}) if each.opcode == "fusion" else {}
+    product = next((one for one in inside.values() if one.opcode in ("dot", "convolution")), None)
+    return "f32" if product is None else _product_type(product, inside, computations)
+
+
+def _contracted(line: str, left: list[int]) -> int:
+    """Product of the sizes that a matrix product sums over."""
+    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions"?:\[)([^}\]]*)[}\]]', line)
+    places = [int(place) for place in re.findall(r"\d+", found[1])] if found else []
+    return math.prod(left[place] for place in places if place < len(left))
+
+
+def _bytes(
+    each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
+) -> int:
+    """Bytes that one run reads and writes."""
+    written = sum(hlo.shape_bytes(each.shape))
+    operands = [around[name] for name in each.operands if name in around]
+    sizes = [sum(hlo.shape_bytes(operand.shape)) for operand in operands]
+    if each.opcode in SLICES:
+        return 2 * written + sum(sizes[1:])
+    if each.opcode == "dynamic-update-slice":
+        return 2 * sum(sizes[1:2])
+    if each.opcode == "fusion":
+        inside = computations.get(_called(each.line), {})
+        sizes = [min(size, _read_of(place, size, inside)) for place, size in enumerate(sizes)]
+        written = _written_of(inside, written)
+    return written + sum(sizes)
+
+
+def _read_of(place: int, size: int, inside: Mapping[str, Instruction]) -> int:
+    """Bytes that a fusion reads of its operand at a place: of slices alone where it only takes slices."""
+    own = [name for name, one in inside.items() if one.opcode == "parameter" and f"parameter({place})" in one.line]
+    users = [one for one in inside.values() if own and own[0] in one.operands]
+    if users and all(one.opcode in SLICES and one.operands[0] == own[0] for one in users):
+        return sum(sum(hlo.shape_bytes(one.shape)) for one in users)
+    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] == own[0] for one in users):
+        return 0  # written in place
+    return size
+
+
+def _written_of(inside: Mapping[str, Instruction], written: int) -> int:
+    """Bytes that a fusion writes: of the update where it changes an array in place."""
+    root = next((one for one in inside.values() if one.line.lstrip().startswith("ROOT")), None)
+    if root is not None and root.opcode == "dynamic-update-slice" and root.operands[1] in inside:
+        return sum(hlo.shape_bytes(inside[root.operands[1]].shape))
+    return written
+
+
+def _scope(line: str, tables: Mapping[str, Mapping[int, str]]) -> tuple[str, ...]:
+    """Named scopes of an instruction, then the functions of jaxbench that asked for it."""
+    where = re.search(r'op_name="([^"]*)"', line)
+    parts = where[1].split("/")[:-1] if where else []
+    scopes = [part for part in parts if part not in STRUCTURE and not part.startswith("jit(")]
+    frame = re.search(r"stack_frame_id=(\d+)", line)
+    return (*scopes, *(operations.functions_of(int(frame[1]), tables) if frame else ()))

@@ -1,0 +1,190 @@
+"""`--profile=FOLDER`: what a command does, by operation, scope, compiled function and memory.
+
+The folder: `plugins/` (JAX's own profile, for TensorBoard), `operations.json` and `.txt` (the operation table),
+`scopes.json.gz` (a chrome trace of scopes), `compile.json` (seconds by function), `memory.json` (timeline, snapshot of
+JAX's arrays when they were most), with PyTorch `trace.json` (its chrome trace). A command that is refused writes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxbench import outputs
+from jaxbench.measure import worker
+from jaxbench.profiling import events, scopes, table
+from jaxbench.profiling.watch import MOST_S, Watch
+
+REFUSED = (ValueError, OSError, MemoryError)  # a command's bad input: there is no profile
+OPERATIONS, COMPILE, MEMORY = "operations.json", "compile.json", "memory.json"
+GEMM, READ_BYTES, REPEATS = 1024, 2**27, 5  # of the rates; the array is larger than caches are
+SHOWN = 12
+
+
+def check_folder(folder: str, *, flag: str = "--profile") -> Path:
+    """Path of a folder that a profile is written to.
+
+    Raises:
+      ValueError: it cannot be written, or holds something.
+    """
+    path = outputs.check_folder(folder, flag=flag)
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{flag}={folder} holds something already; name a new folder")
+    return path
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Profile what runs in the block and write it into a folder that is not there yet, or empty.
+
+    An interrupt or a failed gate still writes; bad input (ValueError, OSError, MemoryError) does not.
+
+    Args:
+      library: which one computes, "XLA" or "PyTorch".
+      say: prints a line (unset: to standard error).
+    """
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as temporary:
+        watch, started = Watch(Path(temporary), library), time.monotonic()
+        watch.start()
+        try:
+            yield
+        except REFUSED:
+            watch.stop()
+            raise
+        except BaseException:
+            watch.stop()
+            _write(folder, Path(temporary), watch, time.monotonic() - started, say)
+            raise
+        watch.stop()
+        _write(folder, Path(temporary), watch, time.monotonic() - started, say)
+
+
+def measure_rates() -> table.Rates:
+    """Matrix products and reading on JAX's default device, in this process: a second or two."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxbench.measure import roofline
+
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    flops = {}
+    for name, dtype in (("f32", jnp.float32), ("bf16", jnp.bfloat16)):
+        side = jnp.ones((GEMM, GEMM), dtype)
+        seconds = worker.timed(lambda side=side: product(side, side).block_until_ready(), REPEATS)["seconds"]
+        flops[name] = roofline.rate(2 * GEMM**3, seconds)
+    array, total = jnp.ones(READ_BYTES // 4, jnp.float32), jax.jit(jnp.sum)
+    seconds = worker.timed(lambda: total(array).block_until_ready(), REPEATS)["seconds"]
+    return table.Rates(flops, roofline.rate(READ_BYTES, seconds))
+
+
+def read_operations(file: Path, programs: list[Any], rates: table.Rates | None) -> tuple[list[table.Row], Any]:
+    """Operation table of JAX's profile, and what a trace of scopes is made of.
+
+    Raises:
+      ValueError: the file is no profile.
+    """
+    import jax
+
+    try:
+        data = jax.profiler.ProfileData.from_file(str(file))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} is no profile of JAX ({error})") from error
+    found, spans = events.read(data)
+    assigned = events.assign(found, programs)
+    return table.rows(found, assigned, rates), (found, assigned, spans)
+
+
+def _write(folder: Path, temporary: Path, watch: Watch, seconds: float, say: Callable[[str], None]) -> None:
+    """Write a whole profile, and say what it shows."""
+    say(f"profile: {seconds:.1f} s recorded; reading it")
+    about: dict[str, Any] = {"command": sys.argv, "seconds": seconds, "library": watch.library}
+    if folder.is_dir():
+        folder.rmdir()  # empty: checked
+    with outputs.whole_folder(folder) as made:
+        found: list[table.Row] = []
+        if watch.is_traced:
+            found = _write_jax(made, temporary, watch, about)
+        if watch.torch_profile is not None:
+            found = _write_torch(made, watch.torch_profile)
+        rows = [row._asdict() for row in found]
+        outputs.write_json(made / OPERATIONS, {"about": about, "rows": rows})
+        outputs.write_json(made / COMPILE, _compiled(watch))
+        peak = max((sample["resident_bytes"] for sample in watch.timeline), default=0)
+        memory = {"peak_resident_bytes": peak, "timeline": watch.timeline, "snapshot": watch.snapshot}
+        outputs.write_json(made / MEMORY, memory)
+        text = render(rows, top=len(rows))
+        outputs.write_text(made / "operations.txt", text)
+    print(render(rows, top=SHOWN), file=sys.stderr, end="")
+    for line in _said(watch, rows, seconds, peak):
+        say(line)
+    say(f"profile: written to {folder}; `make tensorboard` and docs/profiling.md say how to open it")
+
+
+def render(rows: list[dict[str, Any]], *, top: int) -> str:
+    """The operation table as text."""
+    import io
+
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200, highlight=False).print(table.picture(rows, top=top))
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+def _write_jax(made: Path, temporary: Path, watch: Watch, about: dict[str, Any]) -> list[table.Row]:
+    import shutil
+
+    import jax
+
+    rates = measure_rates()
+    about |= {"rates": rates._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    rows, parts = read_operations(events.newest(temporary), list(watch.texts.values()), rates)
+    scopes.write(made / "scopes.json.gz", *parts)
+    shutil.copytree(temporary / "plugins", made / "plugins")
+    (made / "memory.pprof").write_bytes(jax.profiler.device_memory_profile())
+    return rows
+
+
+def _write_torch(made: Path, profile: Any) -> list[table.Row]:
+    """PyTorch's own table and chrome trace; it counts FLOPs of products and sums alone, and no bytes."""
+    profile.export_chrome_trace(str(made / "trace.json"))
+    averages = profile.key_averages()
+    on_device = any(each.self_device_time_total for each in averages)
+    times = {each.key: each.self_device_time_total if on_device else each.self_cpu_time_total for each in averages}
+    total = sum(times.values())
+    rows = [
+        table.Row(each.key, each.count, times[each.key] / 1e6, times[each.key] / total if total else 0.0,
+                  each.flops or None, None, None, None)
+        for each in averages
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _compiled(watch: Watch) -> list[dict[str, Any]]:
+    """Compiled functions, the slowest first."""
+    stages = ("trace_s", "lower_s", "compile_s", "programs")
+    rows = [{"function": name} | {each: spent.get(each, 0) for each in stages} for name, spent in
+            watch.compiled.items()]  # fmt: skip
+    return sorted(rows, key=lambda row: -(row["trace_s"] + row["lower_s"] + row["compile_s"]))
+
+
+def _said(watch: Watch, rows: list[dict[str, Any]], seconds: float, peak: int) -> Iterator[str]:
+    if not rows:
+        yield "profile: neither JAX nor PyTorch computed anything in this process"
+    else:
+        total = sum(row["seconds"] for row in rows)
+        yield f"profile: {len(rows)} operations took {total:.2f} s on all threads, of {seconds:.1f} s by the clock"
+    if slowest := _compiled(watch)[:3]:
+        shown = [f"{row['function']} {row['trace_s'] + row['lower_s'] + row['compile_s']:.2f} s" for row in slowest]
+        yield f"profile: traced, lowered and compiled longest: {', '.join(shown)}"
+    yield f"profile: peak of the resident memory {peak / 2**20:.0f} MiB"
+    if watch.workers:
+        yield f"profile: {len(watch.workers)} processes that the command started were not traced"
+    if watch.is_traced and seconds > MOST_S:
+        yield f"profile: operations are those of the first {MOST_S:.0f} s on the device"

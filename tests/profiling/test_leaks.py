@@ -1,0 +1,67 @@
+"""A function that keeps memory is found, one that does not is not."""
+
+from __future__ import annotations
+
+import random
+
+import jax.numpy as jnp
+import pytest
+
+from jaxbench.profiling import leaks
+
+kept: list = []
+
+
+def leaking() -> None:
+    kept.append(bytearray(10_000))
+
+
+def clean() -> int:
+    return len(bytearray(10_000))
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Let go of what a test kept."""
+    yield
+    kept.clear()
+
+
+def test_a_leak_of_python_is_found_with_its_line():
+    found = leaks.find(leaking, repeats=20)
+    assert found.is_leak and found.growth["python_bytes"].verdict == "leak"
+    assert 10_000 <= found.growth["python_bytes"].bytes_a_call < 11_000
+    assert found.lines[0][0].startswith(__file__) and any("leak;" in line for line in leaks.report(found))
+
+
+def test_a_clean_function_is_none():
+    found = leaks.find(clean, repeats=20)
+    assert found.growth["python_bytes"].verdict == "no leak", found
+
+
+def test_arrays_that_are_kept_are_found_and_those_that_are_dropped_are_not():
+    held = leaks.find(lambda: kept.append(jnp.zeros(100)), repeats=12)
+    assert held.growth["array_bytes"] == (400.0, 400.0, 400.0, "leak")
+    dropped = leaks.find(lambda: jnp.zeros(100), repeats=12)
+    assert dropped.growth["array_bytes"].verdict == "no leak"
+
+
+def test_jumps_of_an_allocator_are_no_leak_and_a_slow_rise_is():
+    draw = random.Random(0)
+    jumps = [1e6 * (n > 7) for n in range(40)]
+    assert leaks.growth(jumps, least=4096).verdict == "no leak"
+    rise = [10_000 * n + draw.gauss(0, 20_000) for n in range(40)]
+    assert leaks.growth(rise, least=4096).verdict == "leak"
+    noise = [draw.gauss(0, 1e6) for _ in range(12)]
+    assert leaks.growth(noise, least=4096).verdict == "undecided"
+
+
+def test_too_few_calls_are_refused():
+    with pytest.raises(ValueError, match="3 calls"):
+        leaks.growth([1.0] * 3, least=1)
+
+
+def test_another_process_is_read_by_its_resident_memory():
+    sizes = iter(range(0, 10**9, 10**6))
+    found = leaks.find_elsewhere(lambda: None, lambda: next(sizes), repeats=12, warmup=2)
+    assert found.growth["resident_bytes"].verdict == "leak"

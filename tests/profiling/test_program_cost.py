@@ -1,0 +1,82 @@
+"""FLOPs and bytes of instructions against counts by hand, and events as slices."""
+
+from __future__ import annotations
+
+from jaxbench.profiling import events, program_cost, scopes, table
+
+TEXT = """HloModule jit_f, is_scheduled=true
+
+%fused (param_0: f32[100,8], param_1: s32[]) -> f32[1,8] {
+  %param_0 = f32[100,8]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = f32[1,8]{1,0} dynamic-slice(%param_0, %param_1, %zero), dynamic_slice_sizes={1,8}
+  ROOT %twice = f32[1,8]{1,0} add(%cut, %cut)
+}
+
+%written (param_0: f32[100,8], param_1: f32[1,8], param_2: s32[]) -> f32[100,8] {
+  %param_0 = f32[100,8]{1,0} parameter(0)
+  %param_1 = f32[1,8]{1,0} parameter(1)
+  %param_2 = s32[] parameter(2)
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%param_0, %param_1, %param_2, %param_2)
+}
+
+ENTRY %main (a: bf16[4,16], b: bf16[16,8], t: f32[100,8], i: s32[]) -> f32[100,8] {
+  %a = bf16[4,16]{1,0} parameter(0)
+  %b = bf16[16,8]{1,0} parameter(1)
+  %t = f32[100,8]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %dot.1 = f32[4,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/outer/while/body/inner/dot_general"}
+  %row = f32[1,8]{1,0} fusion(%t, %i), kind=kLoop, calls=%fused
+  %foreign = f32[4]{0} custom-call(%a), custom_call_target="own"
+  %image = f32[1,8,8,3]{3,2,1,0} constant({...})
+  %kernel = f32[5,5,3,7]{3,2,1,0} constant({...})
+  %conv = f32[1,8,8,7]{3,2,1,0} convolution(%image, %kernel), window={size=5x5 pad=2_2x2_2}, dim_labels=b01f_01io->b01f
+  ROOT %stored = f32[100,8]{1,0} fusion(%t, %row, %i), kind=kLoop, calls=%written
+}
+"""  # noqa: E501
+
+
+def test_costs_are_those_counted_by_hand():
+    costs = program_cost.read(TEXT).costs
+    assert costs["dot.1"] == (2 * 4 * 8 * 16, 2 * (4 * 16 + 16 * 8) + 4 * 4 * 8, "bf16")
+    assert costs["conv"].flops == 2 * (8 * 8 * 7) * (5 * 5 * 3)
+
+
+def test_a_slice_of_a_large_operand_counts_alone():
+    costs = program_cost.read(TEXT).costs
+    assert costs["row"] == (8, 4 * 8 + 4 + 4 * 8, "f32")
+    assert costs["stored"].bytes == 4 * 8 + 4 * 8 + 4  # written in place
+
+
+def test_foreign_code_has_unknown_flops():
+    assert program_cost.read(TEXT).costs["foreign"] == (None, 4 * 4 + 2 * 4 * 16, "bf16")
+
+
+def test_scopes_leave_out_what_jax_puts_between():
+    assert program_cost.read(TEXT).scopes["dot.1"] == ("outer", "inner")
+
+
+def test_rows_add_runs_up_and_unknown_flops_stay_unknown():
+    key = ("jit_f", 1)
+    ran = [events.Event(key, name, "t", 0, 1000) for name in ("dot.1", "dot.1", "foreign")]
+    programs = events.assign(ran, [program_cost.read(TEXT)])
+    rates = table.Rates({"f32": 1e9, "bf16": 2.048e9}, 1e12)
+    product, foreign = table.rows(ran, programs, rates)
+    assert (product.calls, product.flops, product.seconds) == (2, 2 * 1024, 2e-6)
+    assert abs(product.roofline - 0.5) < 1e-9 and product.bound == "compute"  # 0.5 us at least, took 1 us each
+    assert foreign.flops is None and foreign.roofline is None and foreign.bytes == 144
+
+
+def test_the_program_with_most_of_what_ran_is_taken():
+    other = program_cost.read(TEXT.replace("dot.1", "dot.9"))
+    ran = [events.Event(("jit_f", 7), "dot.9", "t", 0, 1)]
+    assert events.assign(ran, [program_cost.read(TEXT), other])[("jit_f", 7)] is other
+
+
+def test_slices_of_one_scope_are_joined_within_a_run_and_apart_between_runs():
+    key, costed = ("jit_f", 1), program_cost.read(TEXT)
+    ran = [events.Event(key, "dot.1", "t", 10.0 * n, 5.0, run) for n, run in enumerate((1, 1, 2))]
+    found = list(scopes.slices(ran, {key: costed}))
+    assert sorted(each[2:] for each in found if each[0] == "outer") == [(0.0, 15.0), (20.0, 25.0)]
+    assert len([each for each in found if each[0] == "dot.1"]) == 3

@@ -1,0 +1,136 @@
+"""A profile of a command: what ran is in its table with its FLOPs, scopes, compile times and arrays."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jaxbench import cli
+from jaxbench.profiling import trace
+from tests.structure import ROOT
+
+CALLS = 4
+SCRIPT = """
+import sys
+from jaxbench import cli
+
+def main():
+    import jax, jax.numpy as jnp
+    run = jax.jit(lambda x: x @ x)
+    x = jnp.ones((64, 64))
+    for _ in range(2000):
+        x = run(x) / 64
+    x.block_until_ready()
+    return FINISH
+
+cli.run(main)
+"""
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Return the folder of a profile of a small program, and what was said."""
+    jax.devices()
+    folder, said = tmp_path_factory.mktemp("profile") / "p", []
+
+    def planted(x, w):
+        with jax.named_scope("planted_scope"):
+            return x @ w
+
+    with trace.recorded(folder, say=said.append):
+        x, w = jnp.ones((96, 160)), jnp.ones((160, 224))
+        program = jax.jit(planted)
+        for _ in range(CALLS):
+            program(x, w).block_until_ready()
+    return folder, said
+
+
+def test_a_product_is_in_the_table_with_its_calls_and_flops(profiled):
+    rows = read(profiled[0], trace.OPERATIONS)["rows"]
+    (product,) = [row for row in rows if row["name"].startswith("jit_planted: dot_general")]
+    assert product["calls"] == CALLS
+    assert product["flops"] == CALLS * 2 * 96 * 160 * 224
+    assert product["bytes"] == CALLS * 4 * (96 * 160 + 160 * 224 + 96 * 224)
+    assert product["roofline"] > 0 and product["bound"] in ("compute", "memory")
+    assert abs(sum(row["share"] for row in rows) - 1) < 1e-9
+    assert [row["seconds"] for row in rows] == sorted((row["seconds"] for row in rows), reverse=True)
+
+
+def test_scopes_are_slices_that_hold_their_operations(profiled):
+    with gzip.open(profiled[0] / "scopes.json.gz", "rt") as file:
+        found = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    scopes = [event for event in found if event["name"] == "planted_scope"]
+    assert len(scopes) == CALLS
+    held = [event for event in found if event["tid"] == scopes[0]["tid"] and event not in scopes]
+    start, end = scopes[0]["ts"], scopes[0]["ts"] + scopes[0]["dur"]
+    assert any(start <= event["ts"] and event["ts"] + event["dur"] <= end + 1e-3 for event in held)
+
+
+def test_compile_times_are_by_function_and_memory_by_array(profiled):
+    (planted,) = [row for row in read(profiled[0], trace.COMPILE) if row["function"] == "planted"]
+    assert planted["programs"] == 1 and planted["lower_s"] > 0 and planted["compile_s"] > 0
+    memory = read(profiled[0], trace.MEMORY)
+    assert memory["peak_resident_bytes"] > 2**20 and len(memory["timeline"]) >= 2
+    arrays = {row["array"]: row for row in memory["snapshot"]}
+    assert arrays["float32[160, 224]"]["bytes"] >= 4 * 160 * 224
+
+
+def test_the_folder_has_what_tensorboard_opens(profiled):
+    assert len(list(profiled[0].glob("plugins/profile/*/*.xplane.pb"))) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), OSError("bad")])
+def test_a_command_that_is_refused_writes_nothing(tmp_path, error):
+    with pytest.raises(type(error)), trace.recorded(tmp_path / "p", say=lambda text: None):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), cli.GateFailed("slow")])
+def test_an_interrupt_and_a_failed_gate_still_write(tmp_path, error):
+    with pytest.raises(type(error)), trace.recorded(tmp_path / "p", say=lambda text: None):
+        raise error
+    assert read(tmp_path / "p", trace.OPERATIONS)["about"]["library"] == "XLA"
+
+
+def test_pytorch_is_profiled_by_its_own_profiler(tmp_path):
+    said = []
+    with trace.recorded(tmp_path / "p", library="PyTorch", say=said.append):
+        left = torch.ones(32, 48)
+        for _ in range(CALLS):
+            left @ left.T
+    rows = {row["name"]: row for row in read(tmp_path / "p", trace.OPERATIONS)["rows"]}
+    assert rows["aten::mm"]["calls"] == CALLS and rows["aten::mm"]["flops"] == CALLS * 2 * 32 * 48 * 32
+    assert read(tmp_path / "p", "trace.json")["traceEvents"]
+
+
+@pytest.mark.parametrize(("finish", "code"), [("0", 0), ("1", 1)])
+def test_a_command_with_the_flag_is_traced_from_its_backend_on(tmp_path, finish, code):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("FINISH", finish))
+    done = subprocess.run(
+        [sys.executable, str(script), f"--profile={tmp_path / 'p'}"],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    rows = read(tmp_path / "p", trace.OPERATIONS)["rows"]
+    assert any(row["name"] == "jit__lambda: dot_general" for row in rows), rows
+    assert "profile: written to" in done.stderr and done.stdout == ""
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="holds something already"):
+        trace.check_folder(str(tmp_path))
