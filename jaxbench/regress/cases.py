@@ -3,7 +3,7 @@
 A comparison of two commits runs this file as it is here over the library of each, so that both are asked for the same
 work; what a library of before does not have becomes that case's error. A case loads what it needs, prepares its
 compiled programs, and measures itself once a call; its samples are seconds and tokens, from which the caller computes
-rates by one rule.
+rates by one rule. The kinds that need a workload's own library are in workload_cases.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ KEY = 0x5EED5EED5EED5EED  # of watermarks
 class Generation:
     """A batch of prompts continued greedily."""
 
+    states: list[Any] | None = None  # of a watermark
+
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case, self.model = case, model
 
@@ -32,7 +34,7 @@ class Generation:
 
         held = weights.load_checkpoint(self.model)
         built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
-        processors, self.states = (), None
+        processors = ()
         if scheme := self.case["watermark"]:
             from jaxbench.watermark import keys, logits_processor
 
@@ -41,8 +43,11 @@ class Generation:
         temperature = 1.0 if self.states else 0.0  # a scheme that draws has nothing to draw from at 0
         sampling = sample.SamplingParams(temperature=temperature)
         self.generator = sample.Generator(built, eos_id=None, sampling=sampling, processors=processors)
+        self.prompts = self._prompts(held.config.vocab_size)
+
+    def _prompts(self, vocab_size: int) -> list[list[int]]:
         size = (self.case["batch"], self.case["prompt_tokens"])
-        self.prompts = np.random.default_rng(0).integers(0, held.config.vocab_size, size).tolist()
+        return np.random.default_rng(0).integers(0, vocab_size, size).tolist()
 
     def prepare(self) -> dict[str, Any]:
         """Compiled programs."""
@@ -70,6 +75,29 @@ class Generation:
         }  # fmt: skip
 
 
+class Native(Generation):
+    """The same by the native kernels, in a format of weights."""
+
+    def load(self) -> None:
+        """The packed model and its generator.
+
+        Raises:
+          NotAvailable: the kernels cannot be had here.
+        """
+        import jax
+
+        from jaxbench import sample, transformer
+        from jaxbench.generation import decoder
+        from jaxbench.native import model as native
+        from jaxbench.pretrained import weights
+
+        wanted = decoder.Options("native", self.case["weights"], activations=self.case["activations"])
+        choice = decoder.choose(wanted, jax.default_backend(), config=lambda: weights.read_config(self.model))
+        built = decoder.load(self.model, choice, decoder.Backend(transformer, sample, native)).model
+        self.generator = sample.Generator(built, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
+        self.prompts = self._prompts(built.vocab_size)
+
+
 class Training:
     """One AdamW step of the model's first layers."""
 
@@ -78,19 +106,28 @@ class Training:
 
     def load(self) -> None:
         """Parameters, moments and a batch."""
-        from jaxbench import initial, train, transformer
+        from jaxbench import initial, transformer
         from jaxbench.pretrained import weights
+
+        held = weights.load_checkpoint(self.model)
+        shape = self._first_layers(held.config)
+        params = {name: held.params[name] for name in initial.parameter_shapes(shape)}
+        self._start(transformer.build(shape, params, dtype=self.case["dtype"]), params, shape.vocab_size)
+
+    def _first_layers(self, config: Any) -> Any:
+        return config.model_copy(update={"num_layers": min(self.case["num_layers"], config.num_layers)})
+
+    def _start(self, built: Any, params: Mapping[str, np.ndarray], vocab_size: int) -> None:
+        """Moments, the step and its batch."""
+        from jaxbench import train
         from jaxbench.training import optimizer_step
         from jaxbench.training.step_config import StepConfig
 
-        held, case = weights.load_checkpoint(self.model), self.case
-        shape = held.config.model_copy(update={"num_layers": min(case["num_layers"], held.config.num_layers)})
-        params = {name: held.params[name] for name in initial.parameter_shapes(shape)}
-        settings = StepConfig(precision=case["dtype"])
-        self.state = optimizer_step.init_state(transformer.build(shape, params, dtype=case["dtype"]), params, settings)
+        case, settings = self.case, StepConfig(precision=self.case["dtype"])
+        self.state = optimizer_step.init_state(built, params, settings)
         step = functools.partial(optimizer_step.train_step, step_config=settings, learning_rate=1e-5)
         size = (case["batch"], case["seq_len"] + 1)
-        rows = np.random.default_rng(0).integers(0, shape.vocab_size, size).astype(np.int32)
+        rows = np.random.default_rng(0).integers(0, vocab_size, size).astype(np.int32)
         places = np.tile(np.arange(case["seq_len"], dtype=np.int32), (case["batch"], 1))
         self.batch = train.Batch(rows[:, :-1], rows[:, 1:], places, np.ones(places.shape, bool))
         self.step = step
@@ -111,6 +148,32 @@ class Training:
         float(metrics.loss)
         jax.block_until_ready(jax.tree.leaves(self.state))
         return {"seconds": time.perf_counter() - started, "tokens": self.case["batch"] * self.case["seq_len"]}
+
+
+class Memory(Training):
+    """The same with a neural memory in every layer, all of it from random values."""
+
+    VOCABULARY = 4096  # so that the memory is most of the step, and not the products with the vocabulary
+
+    def load(self) -> None:
+        """Parameters, moments and a batch."""
+        from jaxbench import initial
+        from jaxbench.memory import decoder, decoder_config
+        from jaxbench.memory.config import NeuralMemoryConfig
+        from jaxbench.pretrained import weights
+
+        case, plain = self.case, self._first_layers(weights.read_config(self.model))
+        plain = plain.model_copy(update={"vocab_size": min(plain.vocab_size, self.VOCABULARY)})
+        neural = NeuralMemoryConfig(
+            d_model=plain.d_model, num_heads=plain.num_heads, head_dim=plain.head_dim, chunk_size=case["chunk"]
+        )
+        has_attention = case["kind"] != "lmm"
+        memory = decoder_config.DecoderMemory(
+            kind=case["kind"], neural=neural, insert=not has_attention, window=case["chunk"] if has_attention else None
+        )
+        shape = decoder_config.with_memory(plain, memory)
+        params = initial.initial_params(shape, 0)
+        self._start(decoder.build(shape, params, dtype=case["dtype"]), params, shape.vocab_size)
 
 
 class Tokenizing:
@@ -142,6 +205,7 @@ class Detection:
     """Scores and p-values of texts of random tokens."""
 
     VOCABULARY = 49152
+    PROMPT = 8  # tokens in front of a marked text: as many as any default context reads
 
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case = case
@@ -155,10 +219,34 @@ class Detection:
         size = (self.case["batch"], self.case["tokens"])
         ids = np.random.default_rng(0).integers(0, self.VOCABULARY, size).astype(np.int32)
         self.ids = detection.as_ids(ids, None, vocab_size=self.VOCABULARY)
+        self.marked = (
+            detection.as_ids(self._marked(), None, vocab_size=self.VOCABULARY) if self.case["marked"] else None
+        )
+        self.found: dict[str, float] = {}
+
+    def _marked(self) -> np.ndarray:
+        """Random prompts, and continuations drawn with the scheme's own mark from even logits."""
+        from jaxbench.watermark import host_loop, logits_processor
+
+        random, count = np.random.default_rng(1), self.case["marked"]
+        watermark = logits_processor.Watermark(self.case["scheme"], vocab_size=self.VOCABULARY)
+        mark = host_loop.HostLoop(watermark, [self.key] * count)
+        ids = random.integers(0, self.VOCABULARY, (count, self.PROMPT)).astype(np.int32)
+        even = np.zeros((count, self.VOCABULARY), np.float32)
+        for _ in range(self.case["marked_tokens"]):
+            waits = random.standard_exponential(even.shape, dtype=np.float32)
+            gumbel = -np.log(np.maximum(waits, np.finfo(np.float32).tiny))
+            chosen = np.argmax(np.asarray(mark(ids, even)) + gumbel, axis=1)
+            ids = np.concatenate([ids, chosen[:, None].astype(np.int32)], axis=1)
+        return ids
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled by the first call."""
+        """Compiled by the first call; the share of marked texts that are found, which is the same every time."""
         self.measure()
+        if self.marked is not None:
+            found = self.detect(self.detector, self.marked, self.key, prompt_lengths=self.PROMPT, payload=None)
+            rate = np.mean(np.asarray(found.p_value) <= self.case["false_alarms"])
+            self.found = {"detection_rate": float(rate)}
         return {}
 
     def measure(self) -> dict[str, Any]:
@@ -166,7 +254,8 @@ class Detection:
         started = time.perf_counter()
         found = self.detect(self.detector, self.ids, self.key, prompt_lengths=None, payload=None)
         np.asarray(found.p_value)
-        return {"seconds": time.perf_counter() - started, "tokens": self.case["batch"] * self.case["tokens"]}
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "tokens": self.case["batch"] * self.case["tokens"], **self.found}
 
 
 class Compression:
@@ -236,5 +325,5 @@ class Quality:
 
 WORKLOADS = {
     "generation": Generation, "training": Training, "tokenizing": Tokenizing, "detection": Detection,
-    "compression": Compression, "quality": Quality,
+    "compression": Compression, "quality": Quality, "native": Native, "memory": Memory,
 }  # fmt: skip

@@ -26,6 +26,8 @@ WORKER = Path(__file__).with_name("case_worker.py")
 HEAD, BASE = "head", "base"
 START, DONE = "start", "launch_done"
 PERCENTILES = (0.5, 0.9, 0.99)
+# metrics that a sample states itself
+PLAIN = ("first_token_s", "end_to_end_s", "bits_per_byte", "answer_nll", "detection_rate", "parity_error")
 
 
 class Plan(NamedTuple):
@@ -116,6 +118,7 @@ class Launches:
         ready = [side for side in workers if self._prepare(index, side, case, workers[side])]
         samples: dict[str, list[dict]] = defaultdict(list)
         counters: dict[str, float] = defaultdict(float)
+        utilisation: dict[str, list[float]] = defaultdict(list)
         for turn in range(self.plan.suite.rounds):
             for side in ready if turn % 2 == 0 else ready[::-1]:
                 self.say(f"launch {index}: {case.name}, round {turn + 1} of {self.plan.suite.rounds}, {side}")
@@ -124,6 +127,7 @@ class Launches:
                 if answer is None:
                     continue
                 samples[side] += answer["samples"]
+                utilisation[side].append(answer["utilisation"])
                 counters[f"{side}.recompilations"] += answer["recompilations"]
                 if before and (joules := energy.spent(before, energy.readings())) is not None:
                     counters[f"{side}.joules"] += joules
@@ -133,7 +137,8 @@ class Launches:
             if memory is None or not samples[side]:
                 continue
             rows = {f"{case.name}.{metric}": values for metric, values in series_of(samples[side]).items()}
-            rows[f"{case.name}.peak_memory_bytes"] = [float(memory["peak_memory_bytes"])]
+            rows |= {f"{case.name}.{metric}": [float(value)] for metric, value in memory.items()}
+            rows[f"{case.name}.utilisation"] = utilisation[side]
             rows[f"{case.name}.recompilations"] = [counters[f"{side}.recompilations"]]
             tokens = sum(sample.get("tokens", 0) for sample in samples[side])
             if tokens and counters[f"{side}.joules"]:
@@ -209,7 +214,7 @@ def series_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     for sample in samples:
         if "tokens" in sample:
             found["tokens_per_s"].append(sample["tokens"] / sample["seconds"])
-        for metric in ("first_token_s", "end_to_end_s", "bits_per_byte"):
+        for metric in PLAIN:
             if metric in sample:
                 found[metric].append(sample[metric])
     tokens = [second for sample in samples for second in sample.get("token_s", [])]

@@ -31,6 +31,26 @@ class Generation(Case):
     watermark: str | None = None  # scheme that marks the tokens; None = unmarked
 
 
+class Native(Case):
+    """The same by the native CPU kernels; an error of the case where they cannot be had."""
+
+    workload: Literal["native"]
+    weights: Literal["float32", "int8", "q8_0", "q4_0"] = "q8_0"  # format that the matrices are packed in
+    activations: Literal["float32", "int8"] = "float32"  # what products read beside them
+    batch: Count = 1
+    prompt_tokens: Count = 64
+    new_tokens: int = pydantic.Field(default=32, ge=2)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Native:
+        if self.activations == "int8" and self.weights == "float32":
+            raise ValueError(
+                f"activations={self.activations} go with weights of integers, weights={self.weights}; wanted int8, "
+                "q8_0 or q4_0"
+            )
+        return self
+
+
 class Training(Case):
     """One AdamW step of the model's first layers."""
 
@@ -41,6 +61,18 @@ class Training(Case):
     num_layers: Count = 4
 
 
+class Memory(Case):
+    """One AdamW step of as many layers of the model's shape, a neural memory in each, from random values."""
+
+    workload: Literal["memory"]
+    kind: Literal["mac", "mag", "mal", "lmm"] = "mag"  # as context, gate or layer; lmm: beside the layer's attention
+    dtype: Dtype = "float32"
+    batch: Count = 1
+    seq_len: int = pydantic.Field(default=64, ge=2)
+    num_layers: Count = 1
+    chunk: Count = 16  # tokens of the memory's chunk, and that the attention sees
+
+
 class Tokenizing(Case):
     """Text to token ids."""
 
@@ -49,12 +81,15 @@ class Tokenizing(Case):
 
 
 class Detection(Case):
-    """A watermark's scores and p-values of texts."""
+    """A watermark's scores and p-values of texts, and the share of marked ones that it finds."""
 
     workload: Literal["detection"]
     scheme: str = "kgw"
     batch: Count = 32
     tokens: int = pydantic.Field(default=200, ge=16)
+    marked: int = pydantic.Field(default=0, ge=0, le=1024)  # texts that carry the mark; 0 = no detection_rate
+    marked_tokens: int = pydantic.Field(default=24, ge=2, le=1024)  # of each: so few that some are missed
+    false_alarms: float = pydantic.Field(default=1e-5, gt=0, lt=1)  # p-value up to which a text counts as found
 
 
 class Compression(Case):
@@ -74,9 +109,69 @@ class Quality(Case):
     seq_len: int = pydantic.Field(default=256, ge=2)
 
 
+class Answers(Case):
+    """Negative log-likelihood of right answers to questions about the default text, by the model."""
+
+    workload: Literal["answers"]
+    dtype: Dtype = "float32"
+
+
+class Hallucination(Case):
+    """Features of an answer over its context, as the hallucination lab's detectors read them."""
+
+    workload: Literal["hallucination"]
+    dtype: Dtype = "bfloat16"  # the lab's own default
+    context_tokens: int = pydantic.Field(default=256, ge=16)
+    answer_tokens: int = pydantic.Field(default=32, ge=4)
+
+
+class Serving(Case):
+    """Requests that arrive together, answered by the server's engine without HTTP."""
+
+    workload: Literal["serving"]
+    kernels: Literal["native", "xla"] = "native"
+    requests: int = pydantic.Field(default=4, ge=1, le=256)
+    prompt_tokens: Count = 64
+    new_tokens: int = pydantic.Field(default=16, ge=2)
+    batch_tokens: Count = 64  # that a step computes at most
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Serving:
+        if self.batch_tokens < self.requests + 2:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens}; wanted {self.requests + 2} at least: a token of each of requests="
+                f"{self.requests}, and two of a prompt"
+            )
+        return self
+
+
+class Parity(Case):
+    """Largest float64 error between JAX and PyTorch of one row of the parity table; needs torch, not the model.
+
+    Last in a suite: PyTorch stays in the process, and its memory would count as that of cases behind.
+    """
+
+    workload: Literal["parity"]
+    row: str = "transformer/llama-grouped"  # id in parity/cases.py
+    gradients: bool = False  # those of outputs and parameters too
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Parity:
+        from jaxbench.parity import cases
+
+        row = cases.find(self.row)
+        if row.exact is not None or row.device is not None:
+            what = f"is for {row.device} alone" if row.exact is None else "compares bits and counts, no float64 tensors"
+            raise ValueError(f"row={self.row} {what}; wanted a row of a model, such as transformer/llama-grouped")
+        return self
+
+
+NO_RATE = ("quality", "answers", "parity")  # workloads without tokens/s
 AnyCase = Annotated[
-    Generation | Training | Tokenizing | Detection | Compression | Quality, pydantic.Field(discriminator="workload")
-]
+    Generation | Native | Training | Memory | Tokenizing | Detection | Compression | Quality | Answers | Hallucination
+    | Serving | Parity,
+    pydantic.Field(discriminator="workload"),
+]  # fmt: skip
 
 
 class Requires(Base):
@@ -128,15 +223,17 @@ class Suite(Base):
         return self
 
     def margin(self, series: str) -> Margin:
-        """How far a series may move."""
+        """How far a series may move: as the suite says by series or metric, else the metric's own, else its kind's."""
         metric = series.rpartition(".")[2]
         for key in (series, metric):
             if key in self.margins:
                 return self.margins[key]
+        if metric in metrics.OWN_MARGINS:
+            return metrics.OWN_MARGINS[metric]
         kind = metrics.metric_of(series).kind
         return self.margins.get(kind, metrics.MARGINS[kind])
 
     def primaries(self) -> tuple[str, ...]:
         """The series that the looks wait for."""
-        rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload != "quality")
+        rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload not in NO_RATE)
         return self.primary or rates

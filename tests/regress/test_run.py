@@ -99,17 +99,19 @@ def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_pa
 def test_every_kind_of_case_runs(tmp_path):
     kinds = [
         {"name": "marked", "workload": "generation", "watermark": "kgw", "prompt_tokens": 16, "new_tokens": 3},
-        {"name": "detect", "workload": "detection", "batch": 2, "tokens": 16},
+        {"name": "detect", "workload": "detection", "batch": 2, "tokens": 16, "marked": 2, "marked_tokens": 4},
         {"name": "train", "workload": "training", "batch": 1, "seq_len": 8, "num_layers": 1},
         {"name": "bits", "workload": "quality", "windows": 1, "seq_len": 16},
+        {"name": "answers", "workload": "answers"},  # of the second file of cases; the others: test_workload_cases.py
     ]
     suite = Suite(**SUITE.model_dump() | {"cases": kinds})
     launches = Launches(plan_of(tmp_path, head=trees.here())._replace(suite=suite), lambda text: None)
     launches.until(1)
     assert launches.lost == {}
     medians = pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)
-    measured = {*(f"{kind['name']}.tokens_per_s" for kind in kinds[:3]), "bits.bits_per_byte"}
-    assert measured <= medians.keys() and "marked.decode.flops" in medians
+    measured = {*(f"{kind['name']}.tokens_per_s" for kind in kinds[:3]), "bits.bits_per_byte", "answers.answer_nll"}
+    measured |= {"detect.detection_rate", "marked.decode.flops"} | {f"{kind['name']}.utilisation" for kind in kinds}
+    assert measured <= medians.keys()
 
 
 def test_a_compression_runs_on_the_default_model(tmp_path):
@@ -146,6 +148,14 @@ def test_a_run_that_has_ended_is_followed_by_one_of_its_own(tmp_path):
         assert run.unfinished(tmp_path, "quick-1") == tmp_path / name
         (tmp_path / name / run.RECORD).touch()
     assert run.unfinished(tmp_path, "quick-1") == tmp_path / "quick-1-3"
+
+
+def test_a_model_of_a_relative_path_is_found_from_a_workers_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = run.planned(SUITE, {HEAD: trees.here()}, "cpu", Path("w"))
+    assert plan.model == str(tmp_path / "w" / "tiny") and Path(plan.model).is_dir()
+    named = SUITE.model_copy(update={"model": "w/tiny"})
+    assert run.planned(named, {HEAD: trees.here()}, "cpu", Path("v")).model == plan.model
 
 
 def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):

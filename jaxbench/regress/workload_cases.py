@@ -1,0 +1,210 @@
+"""What a suite's cases of one workload's own library run, in whichever tree of jaxbench the process imports.
+
+As cases.py, whose table this file's is merged with: loads what it needs, prepares its programs, measures itself once a
+call. Both files are read by path beside another tree's library, so neither imports the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# Of the default text's paragraphs, each found by a phrase of its own: (phrase, question, answer).
+QUESTIONS = (
+    (
+        "PEP 3119 - Introducing Abstract Base Classes",
+        "Which module implements abstract base classes?",
+        "the abc module",
+    ),
+    ("Compound statements contain (groups of)", "What do compound statements contain?", "other statements"),
+    ("Python uses the termination model", "Which model of error handling does Python use?", "the termination model"),
+    ("If no expressions are present, raise", "What is raised if there is no active exception?", "a RuntimeError"),
+    ("Dictionaries preserve insertion order", "Which order do dictionaries preserve?", "insertion order"),
+    ("A file object represents an open file", "Which function creates a file object?", "the open() function"),
+    ("If there are more positional arguments", "What is raised for too many arguments?", "a TypeError"),
+    ("A list display yields a new list", "What does a list display yield?", "a new list object"),
+)
+LEAST_ERROR = 2.0**-53  # half of float64's last place: tensors that are equal have no ratio to be judged by
+
+
+class Answers:
+    """The model's loss on answers to questions about the default text."""
+
+    def __init__(self, case: Mapping[str, Any], model: str | None):
+        self.case, self.model = case, model
+
+    def load(self) -> None:
+        """Model, and a row for each question: paragraph, question and answer."""
+        from jaxbench import transformer
+        from jaxbench.pretrained import assets, tokenizer, weights
+
+        held = weights.load_checkpoint(self.model)
+        self.built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
+        words, paragraphs = tokenizer.load_tokenizer(None), assets.default_text().replace("\f", "\n\n").split("\n\n")
+        texts = []
+        for phrase, question, answer in QUESTIONS:
+            paragraph = next(each for each in paragraphs if phrase in each)
+            asked = f"{paragraph}\n\nQuestion: {question}\nAnswer:"
+            texts.append([words.encode(text, add_special=False) for text in (asked, f" {answer}.")])
+        longest = max(len(asked) + len(answer) for asked, answer in texts)
+        size = min(longest, held.config.max_seq_len)
+        self.rows = np.zeros((len(texts), size), np.int32)
+        self.is_answer = np.zeros((len(texts), size), bool)
+        for row, (asked, answer) in enumerate(texts):
+            ids = (asked + answer)[-size:]  # the end of a paragraph that a short model has no room for
+            self.rows[row, : len(ids)] = np.array(ids) % held.config.vocab_size
+            self.is_answer[row, len(ids) - len(answer) : len(ids)] = True
+
+    def prepare(self) -> dict[str, Any]:
+        """The compiled forward pass."""
+        import jax
+        import jax.numpy as jnp
+
+        def nats(model: Any, rows: Any, is_answer: Any) -> Any:
+            places = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1, dtype=jnp.int32), rows[:, 1:].shape)
+            logits = model(rows[:, :-1], places).astype(jnp.float32)
+            own = jnp.take_along_axis(logits, rows[:, 1:, None], axis=2)[:, :, 0]
+            loss = jax.nn.logsumexp(logits, axis=2) - own
+            return jnp.sum(jnp.where(is_answer[:, 1:], loss, 0.0)) / jnp.sum(is_answer)
+
+        self.program = jax.jit(nats).lower(self.built, self.rows, self.is_answer).compile()
+        return {"forward": self.program}
+
+    def measure(self) -> dict[str, Any]:
+        """Nats a token of the answers, which are the same every time."""
+        return {"answer_nll": float(self.program(self.built, self.rows, self.is_answer))}
+
+
+class Hallucination:
+    """Features of an answer over a context, both of the default text."""
+
+    def __init__(self, case: Mapping[str, Any], model: str | None):
+        self.case, self.model = case, model
+
+    def load(self) -> None:
+        """The reader, the context, and an answer that is the text behind it."""
+        from jaxbench.hallucination import extract, group, reader_settings
+        from jaxbench.pretrained import assets
+
+        self.settings = reader_settings.ReaderSettings(model=self.model, dtype=self.case["dtype"])
+        self.reader, self.words, self.window = extract.load_reader(self.settings, package="jaxbench")
+        self.read_group, count = group.read_group, self.case["context_tokens"]
+        ids = self.words.encode(assets.default_text(), add_special=False)[: count + self.case["answer_tokens"]]
+        context, answer = (self.words.decode(part) for part in (ids[:count], ids[count:]))
+        self.group = group.Group(context, "What does the text say?", (answer,), ("0",))
+
+    def prepare(self) -> dict[str, Any]:
+        """Compiled by the first call."""
+        self.measure()
+        return {}
+
+    def measure(self) -> dict[str, Any]:
+        """One answer with its context, which is read anew; tokenising included."""
+        started = time.perf_counter()
+        list(self.read_group(self.group, self.reader, self.words, self.window, self.settings))
+        tokens = self.case["context_tokens"] + self.case["answer_tokens"]
+        return {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+class Serving:
+    """Requests that arrive together at the server's engine."""
+
+    def __init__(self, case: Mapping[str, Any], model: str | None):
+        self.case, self.model = case, model
+
+    def load(self) -> None:
+        """The engine's settings; it loads its weights as it compiles."""
+        from jaxbench.serve import request, settings
+
+        case = self.case
+        limits = {"max_running": case["requests"], "max_batch_tokens": case["batch_tokens"]}
+        length = case["prompt_tokens"] + case["new_tokens"]
+        slots = {"segment": case["batch_tokens"] - case["requests"], "slot_tokens": length}
+        self.config = settings.EngineConfig(
+            model=self.model, kernels=case["kernels"], cache_tokens=max(128, 4 * case["requests"] * length),
+            limits=limits, **(slots if case["kernels"] == "xla" else {}),
+        )  # fmt: skip
+        self.config.read_config(self.model)
+        self.load_engine, self.request = settings.load_engine, request.Request
+        self.random = np.random.default_rng(0)
+
+    def prepare(self) -> dict[str, Any]:
+        """Weights, blocks and compiled programs.
+
+        Raises:
+          NotAvailable: native kernels are asked for and cannot be had here.
+        """
+        self.engine = self.load_engine(self.config)
+        return {}
+
+    def measure(self) -> dict[str, Any]:
+        """All requests to their last token; their prompts are new each time, so that the cache knows none."""
+        case, size = self.case, self.engine.runner.vocab_size
+        rows = self.random.integers(0, size, (case["requests"], case["prompt_tokens"])).tolist()
+        started = time.perf_counter()
+        for number, row in enumerate(rows):
+            self.engine.add(self.request(str(number), tuple(row), case["new_tokens"]))
+        first: list[float] = []
+        last: dict[str, float] = {}
+        gaps: list[float] = []
+        while self.engine.is_busy:
+            events = self.engine.step()
+            now = time.perf_counter()
+            for event in events:
+                if event.error is not None:
+                    raise ValueError(f"serving: request {event.id} ended with {event.error}")
+                if event.id in last:
+                    gaps.append(now - last[event.id])
+                else:
+                    first.append(now - started)
+                last[event.id] = now
+        seconds = time.perf_counter() - started
+        return {
+            "first_token_s": float(np.median(first)), "end_to_end_s": seconds, "seconds": seconds,
+            "tokens": case["requests"] * case["new_tokens"], "token_s": gaps,
+        }  # fmt: skip
+
+
+class Parity:
+    """The largest float64 error of one row of the parity table."""
+
+    def __init__(self, case: Mapping[str, Any], model: str | None):
+        self.case = case
+
+    def load(self) -> None:
+        """The row's model on both sides."""
+        from jaxbench.parity import cases, distance, evidence, run
+
+        row = cases.find(self.case["row"])
+        config, params = cases.load(row)
+        self.row, self.arrays, self.run = row, cases.arrays(row, config), run
+        self.seed, self.compare = evidence.SEED, distance.compare
+        with run.pinned("float64"):
+            self.sides = run.sides(row, config, params, dtype="float64", backend="flax")
+
+    def prepare(self) -> dict[str, Any]:
+        """Compiled by the first call."""
+        self.measure()
+        return {}
+
+    def measure(self) -> dict[str, Any]:
+        """Relative error of loss and modules' outputs, and of gradients where they are wanted."""
+        with self.run.pinned("float64"), self.run.torch_threads(self.row):
+            ours, reference = (
+                side.trace(self.arrays, gradients=self.case["gradients"], seed=self.seed) for side in self.sides
+            )
+        errors = [LEAST_ERROR, self.compare({"loss": ours.loss}, {"loss": reference.loss}, kind="loss").worst.error]
+        for kind in ("outputs", "output_gradients", "gradients"):
+            values, wanted = getattr(ours, kind), getattr(reference, kind)
+            shared = {name: wanted[name] for name in values}  # a scanned model shows its logits alone
+            worst = self.compare(values, shared, kind=kind).worst
+            errors += [] if worst is None else [worst.error]
+        return {"parity_error": max(errors)}
+
+
+WORKLOADS = {
+    "answers": Answers, "hallucination": Hallucination, "serving": Serving, "parity": Parity,
+}  # fmt: skip
