@@ -2,6 +2,7 @@
 
     benchmarks.py run --suite=quick
     benchmarks.py run --suite=standard --compare_with=main
+    benchmarks.py gate --suite=quick
     benchmarks.py qualify --suite=quick --launches=180
     benchmarks.py history list
     benchmarks.py history show --run=latest
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, process_environment, terminal
-from jaxbench.regress import alert_commands, history_commands
+from jaxbench.regress import alert_commands, gate_command, history_commands
 from jaxbench.regress.site import commands as site_commands
 
 VALUES = flags.FLAGS
@@ -70,6 +71,7 @@ def define_run() -> None:
     flags.DEFINE_string("compare_with", None, "commit, branch or tag that is measured beside; or a run of the history")
     flags.DEFINE_bool("other_machine", False, "compare with a run of another machine: what is counted, no times")
     alert_commands.define_alerts()
+    flags.DEFINE_bool("detailed_report", False, "report.html with every series, every section open")
     flags.DEFINE_bool("keep", True, "keep the run in the history")
     cli.define_device()
     cli.define_workdir()
@@ -80,7 +82,7 @@ def run() -> int:
     """Run a suite, beside a base where one is named."""
     from jaxbench import config
     from jaxbench.measure import environment
-    from jaxbench.regress import report, trees
+    from jaxbench.regress import html_report, report, trees
     from jaxbench.regress import run as running
 
     suite, name = _suite()
@@ -107,6 +109,7 @@ def run() -> int:
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
     written = report.write(found.record, workdir)
+    written += html_report.write(found.record, workdir, detailed=VALUES.detailed_report)
     print(report.summary(found.record))
     said = report.worth(found.record) if found.findings else []
     for line in report.explanation(found.record) + said + found.record["notes"]:
@@ -121,6 +124,12 @@ def run() -> int:
     if critical:
         raise cli.GateFailed(f"critical regression of {', '.join(critical)}")
     return cli.EXIT_OK
+
+
+def gate() -> int:
+    """Compare what is counted with the commit that this branch left."""
+    suite, _ = _suite()
+    return gate_command.gate(suite, say=_say())
 
 
 def define_qualify() -> None:
@@ -168,6 +177,7 @@ def _heat_map(result: dict[str, Any]) -> dict[str, Any]:
 
 COMMANDS = {
     "run": cli.Command(define_run, run, "Run a suite, beside a base where one is named."),
+    "gate": cli.Command(lambda: gate_command.define_gate(_define_suite), gate, gate_command.ABOUT),
     "qualify": cli.Command(define_qualify, qualify, "Measure false alarms and power on this machine."),
     "site": cli.Command(site_commands.define_site, lambda: site_commands.site(_heat_map), site_commands.ABOUT_SITE),
     "dashboard": cli.Command(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
 
-from jaxbench import cli, terminal
-from jaxbench.regress.history import History
+from jaxbench import cli, outputs, terminal
+from jaxbench.regress import remote_copy
+from jaxbench.regress.history import History, read
 
-ABOUT = "The runs that are kept: list, show, trend, import, export, tag, prune, backup, restore, verify."
+ABOUT = "The runs that are kept: list, show, trend, import, export, table, tag, prune, backup, restore, verify."
 VALUES = flags.FLAGS
 
 
@@ -120,8 +123,6 @@ def define_export() -> None:
 
 def export() -> int:
     """Write the median of every series of every run as CSV."""
-    from jaxbench import outputs
-
     rows = list(folder().every_point())
     if not rows:
         raise ValueError(f"--history={VALUES.history}: there is no run to export")
@@ -160,18 +161,73 @@ def prune() -> int:
 
 def _define_other() -> None:
     define_folder()
-    flags.DEFINE_string("backup", None, "folder of the copies", required=True)
+    flags.DEFINE_string("backup", None, "folder of the copies, or [USER@]HOST:FOLDER by rsync", required=True)
 
 
 def backup() -> int:
-    """Copy runs into another folder; what is there already is not copied again."""
-    print(f"{folder().backup(Path(VALUES.backup))} runs copied to {VALUES.backup}")
+    """Copy runs into another folder or to another host; what is there already is not copied again."""
+    history, target = folder(), VALUES.backup
+    if remote_copy.is_remote(target):
+        copied = _carried(lambda: remote_copy.send(history.runs, target))
+    else:
+        copied = history.backup(outputs.check_folder(target, flag="--backup"))
+    print(f"{copied} runs copied to {target}")
     return cli.EXIT_OK
 
 
 def restore() -> int:
     """Copy runs of a backup that are not here."""
-    print(f"{folder().restore(Path(VALUES.backup))} runs copied from {VALUES.backup}")
+    history, target = folder(), VALUES.backup
+    if remote_copy.is_remote(target):
+        with tempfile.TemporaryDirectory() as fetched:
+            _carried(lambda: remote_copy.fetch(target, Path(fetched)))
+            copied = history.restore(Path(fetched))
+    else:
+        copied = history.restore(Path(target))
+    print(f"{copied} runs copied from {target}")
+    return cli.EXIT_OK
+
+
+def _carried(copy: Callable[[], int]) -> int:
+    """What a copy returns; one that failed is a part that was asked for and broke."""
+    try:
+        return copy()
+    except remote_copy.CopyFailed as error:
+        raise cli.GateFailed(str(error)) from error
+
+
+def define_table() -> None:
+    """Define the flags of history table."""
+    define_folder()
+    flags.DEFINE_string("run", None, "its id or the beginning of it, its tag, latest, or a run's file", required=True)
+    flags.DEFINE_string("file", None, "Markdown file that gets the table between its marks; unset: it is printed")
+    flags.DEFINE_bool("check", False, "write nothing; exit code 1 where the file has another table")
+
+
+def table() -> int:
+    """Print a run's primary series as Markdown, or write them into a document, or check that it has them.
+
+    Raises:
+      ValueError: there is no such run, or the document has no place for the table.
+      cli.GateFailed: the document is checked and has another table.
+    """
+    from jaxbench.regress import tables
+
+    is_file = VALUES.run.endswith(".json") and Path(VALUES.run).is_file()
+    path = Path(VALUES.run) if is_file else folder().find(VALUES.run)
+    made = tables.table(read(path), str(VALUES.run) if is_file else path.stem)
+    if VALUES.file is None:
+        if VALUES.check:
+            raise ValueError(f"--check={VALUES.check} wants --file, the document that is checked")
+        print(made)
+        return cli.EXIT_OK
+    document = Path(VALUES.file)
+    if VALUES.check:
+        if not tables.is_current(document, made):
+            raise cli.GateFailed(f"{document} has another table than run {VALUES.run}; write it without --check")
+        print(f"{document} is current")
+    else:
+        print(f"{document}: {'written' if tables.write(document, made) else 'was current'}")
     return cli.EXIT_OK
 
 
@@ -191,9 +247,10 @@ COMMANDS = {
     "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
     "import": cli.Command(define_import, import_, "Keep runs of pytest-benchmark, github-action-benchmark or compare."),
     "export": cli.Command(define_export, export, "Every point as CSV."),
+    "table": cli.Command(define_table, table, "A run's primary series as Markdown, in a document too."),
     "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),
     "prune": cli.Command(define_prune, prune, "Remove what is too old."),
-    "backup": cli.Command(_define_other, backup, "Copy runs into another folder."),
+    "backup": cli.Command(_define_other, backup, "Copy runs into another folder, or to another host."),
     "restore": cli.Command(_define_other, restore, "Copy runs of a backup that are not here."),
     "verify": cli.Command(define_folder, verify, "Read every run."),
 }

@@ -1,4 +1,4 @@
-"""What a run found, as a table, CSV, Markdown and JUnit XML (S file)."""
+"""What a run found, as a table, CSV, Markdown and JUnit XML (S file); the page is html_report.py's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import rich.table
 
 from jaxbench import outputs
-from jaxbench.regress import metrics, why
+from jaxbench.regress import advice, metrics, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.qualify import Share
 
@@ -124,7 +124,11 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += ["Why:", "", *(f"- {line}" for line in said), ""]
     if found:
         lines += [f"{line[0].upper()}{line[1:]}." for line in worth(record)] + [""]
-    lines += [f"- {note}" for note in record["notes"]]
+    if said := advice.recommendations(record):
+        lines += ["What to do next:", "", *(f"- {line}" for line in said), ""]
+    lines += ["Before a release:", ""]
+    lines += [f"- [{'x' if item.is_done else ' '}] {item.what} ({item.detail})" for item in advice.checklist(record)]
+    lines += ["", *(f"- {note}" for note in record["notes"]), *[""] * bool(record["notes"])]
     machine = record["machine"]
     lines.append(f"Machine {record['host']}: {machine['cpu']}, {machine['threads']} threads, {record['device']}.")
     return "\n".join(lines) + "\n"

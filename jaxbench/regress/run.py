@@ -56,7 +56,7 @@ def run(
         except trees.NotBuilt as error:
             notes.append(f"the base is left out: {error}")
             say(notes[-1])
-    plan = _plan(suite, sides, device, workdir)
+    plan = planned(suite, sides, device, workdir)
     launches, findings, confirmed = Launches(plan, say), [], {}
     for look in suite.looks if BASE in sides else suite.looks[:1]:
         launches.until(look)
@@ -96,17 +96,23 @@ def same_sides(
     """
     check(suite, device)
     tree = trees.here()
-    plan = _plan(suite, {BASE: tree, HEAD: tree}, device, workdir)
+    plan = planned(suite, {BASE: tree, HEAD: tree}, device, workdir)
     Launches(plan, say).until(launches)
     return pairs.pairs_of(workdir / pairs.SAMPLES, range(1, launches + 1))
 
 
-def _plan(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir: Path) -> Plan:
-    """The plan of a run, whose folder is then its own."""
+def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir: Path) -> Plan:
+    """The plan of a run, whose folder is then its own.
+
+    Raises:
+      ValueError: workdir is another run's.
+    """
     origin = [config.config_id(suite), device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
     store.claim(workdir, "-".join(origin))
     threads = suite.threads or environment.usable_cores()
-    model = {"default": None, "tiny": str(workdir / "tiny")}.get(suite.model, suite.model)
+    named = Path(suite.model)  # a worker's working folder is its tree
+    model = str(named.absolute()) if named.exists() else suite.model
+    model = {"default": None, "tiny": str((workdir / "tiny").absolute())}.get(suite.model, model)
     if suite.model == "tiny":
         tiny.save(workdir / "tiny")
     return Plan(suite, model, sides, device, threads, workdir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 from tests.bad_input.harness import Case, case_of
 
@@ -36,13 +37,20 @@ def channels(text: str, *wanted: str) -> Case:
     return alerts("try|--alerts=a.yaml", *wanted, a_yaml=f"channels: {text}\n")
 
 
+GATE = ("benchmarks.py", "gate")
+MEASURED = json.dumps({
+    "schema": 1, "time_utc": "2026-11-26T12:00:00+00:00", "host": "abc", "suite": {}, "device": "cpu", "launches": 2,
+    "sides": {"head": {"commit": "c"}}, "findings": [], "machine": {}, "units": {"x": ["s", False]},
+    "series": {"x": {"head": {"median": 0.5}}},
+})  # fmt: skip
+TABLE = "table|--run=r.json"
 SITE, DASHBOARD = ("benchmarks.py", "site"), ("benchmarks.py", "dashboard")
 CASES = [
     Case("benchmarks.py rnu", ("'rnu' is no command", "nearest is run")),
     Case("benchmarks.py history lst", ("'lst' is no command", "nearest is list")),
     of("quick", "'quick' is not a flag"),
     of("--suit=tiny", "--suit", "nearest is --suite"),
-    of("--suite=fast", "--suite=fast", "wanted one of quick, standard, tiny"),
+    of("--suite=fast", "--suite=fast", "wanted one of nightly, quick, standard, tiny"),
     of("--suite=none.yaml", "none.yaml is no file"),
     of("--suite=", "--suite="),
     of("--suite=configs/lm/tiny.yaml", "configs/lm/tiny.yaml"),
@@ -82,6 +90,19 @@ CASES = [
     cases_are("[{name: a, workload: generation, new_tokens: 1}]", "new_tokens", "1"),
     cases_are("[{name: a, workload: generation, dtype: int8}]", "dtype", "int8"),
     cases_are("[{name: a, workload: generation, batches: 3}]", "batches"),
+    cases_are("[{name: a, workload: native, weights: q5_0}]", "weights", "q5_0"),
+    cases_are("[{name: a, workload: native, weights: float32, activations: int8}]", "activations=int8 go with weights"),
+    cases_are("[{name: a, workload: memory, kind: bank}]", "kind", "bank"),
+    cases_are("[{name: a, workload: memory, chunk: 0}]", "chunk", "0"),
+    cases_are("[{name: a, workload: detection, marked: -1}]", "marked", "-1"),
+    cases_are("[{name: a, workload: detection, false_alarms: 1}]", "false_alarms", "1"),
+    cases_are("[{name: a, workload: answers, windows: 2}]", "windows"),
+    cases_are("[{name: a, workload: hallucination, context_tokens: 4}]", "context_tokens", "4"),
+    cases_are("[{name: a, workload: serving, kernels: cuda}]", "kernels", "cuda"),
+    cases_are("[{name: a, workload: serving, requests: 63, batch_tokens: 64}]", "batch_tokens=64; wanted 65 at least"),
+    cases_are("[{name: a, workload: parity, row: transformer/lama}]", "'transformer/lama' is not a parity case"),
+    cases_are("[{name: a, workload: parity, row: watermark/kgw}]", "row=watermark/kgw compares bits and counts"),
+    cases_are("[{name: a, workload: parity, row: transformer/llama-kernel}]", "llama-kernel is for gpu alone"),
     case_of(("benchmarks.py", "qualify"), f"{TINY}|--launches=1", "--launches", "1"),
     case_of(("benchmarks.py", "qualify"), "--suite=standard|--launches=5", "--launches=5; wanted 10 at least"),
     case_of(("benchmarks.py", "qualify"), f"{TINY}|--drawn=0", "--drawn", "0"),
@@ -132,6 +153,26 @@ CASES = [
     channels("[{name: a, kind: terminal}]\ntries: 0", "tries", "0"),
     of(f"{TINY}|--alerts=local|--nokeep", "--alerts=local: an alert names a run of the history"),
     of(f"{TINY}|--alerts=none.yaml", "none.yaml is no file"),
+    of(f"{TINY}|--detailed_report=maybe", "--detailed_report", "maybe"),
+    case_of(GATE, "--suite=fast", "--suite=fast", "wanted one of"),
+    case_of(GATE, f"{TINY}|--compare_with=no-such-commit", "--compare_with=no-such-commit: git knows no such commit"),
+    case_of(GATE, f"{TINY}|--workdir=a.txt", "--workdir=a.txt cannot be a folder", a_txt="a"),
+    case_of(GATE, f"{TINY}|--history=a.txt", "--history=a.txt is a file", a_txt="a"),
+    case_of(GATE, f"{TINY}|--device=fpga", "--device", "fpga"),
+    history("table", "--run"),
+    history("table|--run=latest", "'latest' names 0 runs"),
+    history("table|--run=none.json", "'none.json' names 0 runs"),
+    history(TABLE, "r.json is damaged or no run", r_json="{}"),
+    history(
+        TABLE, "run r.json has none of its primary series", r_json=MEASURED.replace('"x": {"head"', '"x": {"base"')
+    ),
+    history(f"{TABLE}|--check", "--check=True wants --file", r_json=MEASURED),
+    history(f"{TABLE}|--file=none.md", "--file=none.md cannot be read as text", r_json=MEASURED),
+    history(f"{TABLE}|--file=d.md", "--file=d.md has 0 lines", "wanted one each", r_json=MEASURED, d_md="a\n"),
+    history(f"{TABLE}|--file=d.md|--check", "--file=d.md has 0 lines", r_json=MEASURED, d_md="a\n"),
+    history("backup|--backup=host::module", "--backup=host::module: wanted a folder, or [USER@]HOST:FOLDER"),
+    history("restore|--backup=host:a b", "--backup=host:a b: wanted a folder, or [USER@]HOST:FOLDER"),
+    history("backup|--backup=a.txt", "--backup=a.txt cannot be a folder", a_txt="a"),
     case_of(SITE, "", "holds no run that can be read"),
     case_of(SITE, "--output=a.txt", "--output=a.txt is there and no site of ours", a_txt="a"),
     case_of(SITE, "--parity=p.json", "p.json"),

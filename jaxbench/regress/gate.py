@@ -1,0 +1,116 @@
+"""The counts of one tree beside those of another: no noise, so one launch of each is enough (S file).
+
+Data's way: a tree -> one launch of the suite's cases, kept by commit, so that a base that was measured before costs
+nothing -> what the compiler counts, compilations while the clock ran, bits a byte -> findings by value. A run of the
+history that measured the base on this machine serves in place of a launch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import config
+from jaxbench.measure import environment, verdicts
+from jaxbench.regress import judge, metrics, pairs, trees
+from jaxbench.regress import run as running
+from jaxbench.regress.history import History
+from jaxbench.regress.judge import Finding
+from jaxbench.regress.pairs import BASE, HEAD, Launches
+from jaxbench.regress.suite import Suite
+from jaxbench.regress.trees import Tree
+
+KINDS = ("exact", "quality")
+BRANCHES = ("@{upstream}", "origin/HEAD", "origin/main", "main")  # what a branch was made from, the first that is there
+Counts = dict[str, float]  # series -> value
+
+
+class Stored(NamedTuple):
+    """Counts of a run of the history."""
+
+    run: str
+    counts: Counts
+
+
+class Compared(NamedTuple):
+    """What the gate found."""
+
+    findings: list[Finding]  # of every count that both sides have
+    missing: list[str]  # counts of the base that head lacks
+    new: list[str]  # counts of head that the base lacks
+
+
+def base_commit() -> str:
+    """SHA of where this branch left the one it was made from; HEAD itself on that branch.
+
+    Raises:
+      ValueError: this is no git repository, or there is no such branch.
+    """
+    for name in BRANCHES:
+        command = ["git", "--no-optional-locks", "merge-base", "HEAD", name]
+        done = subprocess.run(command, cwd=trees.ROOT, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    raise ValueError(f"gate: git finds none of {', '.join(BRANCHES)} here; name the base with --compare_with=COMMIT")
+
+
+def counts_of(
+    suite: Suite, tree: Tree, *, device: str, folder: Path, side: str = HEAD, say: Callable[[str], Any] = print
+) -> tuple[Counts, dict[str, str]]:
+    """Counts of a tree, and which cases it lost with why; kept in `folder` by commit.
+
+    Args:
+      side: head, or base, whose failure to start is a loss and no error.
+
+    Raises:
+      ValueError: the machine lacks what the suite requires, or this tree cannot be imported.
+    """
+    running.check(suite, device)
+    short, threads = quick(suite), suite.threads or environment.usable_cores()
+    packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
+    name = "-".join([config.config_id(short), device, str(threads), packages, side, tree.commit])
+    plan = running.planned(short, {side: tree}, device, folder / name)
+    launches = Launches(plan, say)
+    launches.until(1)
+    own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+    counts = {name: verdicts.median(list(sides[side].values())) for name, sides in own.items() if side in sides}
+    shutil.rmtree(plan.workdir / "compile_cache", ignore_errors=True)
+    if launches.lost:
+        shutil.rmtree(plan.workdir)  # or the next gate would take what is missing for all there is
+    return _counted(counts), {name: reason for (_, name), reason in launches.lost.items()}
+
+
+def quick(suite: Suite) -> Suite:
+    """A suite as short as its counts allow: one visit a case, one sample a visit."""
+    return suite.model_copy(update={"rounds": 1, "sample_s": 0.0})
+
+
+def stored(history: History, suite: Suite, *, commit: str, device: str, threads: int) -> Stored | None:
+    """Counts of a commit by the newest run that measured it with this suite on this machine; None where none did."""
+    wanted = (environment.fingerprint(), device, config.config_id(suite))
+    for row in reversed(history.list()):
+        side = next((name for name, sha in ((HEAD, row.head), (BASE, row.base)) if sha and sha == commit), None)
+        if side is None or (row.host, row.device, row.suite_id) != wanted:
+            continue
+        record = history.load(row.id)
+        if record["machine"].get("threads") != threads:
+            continue  # the compiler parts loops by threads
+        counts = {name: sides[side]["median"] for name, sides in record["series"].items() if side in sides}
+        if counts := _counted(counts):
+            return Stored(row.id, counts)
+    return None
+
+
+def compare(base: Mapping[str, float], head: Mapping[str, float], suite: Suite) -> Compared:
+    """Findings of two trees' counts; counts that one of them lacks are named."""
+    both = {name: [judge.Pair(base[name], head[name])] for name in head if name in base}
+    missing, new = ([name for name in one if name not in other] for one, other in ((base, head), (head, base)))
+    return Compared(judge.judge(both, suite), missing, new)
+
+
+def _counted(series: Mapping[str, float]) -> Counts:
+    return {name: value for name, value in series.items() if metrics.metric_of(name).kind in KINDS}

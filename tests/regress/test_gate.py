@@ -1,0 +1,136 @@
+"""The gate before a push: counts of this tree beside its base's, from the history or one launch, kept by commit."""
+
+import datetime
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from jaxbench import cli, config
+from jaxbench.measure import environment
+from jaxbench.regress import gate, gate_command, history, trees
+from jaxbench.regress.pairs import BASE, HEAD
+from jaxbench.regress.suite import Suite
+from tests.regress import records
+
+WORDS = Suite(model="tiny", cases=[{"name": "words", "workload": "tokenizing", "characters": 500}], threads=1,
+              requires={"memory_bytes": 0})  # fmt: skip
+COUNTS = ["words.executables", "words.recompilations"]
+TREE = trees.Tree(trees.ROOT, trees.here().python, "abc", "")
+
+
+@pytest.fixture
+def flags_of(monkeypatch, tmp_path):
+    """Return a function that sets what the command's flags hold."""
+
+    def set_flags(**values):
+        given = {"workdir": str(tmp_path / "w"), "device": "cpu", "compare_with": None, "history": str(tmp_path / "h")}
+        monkeypatch.setattr(gate_command, "VALUES", SimpleNamespace(**given | values))
+        monkeypatch.setattr(gate_command.history_commands, "VALUES", SimpleNamespace(**given | values))
+
+    return set_flags
+
+
+def kept(tmp_path, suite, **changes) -> history.History:
+    """Return a history of one run of a suite on this machine: head c..., base b..., counts 7."""
+    found = history.History(tmp_path / "h")
+    series = {name: {side: {"median": 7.0} for side in (HEAD, BASE)} for name in ("decode.decode.flops", records.RATE)}
+    run = records.record([], host=environment.fingerprint(), suite_id=config.config_id(suite), series=series)
+    found.add(run | changes)
+    return found
+
+
+def test_counts_of_a_commit_are_measured_once_and_a_lost_case_is_not_kept(tmp_path):
+    said = []
+    counts_of = functools.partial(gate.counts_of, device="cpu", folder=tmp_path, say=said.append)
+    counts, lost = counts_of(WORDS, TREE)
+    assert sorted(counts) == COUNTS and lost == {} and len(said) > 0
+    number = len(said)
+    assert counts_of(WORDS, TREE) == (counts, {}) and len(said) == number
+    broken = WORDS.model_copy(update={"timeout_s": 1e-3})
+    for _ in range(2):
+        counts, lost = counts_of(broken, TREE, side=BASE)
+        assert counts == {} and list(lost) == ["start"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_count_that_rose_critically_is_found_and_what_one_side_lacks_is_named():
+    base = {"a.p.flops": 100.0, "a.p.hlo_ops": 10.0, "a.recompilations": 0.0, "a.gone.flops": 1.0}
+    head = {"a.p.flops": 105.0, "a.p.hlo_ops": 10.0, "a.recompilations": 1.0, "a.new.flops": 1.0}
+    suite = Suite(cases=[{"name": "a", "workload": "generation"}])
+    found = gate.compare(base, head, suite)
+    levels = {each.series: each.level for each in found.findings}
+    assert levels == {"a.p.flops": "warning", "a.p.hlo_ops": "", "a.recompilations": "critical"}
+    assert found.missing == ["a.gone.flops"] and found.new == ["a.new.flops"]
+
+
+@pytest.mark.parametrize("commit", ["c" * 12, "b" * 12])
+def test_a_run_that_measured_the_commit_on_either_side_serves(tmp_path, commit):
+    found = gate.stored(kept(tmp_path, records.SUITE), records.SUITE, commit=commit, device="cpu", threads=2)
+    assert found.counts == {"decode.decode.flops": 7.0}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"host": "other"}, {"device": "gpu"}, {"suite_id": "x"}, {"machine": {"cpu": "A"}}]
+)
+def test_a_run_of_another_machine_suite_or_number_of_threads_does_not(tmp_path, changes):
+    found = kept(tmp_path, records.SUITE, **changes)
+    assert gate.stored(found, records.SUITE, commit="c" * 12, device="cpu", threads=2) is None
+
+
+def test_the_newest_run_serves(tmp_path):
+    found = kept(tmp_path, records.SUITE)
+    later = datetime.datetime(2026, 11, 27, tzinfo=datetime.UTC).isoformat()
+    series = {"decode.decode.flops": {HEAD: {"median": 8.0}}}
+    kept(tmp_path, records.SUITE, time_utc=later, series=series)
+    assert (
+        gate.stored(found, records.SUITE, commit="c" * 12, device="cpu", threads=2).counts["decode.decode.flops"] == 8
+    )
+
+
+def test_the_command_fails_on_a_critical_rise_and_passes_on_equal_counts(flags_of, tmp_path, monkeypatch, capsys):
+    flags_of(compare_with="anything")
+    monkeypatch.setattr(trees, "resolved", lambda name: "c" * 40)
+    counts = {"decode.decode.flops": 7.0}
+    monkeypatch.setattr(gate, "counts_of", lambda *_, **__: (counts, {}))
+    kept(tmp_path, records.SUITE)
+    suite = records.SUITE.model_copy(update={"threads": 2})
+    monkeypatch.setattr(config, "config_id", lambda model: history.History(tmp_path / "h").list()[0].suite_id)
+    assert gate_command.gate(suite, say=print) == cli.EXIT_OK
+    assert "1 of 1 counts of" in (out := capsys.readouterr().out) and "(run 2026" in out
+    counts["decode.decode.flops"] = 70.0
+    with pytest.raises(cli.GateFailed, match="critical rise of decode.decode.flops"):
+        gate_command.gate(suite, say=print)
+    assert "decode.decode.flops: 7 FLOP to 70 FLOP, +900.0 %, regression, critical" in capsys.readouterr().out
+    monkeypatch.setattr(gate, "counts_of", lambda *_, **__: ({}, {"decode": "it failed"}))
+    with pytest.raises(cli.GateFailed, match=r"does not run decode \(it failed\)"):
+        gate_command.gate(suite, say=print)
+    assert "not there any more: decode.decode.flops" in capsys.readouterr().out
+
+
+def test_a_tree_that_is_its_base_has_nothing_to_compare(flags_of, monkeypatch, capsys):
+    flags_of()
+    monkeypatch.setattr(trees, "here", lambda: TREE._replace(commit="d" * 12))
+    monkeypatch.setattr(gate, "base_commit", lambda: "d" * 40)
+    assert gate_command.gate(WORDS, say=print) == cli.EXIT_OK
+    assert capsys.readouterr().out == f"nothing to compare: this tree is {'d' * 12} itself\n"
+
+
+def test_a_base_that_cannot_be_built_is_said_and_does_not_stop_a_push(flags_of, monkeypatch, capsys):
+    def not_built(name, folder, *, say):
+        raise trees.NotBuilt(f"{name}: no packages")
+
+    flags_of()
+    monkeypatch.setattr(gate, "base_commit", lambda: "d" * 40)
+    monkeypatch.setattr(trees, "of_commit", not_built)
+    assert gate_command.gate(WORDS, say=print) == cli.EXIT_OK
+    assert capsys.readouterr().out == f"nothing to compare with: {'d' * 12}: no packages\n"
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_a_branch_without_upstream_or_main_asks_for_its_base(monkeypatch):
+    monkeypatch.setattr(gate, "BRANCHES", ("HEAD",))
+    assert gate.base_commit() == trees.resolved("HEAD")
+    monkeypatch.setattr(gate, "BRANCHES", ("no-such-branch",))
+    with pytest.raises(ValueError, match="finds none of no-such-branch here; name the base with --compare_with"):
+        gate.base_commit()

@@ -1,0 +1,96 @@
+"""The workflows: least permissions, pinned actions, nothing interpolated into a shell, commands that exist."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.structure import ROOT
+from tests.test_cli import shell_environment
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}")
+CALL = re.compile(r"experiments/benchmarks\.py (run|history \w+)((?:[ \\\n]+(?:--\S+|\"\$\{\w+\[@\]\}\"))*)")
+
+
+def workflow(path) -> dict:
+    """Return a workflow; YAML 1.1 reads its key `on` as true."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def steps(path) -> list[dict]:
+    """Return the steps of all jobs of a workflow."""
+    return [step for job in workflow(path)["jobs"].values() for step in job["steps"]]
+
+
+def test_the_workflows_are_those_of_tests_pull_requests_and_nights():
+    assert [path.stem for path in FILES] == ["nightly", "performance", "tests"]
+    assert "pull_request" in workflow(FILES[1])[True] and "pull_request_target" not in workflow(FILES[1])[True]
+    [daily] = workflow(FILES[0])[True]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", daily["cron"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_workflow_may_read_and_no_more_and_its_jobs_end(path):
+    made = workflow(path)
+    assert made["permissions"] == {"contents": "read"}
+    for job in made["jobs"].values():
+        assert "permissions" not in job and job["timeout-minutes"] <= 360 and job["runs-on"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_actions_are_pinned_with_their_version_beside_and_keep_no_credentials(path):
+    used = [step["uses"] for step in steps(path) if "uses" in step]
+    assert used and [name for name in used if not PINNED.fullmatch(name)] == []
+    lines = [line for line in path.read_text().splitlines() if "uses:" in line]
+    assert [line for line in lines if not re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)] == []
+    checkouts = [step for step in steps(path) if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkouts and all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_expression_reaches_a_shell(path):
+    assert [step["run"] for step in steps(path) if "${{" in step.get("run", "")] == []
+
+
+@pytest.mark.parametrize("path", FILES[:2], ids=lambda path: path.stem)
+def test_what_compares_commits_has_the_whole_history(path):
+    [checkout] = [step for step in steps(path) if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkout["with"]["fetch-depth"] == 0
+
+
+def test_the_commands_of_the_workflows_and_their_flags_exist():
+    calls: dict[str, set[str]] = {}
+    for path in FILES[:2]:
+        for step in steps(path):
+            for command, given in CALL.findall(step.get("run", "")):
+                calls.setdefault(command, set()).update(re.findall(r"--(\w+)", given))
+    assert calls.keys() == {"run", "history prune", "history verify", "history backup"}
+    assert {"suite", "compare_with", "alerts", "history", "detailed_report"} <= calls["run"]
+    for command, names in calls.items():
+        words = [sys.executable, "experiments/benchmarks.py", *command.split(), "--help"]
+        done = subprocess.run(words, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=120)
+        known = set(re.findall(r"--(?:\[no\])?(\w+)", done.stdout))
+        assert done.returncode == 0 and names <= known, (command, names - known)
+
+
+def test_the_suites_and_the_alerts_of_the_workflows_are_there():
+    [night] = workflow(FILES[0])["jobs"].values()
+    text = FILES[0].read_text() + FILES[1].read_text()
+    suites = {night["env"]["SUITE"], *re.findall(r"--suite=(\w+)", text)}
+    assert [name for name in suites if not (ROOT / "configs" / "benchmarks" / f"{name}.yaml").is_file()] == []
+    [alerts] = re.findall(r"PERFORMANCE_ALERTS \|\| '(\w+)'", text)
+    assert (ROOT / "configs" / "alerts" / f"{alerts}.yaml").is_file()
+
+
+def test_every_hook_runs_a_command_of_this_repository():
+    made = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = {hook["id"]: hook for repository in made["repos"] for hook in repository["hooks"]}
+    assert all(repository["repo"] == "local" for repository in made["repos"])
+    assert {"counts", "parity", "zizmor", "workflow-schema"} <= hooks.keys()
+    assert {name for name, hook in hooks.items() if hook.get("stages") == ["pre-push"]} == {"counts", "parity"}
+    assert made["default_install_hook_types"] == ["pre-commit", "pre-push"]
+    pinned = [line for hook in hooks.values() for line in hook.get("additional_dependencies", ())]
+    assert pinned and all(line.count("==") == 1 for line in pinned)
