@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxbench import cli
-from jaxbench.regress import history, history_commands, tables
+from jaxbench.regress import history, history_commands, tables, trees
 from tests.regress.records import LOAD, RATE, finding, quiet, record
 
 EMPTY = f"# Title\n\n{tables.BEGIN}\n{tables.END}\n\nafter\n"
@@ -86,3 +86,9 @@ def test_a_run_may_be_named_by_its_file_so_that_a_committed_one_is_checked_anywh
     copy.write_bytes(path.read_bytes())
     assert command(run=str(copy), history=str(tmp_path / "none")) == cli.EXIT_OK
     assert f"Run `{copy}`" in capsys.readouterr().out
+
+
+def test_the_table_of_the_documentation_is_that_of_the_run_that_is_committed():
+    [path] = (trees.ROOT / "experiments" / "results" / "2026-11-26-performance-history").glob("*.json")
+    made = tables.table(history.read(path), path.stem)
+    assert tables.is_current(trees.ROOT / "docs" / "performance_history.md", made)
