@@ -27,10 +27,11 @@ class ChangePoint(NamedTuple):
     after: float
 
 
-def change_points(values: Sequence[float]) -> list[ChangePoint]:
+def change_points(values: Sequence[float], *, counted: bool = False) -> list[ChangePoint]:
     """Change points of a series in time order; none where a value is not positive or there are too few.
 
-    Where runs do not differ by chance (counts), every change is one.
+    Args:
+      counted: runs do not differ by chance: every change is one, in a series of any length.
     """
     x = np.asarray(values, np.float64)
     if len(x) < 2 or not np.all(np.isfinite(x)) or x.min() <= 0:
@@ -38,10 +39,10 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
     logs = np.log(x)
     steps = np.diff(logs)
     spread = float(np.median(np.abs(steps - np.median(steps)))) * 1.4826 / math.sqrt(2)
-    if spread < NOISELESS:
-        edges = [int(i) + 1 for i in np.flatnonzero(np.abs(steps) > NOISELESS)]
-    elif len(x) < 2 * LEAST:
+    if not counted and len(x) < 2 * LEAST:
         edges = []
+    elif counted or spread < NOISELESS:
+        edges = [int(i) + 1 for i in np.flatnonzero(np.abs(steps) > NOISELESS)]
     else:
         import ruptures
 

@@ -77,10 +77,12 @@ def trend() -> int:
         raise ValueError(
             f"--series={VALUES.series}: no run of machine {host} on {VALUES.device} in {VALUES.history} has it"
         )
-    unit = metrics.of_run(history.load(points[-1].run), VALUES.series).unit
+    metric = metrics.of_run(history.load(points[-1].run), VALUES.series)
+    unit, counted = metric.unit, metric.kind == "exact"
     for work in dict.fromkeys(point.work for point in points):  # a case that was changed is another series
         mine = [point for point in points if point.work == work]
-        changes = {each.index: each for each in change_points.change_points([point.median for point in mine])}
+        found = change_points.change_points([point.median for point in mine], counted=counted)
+        changes = {each.index: each for each in found}
         print(f"case {work}, {len(mine)} runs")
         for index, point in enumerate(mine):
             said = ""

@@ -38,13 +38,15 @@ def test_one_outlier_is_no_change():
 
 
 def test_counts_change_where_they_change():
-    assert change_points([100.0, 100.0, 100.0, 104.0, 104.0]) == [ChangePoint(3, 100.0, 104.0)]
-    assert change_points([7.0] * 30) == []
+    assert change_points([100.0, 104.0], counted=True) == [ChangePoint(1, 100.0, 104.0)]
+    assert change_points([100.0, 100.0, 100.0, 104.0, 104.0], counted=True) == [ChangePoint(3, 100.0, 104.0)]
+    assert change_points([7.0] * 30) == change_points([7.0] * 30, counted=True) == []
+    assert change_points([7.0] * 10 + [8.0] * 10) == [ChangePoint(10, 7.0, 8.0)]
 
 
 def test_a_series_that_is_too_short_or_not_positive_has_none():
     assert change_points([]) == change_points([1.0]) == []
-    assert change_points(noise(0, 2 * LEAST - 1)) == []
+    assert change_points(noise(0, 2 * LEAST - 1)) == change_points([1.0, 2.0]) == []
     assert change_points([1.0, 0.0, 2.0] * 10) == change_points([1.0, float("nan")] * 10) == []
 
 

@@ -169,7 +169,7 @@ def _series(key: tuple[str, ...], metric: metrics.Metric, rows: Sequence[tuple[A
     host, device, work, name = key
     rows = sorted(rows)
     time, run, commit, median, low, high = (list(column) for column in zip(*rows))
-    changes = [list(each) for each in change_points.change_points(median)]
+    changes = [list(each) for each in change_points.change_points(median, counted=metric.kind == "exact")]
     file = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
     columns = {
         "time": time,
