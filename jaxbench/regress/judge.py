@@ -1,8 +1,9 @@
 """Is head worse than base: verdicts of a run's series over its pairs of launches (S file).
 
 A pair of launches, one fresh process of each side, gives a log ratio a series, oriented so that above 0 is worse. Timed
-series are judged together: an interval of each from moderated variances over the pairs, p-values after Holm over all of
-them, and alpha shared by the looks. Exact series are compared by value, and a difference of any size is one.
+series are judged together: an interval of each from moderated variances over the pairs, p-values after Holm within
+two families, and alpha shared by the looks and by the families: four fifths of it for the few primary series, so that
+they need not pay for all others. Exact series are compared by value, and a difference of any size is one.
 
 - regression: worse beyond chance, and by more than the warning margin; critical where the whole interval is above the
   critical one.
@@ -27,6 +28,7 @@ from jaxbench.regress.suite import Suite
 
 Verdict = Literal["regression", "improvement", "no change", "undecided"]
 Level = Literal["", "warning", "critical"]
+PRIMARY_SHARE = 0.8  # of alpha
 MOST_LAUNCHES = 1000  # more than anybody waits for
 
 
@@ -63,16 +65,27 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
     pairs = {name: each for name, each in pairs.items() if kinds[name] != "noted"}
     timed = [name for name in pairs if kinds[name] in ("timed", "memory")]
     timed = [name for name in timed if all(min(pair) > 0 for pair in pairs[name])]
-    confidence = 1 - suite.alpha / num_looks
+    alpha = suite.alpha / num_looks
     logs = [[log_ratio(name, pair) for pair in pairs[name]] for name in timed]
-    intervals = moderation.intervals(logs, confidence=confidence)
-    p_values = verdicts.holm([interval.p_value for interval in intervals])
+    intervals = dict(zip(timed, moderation.intervals(logs, confidence=1 - alpha), strict=True))
+    shares = _shares_of_alpha({name: interval.p_value for name, interval in intervals.items()}, suite, alpha)
     found = {
-        name: _timed(name, interval, float(p), pairs[name], suite.margin(name), 1 - confidence)
-        for name, interval, p in zip(timed, intervals, p_values, strict=True)
+        name: _timed(name, interval, shares[name] <= 1, pairs[name], suite.margin(name), alpha)
+        for name, interval in intervals.items()
     }
     exact = {name: _exact(name, pairs[name], suite.margin(name)) for name in pairs if name not in found}
     return [(found | exact)[name] for name in pairs]
+
+
+def _shares_of_alpha(p_values: Mapping[str, float], suite: Suite, alpha: float) -> dict[str, float]:
+    """P-value of each series after Holm in its family, over the alpha that its family has; at most 1: beyond chance."""
+    primaries, found = set(suite.primaries()), {}
+    families = [[name for name in p_values if (name in primaries) == is_first] for is_first in (True, False)]
+    for names, share in zip(families, (PRIMARY_SHARE, 1 - PRIMARY_SHARE)):
+        own = alpha * (share if all(families) else 1.0)  # alone, a family has all of it
+        adjusted = verdicts.holm([p_values[name] for name in names])
+        found |= {name: float(p) / own for name, p in zip(names, adjusted, strict=True)}
+    return found
 
 
 def log_ratio(series: str, pair: Pair) -> float:
@@ -82,15 +95,15 @@ def log_ratio(series: str, pair: Pair) -> float:
 
 
 def _timed(
-    name: str, interval: verdicts.Interval, p_value: float, pairs: Sequence[Pair], margin: Margin, alpha: float
+    name: str, interval: verdicts.Interval, beyond_chance: bool, pairs: Sequence[Pair], margin: Margin, alpha: float
 ) -> Finding:
     worse, low, high = (share - 1 for share in interval.ratio())
     base, head = (verdicts.median(side) for side in zip(*pairs))
     least, most = math.log1p(margin.warning), math.log1p(margin.critical)
     verdict, level, wanted = "undecided", "", 0
-    if p_value <= alpha and interval.mean > least:
+    if beyond_chance and interval.mean > least:
         verdict, level = "regression", "critical" if interval.low > most else "warning"
-    elif p_value <= alpha and interval.mean < -least:
+    elif beyond_chance and interval.mean < -least:
         verdict = "improvement"
     elif -least < interval.low and interval.high < least:
         verdict = "no change"

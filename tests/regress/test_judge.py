@@ -66,6 +66,22 @@ def test_what_is_measured_once_a_run_is_not_judged():
     assert judge.judge({"decode.compile_cold_s": [Pair(1.0, 3.0)]}, SUITE) == []
 
 
+def test_a_primary_series_does_not_pay_for_all_others():
+    """The same slow-down among fifteen series without one is found more often where it is primary."""
+    others = {f"decode.a{i}.first_token_s": launches(1.0, count=3, noise=0.07, seed=i) for i in range(15)}
+    found = {RATE: 0, TIME: 0}
+    for seed in range(40):
+        slower = launches(1.2, count=3, noise=0.07, seed=1000 + seed)
+        for name in found:
+            pairs = [Pair(1 / pair.base, 1 / pair.head) for pair in slower] if name == RATE else slower
+            judged = judge.judge(others | {name: pairs}, SUITE)
+            found[name] += next(each for each in judged if each.series == name).verdict == "regression"
+    assert found[RATE] >= found[TIME] + 8, found
+    shares = judge._shares_of_alpha({RATE: 0.01, TIME: 0.01, "decode.load_s": 0.02}, SUITE, 0.05)
+    assert [shares[RATE], shares[TIME]] == pytest.approx([0.01 / 0.04, 0.02 / 0.01])
+    assert judge._shares_of_alpha({TIME: 0.04}, SUITE, 0.05) == pytest.approx({TIME: 0.8})
+
+
 def test_runs_of_equal_sides_are_quiet():
     """Of 300 runs of twelve series without a difference, fewer than 5 % say anything (the margins alone keep them)."""
     names = [f"decode.{name}" for name, metric in metrics.METRICS.items() if metric.kind in ("timed", "memory")]

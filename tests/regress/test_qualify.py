@@ -27,7 +27,7 @@ def test_a_quiet_machine_finds_a_fifth_and_says_nothing_of_equal_sides():
 
 def test_a_noisy_machine_finds_less_and_needs_more():
     quiet, noisy = (qualify.qualify(equal_sides(noise), SUITE, num_drawn=60) for noise in (0.02, 0.3))
-    assert noisy.power[1.2].count < 30 and noisy.drawn.count <= 3
+    assert noisy.power[1.2].count < 30 and noisy.drawn.count <= 6  # drawn from the same launches
     assert min(noisy.smallest.values()) > max(quiet.smallest.values())
 
 
