@@ -92,7 +92,7 @@ PARALLEL = [
     ("zero0", "'zero0'", "--name=value"),
     ("--case=zero0 extra", "'extra'", "--name=value"),
     ("-part=1/2 x", "'x'", "--name=value"),
-    ("--backend=flax", "--backend", "it takes --all, --case, --output, --part"),
+    ("--backend=flax", "--backend", "it takes --all, --case", "--output, --part"),
     ("--device=gpu", "--device", "it takes --all"),
     ("--workdir=x", "--workdir", "it takes --all"),
     ("--config=x", "--config", "it takes --all"),
