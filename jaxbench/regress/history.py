@@ -26,12 +26,13 @@ from jaxbench import outputs
 SCHEMA = 1  # of a run's file
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED = "runs", "index.sqlite", "qualified"
-TABLES = """
+INDEX_VERSION = 2  # of its tables; an index of another is made again
+TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
                    tag TEXT, size INTEGER);
 CREATE TABLE points (run TEXT, series TEXT, work TEXT, side TEXT, median REAL, launches INTEGER);
 CREATE INDEX by_series ON points (series, side);
-PRAGMA user_version = 2;
+PRAGMA user_version = {INDEX_VERSION};
 """
 
 
@@ -306,7 +307,7 @@ def _is_current(path: Path, sizes: Mapping[str, int]) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(path)) as index:
             [(version,)] = index.execute("PRAGMA user_version")
-            return version == 2 and dict(index.execute("SELECT id, size FROM runs")) == sizes
+            return version == INDEX_VERSION and dict(index.execute("SELECT id, size FROM runs")) == sizes
     except sqlite3.DatabaseError:
         return False  # damaged: it is made again
 

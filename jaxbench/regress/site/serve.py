@@ -50,6 +50,8 @@ class Pages:
 
     async def get(self, name: str) -> bytes | None:
         """A file's bytes; None where there is none of this name."""
+        if name in self._static:
+            return self._static[name]
         async with self._lock:
             state = await run_in_threadpool(self._now)
             if state != self._state:
@@ -58,12 +60,12 @@ class Pages:
         return self.files.get(name)
 
     def made(self) -> dict[str, bytes]:
-        """All files."""
+        """All files that the history makes."""
         try:
             texts = write.texts(content.gather(self._history), self._layers)
         except ValueError as error:  # no run yet
             texts = {"index.html": f"<!doctype html><title>performance over time</title><p>{error}"}
-        return self._static | {name: text.encode() for name, text in texts.items()}
+        return {name: text.encode() for name, text in texts.items()}
 
     def _now(self) -> list[tuple[str, int, int]]:
         """What is there: files of runs, alerts and qualifications with their sizes and times."""
