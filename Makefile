@@ -18,10 +18,10 @@ export NO_VENV
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help environment assets serve tensorboard compare bench parity test lint peers clean
+.PHONY: help environment assets serve tensorboard compare bench parity gpu gpu_pack test lint peers clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z_]+):[^#]*## */  make \1\t/' | expand -t 20
 
 environment:  ## create the virtual environment if it is missing
 	@.ci/environment $(VENV) $(PYTHON)
@@ -47,6 +47,12 @@ tensorboard: environment  ## what the runs in out/ wrote, on http://127.0.0.1:60
 parity: assets  ## do the three backends compute the same function? every case
 	@echo "==> parity of every case"
 	@$(PY) experiments/parity.py --all $(ARGS)
+
+gpu: environment  ## what waits for a GPU, stage by stage in 9 minutes (without one: ARGS=--rehearse)
+	@$(PY) experiments/gpu.py $(ARGS)
+
+gpu_pack: environment  ## code and wheels in one folder, for a GPU machine without a network: out/gpu-pack
+	@$(PY) experiments/gpu.py --pack=out/gpu-pack $(ARGS)
 
 test: assets  ## the test suite
 	@echo "==> tests"

@@ -3,6 +3,7 @@
     python experiments/parity.py --case=transformer/llama-grouped    20 seconds: every gate on a tiny model
     python experiments/parity.py --case=transformer/smollm2          1 minute, 7 GB: the default model
     python experiments/parity.py --case=transformer/smollm2 --gradients    1 minute, 13 GB: its gradients in float64 too
+    python experiments/parity.py --case=watermark/*,memory/bank      several
     python experiments/parity.py --all                               10 minutes: every case, and the mutation score
     python experiments/parity.py --all --device=gpu                  the same with JAX on a GPU, and its fused attention
     python experiments/parity.py --model=PATH                        your checkpoint: GGUF file or Hugging Face folder
@@ -16,6 +17,7 @@ transformers reads the file; --backend leaves one of the two out.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import sys
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ from jaxbench.parity import cases
 
 def define_flags() -> None:
     """Define what only this command has."""
-    flags.DEFINE_string("case", None, "id of the case to prove, such as transformer/smollm2")
+    flags.DEFINE_list("case", None, "ids of the cases to prove, such as transformer/smollm2 or watermark/*")
     flags.DEFINE_bool("all", False, "prove every case, and print the mutation score")
     flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
     flags.DEFINE_bool("gradients", None, "compare gradients too (default: as the case says; off for the default model)")
@@ -43,6 +45,12 @@ def define_flags() -> None:
     cli.define_workdir("out/parity")
 
 
+def found(name: str) -> list[cases.Case]:
+    """Case of this id, or all that a pattern such as watermark/* fits."""
+    ids = fnmatch.filter([case.id for case in cases.CASES], name) if "*" in name else []
+    return [cases.find(each) for each in ids or [name]]
+
+
 def selected() -> list[cases.Case]:
     """Cases of the table that the flags ask for.
 
@@ -50,15 +58,17 @@ def selected() -> list[cases.Case]:
       ValueError: nothing is asked for, two things at once, an unknown case, or one of another device.
     """
     values = flags.FLAGS
-    wanted = [f"--{name}={values[name].value}" for name in ("case", "model") if values[name].value is not None]
+    named = {"case": None if values.case is None else ",".join(values.case), "model": values.model}
+    wanted = [f"--{name}={value}" for name, value in named.items() if value is not None]
     wanted += ["--all"] if values.all else []
     if len(wanted) > 1:
         raise ValueError(f"{wanted[0]} and {wanted[1]} exclude each other")
     if values.case is not None:
-        case = cases.find(values.case)
-        if case.device not in (None, values.device):
-            raise ValueError(f"--case={case.id} is proved on a {case.device} alone; pass --device={case.device}")
-        return [case]
+        chosen = list({case.id: case for name in values.case or [""] for case in found(name)}.values())
+        for case in chosen:
+            if case.device not in (None, values.device):
+                raise ValueError(f"--case={case.id} is proved on a {case.device} alone; pass --device={case.device}")
+        return chosen
     if not (wanted or values.mutations):
         known = ", ".join(case.id for case in cases.CASES)
         raise ValueError(f"name a case with --case=ID, or pass --all; the {len(cases.CASES)} cases are {known}")

@@ -21,7 +21,8 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbench import functional, fused_attention, narrow_products, prompts, sharding
 
-IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
+KERNELS = ("fused", "cudnn", "splash")
+IMPLEMENTATIONS = ("dense", "blocked", *KERNELS)
 SHARED = -1  # segment of keys that every segment sees: a prompt in front of several answers
 
 
@@ -54,7 +55,8 @@ class Spans(NamedTuple):
     """Positions and segments of queries and keys, from which the attention mask follows."""
 
     query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
+    # None = no padding and one document a row, whose keys are the queries' own: key s is at position s.
+    key_positions: Int[Array, "B S"] | None
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
 
@@ -102,8 +104,8 @@ def attention(
     positions rise along a row within a segment, `is_ordered` lets `dense` leave out keys that come after a query.
     is_causal=False: a query sees all keys of its segment, and sliding_window is None. `dense` holds all scores;
     `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused` is this
-    platform's kernel: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time for a platform that is
-    not attached). softcap: scores become softcap * tanh(score / softcap); None = they stay.
+    platform's kernel, for more than one query: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time
+    for a platform that is not attached). softcap: scores become softcap * tanh(score / softcap); None = they stay.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown, not available on this platform, or has no
@@ -111,26 +113,22 @@ def attention(
     Sources: Ainslie et al. 2023, arXiv:2305.13245; Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[1]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if query.shape[1] == 1 and implementation in KERNELS:
+        implementation = "dense"  # a decode step's only query reads the cache once either way
+    is_plain = spans.key_positions is None and spans.query_segments is None
+    spans = spans._replace(key_positions=spans.query_positions) if is_plain else spans
     on_mesh = sharding.around_attention() if is_ordered else None
-    if softcap is not None and (on_mesh is not None or implementation not in ("dense", "blocked")):
-        raise ValueError(
-            f"attention: softcap={softcap} goes with dense and blocked attention over whole rows, not with "
-            f"implementation={implementation!r}{' on a mesh that splits them' if on_mesh else ''}"
-        )
+    _check(num_heads, num_kv_heads, implementation, softcap, on_mesh is not None)
     if on_mesh is not None:
         return on_mesh(
             query, key, value, spans, sliding_window=sliding_window, implementation=implementation,
             block_size=block_size,
         )  # fmt: skip
-    if implementation not in ("dense", "blocked"):
+    if implementation in KERNELS:
+        mask = functools.partial(attention_mask, spans, sliding_window, is_causal)
         return fused_attention.attention(
             query, key, value, spans.query_positions, spans.query_segments, sliding_window=sliding_window,
-            mask=functools.partial(attention_mask, spans, sliding_window, is_causal), is_causal=is_causal,
-            kernel=implementation,
+            mask=None if is_plain and is_causal else mask, is_causal=is_causal, kernel=implementation,
         )  # fmt: skip
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -141,6 +139,19 @@ def attention(
         dense = _ordered if is_ordered else _dense
         mixed = dense(grouped, key, value, attention_mask(spans, sliding_window, is_causal), softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+
+
+def _check(num_heads: int, num_kv_heads: int, implementation: str, softcap: float | None, is_on_mesh: bool) -> None:
+    """Refuse what `attention` cannot compute; it says when."""
+    if num_heads % num_kv_heads:
+        raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if softcap is not None and (is_on_mesh or implementation not in ("dense", "blocked")):
+        raise ValueError(
+            f"attention: softcap={softcap} goes with dense and blocked attention over whole rows, not with "
+            f"implementation={implementation!r}{' on a mesh that splits them' if is_on_mesh else ''}"
+        )
 
 
 def attention_weights(
@@ -173,6 +184,12 @@ def _softmax(scores: Array) -> Array:
     return weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
 
 
+def _plain_softmax(scores: Array) -> Array:
+    """The same as XLA's GPU compiler knows it: one kernel in place of three (docs/gpu.md)."""
+    weights = jax.nn.softmax(jnp.maximum(scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.where(jnp.isneginf(scores), jnp.zeros((), scores.dtype), weights)
+
+
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
     """Weighted sums of values, in at least float32."""
     merged = narrow_products.product(_merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
@@ -200,7 +217,10 @@ def _dense(
     mask: Bool[Array, "B T S"],
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
-    return _mix(_softmax(_scores(query, key, mask, softcap)), value).astype(query.dtype)
+    scores = _scores(query, key, mask, softcap)
+    if query.shape[3] == 1:  # a decode step
+        return _mix(lax.platform_dependent(scores, cpu=_softmax, default=_plain_softmax), value).astype(query.dtype)
+    return _mix(_softmax(scores), value).astype(query.dtype)
 
 
 def _ordered(

@@ -7,8 +7,10 @@ WORKSPACE.md; I and O are a projection's in and out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -28,16 +30,23 @@ def matmul(
 ) -> Float[Array, "*rows O"]:
     """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models.
 
-    Operands have equal types, products accumulate in at least float32, and products narrower than float32 get at least
-    four rows: XLA:CPU's fast paths need all three. Native kernels plug in here.
+    Operands have equal types and products accumulate in at least float32; on a CPU, products narrower than float32 get
+    at least four rows: XLA:CPU's fast paths need all three. Native kernels plug in here.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows, axis = x.reshape(-1, x.shape[-1]), int(transposed)
     if jnp.finfo(x.dtype).bits >= 32:
-        product = narrow_products.contract(rows, kernel, int(transposed))
+        product = narrow_products.contract(rows, kernel, axis)
+    elif (padding := MIN_ROWS - rows.shape[0]) <= 0:
+        product = narrow_products.multiply(rows, kernel, axis)
     else:
-        padding = max(0, MIN_ROWS - rows.shape[0])
-        padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
-        product = narrow_products.multiply(padded, kernel, int(transposed))[: rows.shape[0]]
+        # On a GPU the padding would be a kernel of its own in front of every product of a decode step (docs/gpu.md).
+        product = lax.platform_dependent(
+            rows, kernel,
+            cpu=lambda rows, kernel: narrow_products.multiply(
+                jnp.pad(rows, ((0, padding), (0, 0))), kernel, axis
+            )[:-padding],
+            default=lambda rows, kernel: narrow_products.multiply(rows, kernel, axis),
+        )  # fmt: skip
     return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
@@ -97,8 +106,36 @@ def linear(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], bias: Float[
 
 
 def add_bias(x: Float[Array, "*rows O"], bias: Float[Array, " O"] | None) -> Float[Array, "*rows O"]:
-    """Add a bias to every row; none where it is None."""
-    return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + (-1,))
+    """Add a bias to every row; none where it is None. Its gradient is summed over the rows in at least float32."""
+    if bias is None:
+        return x
+    return _added(x, bias) if jnp.finfo(x.dtype).bits < 32 else x + bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+@jax.custom_vjp
+def _added(x: Float[Array, "*rows O"], bias: Float[Array, " O"]) -> Float[Array, "*rows O"]:
+    return x + bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _added_forward(x: Array, bias: Array) -> tuple[Array, None]:
+    return _added(x, bias), None
+
+
+def _added_backward(_: None, grad: Array) -> tuple[Array, Array]:
+    def total(grad: Array) -> Array:
+        return jnp.sum(grad.astype(_wide(grad.dtype)), axis=tuple(range(grad.ndim - 1))).astype(grad.dtype)
+
+    # The barrier: XLA would keep the gradient in float32 for the sum, at twice the traffic (docs/gpu.md).
+    return grad, lax.platform_dependent(grad, cuda=lambda x: total(lax.optimization_barrier(x)), default=total)
+
+
+_added.defvjp(_added_forward, _added_backward)
+
+
+def _scaled(normal: Float[Array, "*rows D"], scale: Float[Array, " D"]) -> Float[Array, "*rows D"]:
+    """Every row times scale, whose gradient is summed over the rows in at least float32."""
+    wide = _wide(normal.dtype)
+    return (normal.astype(wide) * scale.astype(wide).reshape((1,) * (normal.ndim - 1) + (-1,))).astype(normal.dtype)
 
 
 def fused_linear(
@@ -151,7 +188,16 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: floa
     """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale."""
     wide = x.astype(_wide(x.dtype))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return _scaled((wide * lax.rsqrt(mean_square + eps)).astype(x.dtype), scale)
+
+
+def activated(x: Float[Array, "*rows F"], activation: str) -> Float[Array, "*rows F"]:
+    """SiLU of swiglu, or GELU in its tanh form, computed wide and rounded once, as PyTorch does.
+
+    The backward pass reads x and computes it again: kept, inner values would be wide (docs/gpu.md).
+    """
+    function = jax.nn.silu if activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
+    return jax.checkpoint(lambda x: function(x.astype(_wide(x.dtype))).astype(x.dtype))(x)
 
 
 def softcap(x: Float[Array, "..."], *, cap: float) -> Float[Array, "..."]:
@@ -167,4 +213,4 @@ def layer_norm(
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     normal = (centred * lax.rsqrt(variance + eps)).astype(x.dtype)
-    return add_bias(normal * scale.reshape((1,) * (x.ndim - 1) + (-1,)), bias)
+    return add_bias(_scaled(normal, scale), bias)

@@ -24,32 +24,42 @@ def attention(
     segments: Int[Array, "B T"] | None,
     *,
     sliding_window: int | None,
-    mask: Callable[[], Bool[Array, "B T S"]],
+    mask: Callable[[], Bool[Array, "B T S"]] | None,
     is_causal: bool = True,
     kernel: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attention output of kernel "cudnn" or "splash", or with "fused" of the one of JAX's default backend.
 
-    positions and segments are the queries'; mask makes the attention mask for the kernel that takes one.
+    positions and segments are the queries'; mask makes the attention mask for the kernel that takes one, None where it
+    is the causal one (and its window) over rows without padding: cuDNN then reads no mask.
     interpret=True runs splash attention's program on any platform, slowly, for tests.
 
     Raises:
-      ValueError: the platform has no fused kernel, or splash attention is asked for a cached call (T != S).
+      ValueError: the platform has no fused kernel, splash attention is asked for a cached call (T != S), or cuDNN for
+        types other than bfloat16 and float16 or on a device that is no NVIDIA GPU.
     """
     platform = jax.default_backend()
     if kernel == "fused":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
-    if kernel == "cudnn" and platform == "gpu":
-        return _cudnn(query, key, value, mask())
+    if kernel == "cudnn" and query.dtype.itemsize != 2:
+        raise ValueError(
+            f"attention: cuDNN's kernel takes bfloat16 and float16, got {query.dtype}: use dense or blocked"
+        )
+    if kernel == "cudnn":
+        key, value = key.transpose(0, 3, 1, 2), value.transpose(0, 2, 1, 3)
+        if mask is None:
+            window = None if sliding_window is None else (sliding_window - 1, 0)
+            how = {"is_causal": True, "local_window_size": window, "implementation": "cudnn"}
+            return jax.nn.dot_product_attention(query, key, value, **how)
+        return _masked_cudnn(query, key, value, mask())
     if kernel == "splash":
         how = {"is_causal": is_causal, "interpret": interpret}
         return _splash(query, key, value, positions, segments, sliding_window, **how)
     raise ValueError(f"attention: no fused kernel {kernel!r} on platform {platform!r}: use dense or blocked")
 
 
-def _cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -> Array:
-    key, value = key.transpose(0, 3, 1, 2), value.transpose(0, 2, 1, 3)
+def _masked_cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -> Array:
     mixed = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     # cuDNN spreads a fully masked row over all keys; here such a row is zero.
     return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))

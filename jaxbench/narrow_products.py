@@ -39,7 +39,15 @@ def stored_transpose(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"
 def contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "*rows O"]:
     """Contract the last axis of x with one axis of a kernel; accumulate wide, return x's dtype."""
     dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+
+    def rounded(x: Array, kernel: Array, dtype: jnp.dtype) -> Array:
+        return lax.dot_general(x, kernel, dimensions, preferred_element_type=dtype).astype(x.dtype)
+
+    wide = functools.partial(rounded, dtype=_wide(x.dtype))
+    if x.dtype == _wide(x.dtype):
+        return wide(x, kernel)
+    # NVIDIA's kernels accumulate wide and round as they write; asked for float32, cuBLAS would write it (docs/gpu.md).
+    return lax.platform_dependent(x, kernel, cuda=functools.partial(rounded, dtype=x.dtype), default=wide)
 
 
 _is_native: ContextVar[bool] = ContextVar("native products", default=False)

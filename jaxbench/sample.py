@@ -21,12 +21,16 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import philox, prng, prompts
+from jaxbench import parameters, philox, prng, prompts
 from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
 
 ARGMAX_BLOCK = 256  # values whose largest is found before the largest of all
+
+# Where a single row's decode step reads kernels as (out, in): its products are then row sums that take in what comes
+# before them, 0.88 ms a token of SmolLM2-135M's shape on an H200 in place of 1.11 (docs/gpu.md).
+TURNED_ON = ("gpu",)
 
 
 class DecodeState(NamedTuple):
@@ -194,7 +198,13 @@ class Generator(prompts.GeneratorBase):
         processors: Sequence[LogitsProcessor] = (),
     ):
         super().__init__(model, jax.default_backend(), eos_id=eos_id, sampling=sampling, processors=processors)
-        self._leaves, self._structure = jax.tree.flatten(model)  # models of Flax and of Equinox are pytrees
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)  # Flax's and Equinox's are pytrees
+        self._leaves = [leaf for _, leaf in leaves]
+        self._is_kernel = [
+            getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(".kernel") for path, leaf in leaves
+        ]
+        self._turned: list[Array] | None = None
+        self._has_room: bool | None = None  # for turned kernels; asked once
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
@@ -218,7 +228,9 @@ class Generator(prompts.GeneratorBase):
         decode = known.decode or self._decode_of(bucket.batch_size, bucket.num_slots)
         if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
-            decode = jax.jit(self._decode, donate_argnums=1).lower(self._weights, state, limit).compile()
+            weights, is_turned = self._decode_weights(bucket.batch_size), self._turns(bucket.batch_size)
+            program = jax.jit(functools.partial(self._decode, is_turned=is_turned), donate_argnums=1)
+            decode = program.lower(weights, state, limit).compile()
         self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
         return self.programs[bucket]
 
@@ -226,6 +238,28 @@ class Generator(prompts.GeneratorBase):
     def _weights(self) -> tuple:
         """What both programs read and neither changes: the model's arrays and those of the processors."""
         return self._leaves, self._shared
+
+    def _turns(self, batch_size: int) -> bool:
+        """True where a decode program reads turned kernels: for one row, and where the device had room for them."""
+        if batch_size > 1 or jax.default_backend() not in TURNED_ON:
+            return False
+        if self._has_room is None:
+            stats = jax.devices()[0].memory_stats() or {"bytes_limit": math.inf, "bytes_in_use": 0}
+            size = sum(leaf.nbytes for leaf, turns in zip(self._leaves, self._is_kernel) if turns)
+            self._has_room = 2 * size < stats["bytes_limit"] - stats["bytes_in_use"]
+        return self._has_room
+
+    def _turn(self, leaves: Sequence[Array]) -> list[Array]:
+        """Swap the axes of the kernels."""
+        return [jnp.swapaxes(leaf, 0, 1) if turns else leaf for leaf, turns in zip(leaves, self._is_kernel)]
+
+    def _decode_weights(self, batch_size: int) -> tuple:
+        """What a decode program reads; for a single row on a GPU a second copy of the kernels, (out, in), made once."""
+        if not self._turns(batch_size):
+            return self._weights
+        if self._turned is None:
+            self._turned = jax.jit(self._turn)(self._leaves)
+        return self._turned, self._shared
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
         """Fresh copies of the processors' states, filled up with rows of zeros; none given: their own."""
@@ -269,7 +303,8 @@ class Generator(prompts.GeneratorBase):
         """
         if max_new_tokens <= 1:
             return state
-        return self._decode_program(state, max_new_tokens)(self._weights, state, jnp.int32(max_new_tokens))
+        weights = self._decode_weights(len(state.tokens))
+        return self._decode_program(state, max_new_tokens)(weights, state, jnp.int32(max_new_tokens))
 
     _to_host = staticmethod(np.asarray)
 
@@ -277,7 +312,10 @@ class Generator(prompts.GeneratorBase):
         model = jax.tree.unflatten(self._structure, weights[0])
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
-        hidden, cache = model.features(tokens, positions, **({} if vectors is None else {"vectors": vectors}))
+        # Padding stands behind a row's tokens, which a causal kernel keeps from seeing it; the cache marks it as empty.
+        given = None if getattr(model, "is_fused", False) else positions
+        hidden, cache = model.features(tokens, given, **({} if vectors is None else {"vectors": vectors}))
+        cache = cache._replace(positions=positions) if given is None else cache
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
         step, slot = jnp.int32(0), jnp.max(lengths)
@@ -285,11 +323,12 @@ class Generator(prompts.GeneratorBase):
         state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
         return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
 
-    def _decode(self, weights, state: DecodeState, limit) -> DecodeState:
-        model = jax.tree.unflatten(self._structure, weights[0])
+    def _decode(self, weights, state: DecodeState, limit, *, is_turned: bool = False) -> DecodeState:
         rows = jnp.arange(state.tokens.shape[0])
 
-        def step(state: DecodeState) -> DecodeState:
+        def step(state: DecodeState) -> DecodeState:  # turned inside the loop: outside, XLA would copy the kernels
+            leaves = self._turn(weights[0]) if is_turned else weights[0]
+            model = jax.tree.unflatten(self._structure, leaves)
             last = (state.lengths - 1)[:, None]
             tokens = state.tokens[rows[:, None], last]
             hidden, cache = model.features(tokens, last, cache=state.cache, slot=state.slot)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 
@@ -15,7 +16,7 @@ class Batch(NamedTuple):
 
     tokens: Int[Array, "B T"]
     targets: Int[Array, "B T"]  # the token that follows
-    positions: Int[Array, "B T"]  # -1 = padding
+    positions: Int[Array, "B T"] | None  # -1 = padding; None = 0, 1, ... in every row, one document each
     mask: Bool[Array, "B T"]  # True where the target counts
     segments: Int[Array, "B T"] | None = None  # packed documents; None = one document a row
 
@@ -28,10 +29,42 @@ def cross_entropy(
     Computed in at least float32; 0 where no target counts.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    picked = jnp.take_along_axis(wide, targets[:, :, None], axis=-1)[:, :, 0]
-    losses = jax.nn.logsumexp(wide, axis=-1) - picked
+    losses = jax.nn.logsumexp(wide, axis=-1) - _picked(wide, targets)
     count = jnp.maximum(jnp.sum(mask), 1).astype(wide.dtype)
     return jnp.sum(jnp.where(mask, losses, jnp.zeros((), wide.dtype))) / count
+
+
+@jax.custom_vjp
+def _picked(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Logit of each target.
+
+    Its own gradient on GPUs is a comparison, which is part of the softmax's pass over the logits; that of a gather
+    scatters into zeros of the logits' size, which is faster on CPUs (docs/gpu.md).
+    """
+    return jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
+
+
+def _picked_forward(logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _picked(logits, targets), (targets, jnp.zeros((0, logits.shape[-1]), logits.dtype))  # only its width
+
+
+def _picked_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
+    targets, empty = residuals
+    scattered, compared = (functools.partial(way, vocab_size=empty.shape[-1]) for way in (_scattered, _compared))
+    return lax.platform_dependent(grad, targets, cpu=scattered, default=compared), None
+
+
+def _scattered(grad: Array, targets: Array, *, vocab_size: int) -> Float[Array, "B T V"]:
+    rows, columns = jnp.indices(targets.shape)
+    return jnp.zeros((*targets.shape, vocab_size), grad.dtype).at[rows, columns, targets].add(grad)
+
+
+def _compared(grad: Array, targets: Array, *, vocab_size: int) -> Float[Array, "B T V"]:
+    is_target = jnp.arange(vocab_size, dtype=targets.dtype)[None, None] == targets[:, :, None]
+    return jnp.where(is_target, grad[:, :, None], jnp.zeros((), grad.dtype))
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
 
 
 def predict(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, "B T V"]:

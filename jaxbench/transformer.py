@@ -108,12 +108,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Feed-forward output of each token."""
-        wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
-            return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
+            return self.down_proj(functional.activated(self.up_proj(x), self.activation))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
-        activate = jax.nn.silu if self.activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
-        return self.down_proj(activate(gate.astype(wide)).astype(x.dtype) * up)
+        return self.down_proj(functional.activated(gate, self.activation) * up)
 
 
 class Block(nnx.Module):
@@ -200,20 +198,23 @@ class Transformer(nnx.Module):
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
+        # Prompts then go in without positions, so that the kernel reads no mask (sample.py).
+        self.is_fused = config.layer_kind is None and compute.implementation not in ("dense", "blocked")
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None,
         *,
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
         """Next-token logits of every position; dropout is (Philox key, step).
 
-        Position -1 is padding; positions rise along a row, within each segment.
+        Position -1 is padding; positions rise along a row, within each segment. None = 0, 1, ... in every row, as
+        `features` has it.
         """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
@@ -221,7 +222,7 @@ class Transformer(nnx.Module):
     def features(
         self,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None,
         *,
         cache: KVCache | None = None,
         slot: Int[Array, ""] | int | None = None,
@@ -233,11 +234,21 @@ class Transformer(nnx.Module):
 
         With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. A token past
         the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
+
+        Without positions the rows have no padding and are one document each: a fused kernel then reads no mask.
+
+        Raises:
+          ValueError: a cache or segments come without positions.
         """
+        if is_plain := positions is None:
+            if cache is not None or segments is not None:
+                given = f"cache={cache is not None}, segments={segments is not None}"
+                raise ValueError(f"features: no positions with {given}; wanted neither")
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
-        spans = Spans(positions, key_positions, segments, segments)
+        spans = Spans(positions, None if is_plain else key_positions, segments, segments)
         hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values, *memory = run(hidden, context, cache)

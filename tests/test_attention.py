@@ -124,6 +124,47 @@ def test_attention_weights_are_what_values_are_weighed_with(module):
     np.testing.assert_allclose(total, np.broadcast_to(np.asarray(mask).any(-1)[:, None], total.shape), atol=2e-6)
 
 
+def test_the_softmax_of_a_decode_step_is_the_same_on_every_platform(x64):
+    random = np.random.default_rng(0)
+    scores = random.normal(scale=9.0, size=(2, 1, 2, 1, 6))
+    scores[random.random(scores.shape) < 0.3] = -np.inf
+    scores[1, 0, 1] = -np.inf  # this row sees no key
+    assert np.isneginf(scores).any(-1).sum() > 1
+    weights = random.normal(size=scores.shape)
+    ways = (attention._softmax, attention._plain_softmax)
+
+    def gradient(way, scores):
+        return jax.jit(jax.grad(lambda x: jnp.sum(way(x) * weights.astype(x.dtype))))(scores)
+
+    for dtype, rtol in (("float64", 1e-14), ("float32", 2e-6)):
+        given_ = jnp.asarray(scores, dtype)
+        wanted, found = (jax.jit(way)(given_) for way in ways)
+        assert found.dtype == wanted.dtype == dtype and (found[1, 0, 1] == 0).all()
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=0)
+        np.testing.assert_allclose(gradient(ways[1], given_), gradient(ways[0], given_), rtol=0, atol=10 * rtol)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_without_padding_go_to_cudnn_without_a_mask_and_mean_the_same(window, monkeypatch):
+    """In XLA's name here: it takes the same arguments, and reads them as cuDNN does."""
+    given_, kernel = [], jax.nn.dot_product_attention
+
+    def recorded(query, key, value, **how):
+        given_.append(how)
+        with jax.numpy_rank_promotion("allow"):
+            return kernel(query, key, value, **how | {"implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    arrays = inputs(3, T, T)
+    q, k, v, positions = (jnp.asarray(arrays[name]) for name in ("query", "key", "value", "positions"))
+    how = {"sliding_window": window, "implementation": "cudnn"}
+    plain = attention.attention(q, k, v, attention.Spans(positions, None), **how)
+    masked = attention.attention(q, k, v, attention.Spans(positions, positions), **how)
+    assert "mask" not in given_[0] and given_[0]["is_causal"] and given_[1]["mask"].shape == (B, 1, T, T)
+    for found in (plain, masked):
+        np.testing.assert_allclose(found, definition(**arrays, window=window), atol=2e-6)
+
+
 def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():
     arrays = {name: jnp.asarray(x) for name, x in inputs(0, 5, T).items()}
     for implementation in ("dense", "blocked"):

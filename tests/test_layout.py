@@ -48,6 +48,7 @@ CONFIG_MODELS = {
     "alerts": "jaxbench.regress.alert_config:Alerts",
     "benchmarks": "jaxbench.regress.suite:Suite",
     "compress": "jaxbench.compress.train_config:TrainingConfig",
+    "gpu": "jaxbench.gpu.stages:Stages",
     "hallucination": "jaxbench.hallucination.reader_settings:ReaderSettings",
     "hallucination/mitigation": "jaxbench.hallucination.mitigation:Mitigation",
     "lm": "jaxbench.training.train_config:TrainConfig",
@@ -160,7 +161,8 @@ def test_only_proofs_and_workers_name_the_torch_twins(arrows):
     """A main hands a workload its twin, as experiments/memory.py does; a string that names one counts as an import."""
     found = {name for name in PARTS for other in arrows[name] if name[:9] != "torch_ref" == other[:9]}
     others = {name for name in found if room(name) not in PROOFS and not name.endswith("worker")}
-    assert others == {"jaxbench.watermark.checks"}  # which device a backend may have, before anything is loaded
+    # Which device a backend may have, before anything is loaded; and a process that measures one backend alone.
+    assert others == {"jaxbench.watermark.checks", "jaxbench.gpu.one_arm"}
 
 
 def test_no_file_leads_back_to_itself(arrows):

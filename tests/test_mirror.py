@@ -49,7 +49,7 @@ def test_torch_ref_never_imports_jax():
     assert [str(place) for path in sources("torch_ref") for place in forbidden_imports(path, names)] == []
 
 
-def test_torch_and_its_reference_stay_in_parity_and_bench():
+def test_torch_and_its_reference_stay_in_proofs_studies_and_workers():
     rooms = (
         "parity",
         "pair",
@@ -59,6 +59,8 @@ def test_torch_and_its_reference_stay_in_parity_and_bench():
         "watermark/study",
         "quantization/study",
         "compress/study",
+        "gpu/one_arm.py",  # workers: one backend, or its rates, in a process
+        "gpu/rates.py",
     )
     allowed = [ROOT / "jaxbench" / room for room in rooms]
     others = [path for path in sources("jaxbench") if not any(map(path.is_relative_to, allowed))]

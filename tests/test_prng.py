@@ -80,6 +80,17 @@ def test_a_seed_outside_64_bits_is_named(make_key):
         make_key(-1)
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 13, 25, 36])
+def test_normals_drawn_in_parts_are_bit_for_bit_those_of_one_part(count, monkeypatch):
+    how = {"step": 3, "site": "weights"}
+    whole = philox.normal(2**40 + 7, **how, num_elements=count)
+    monkeypatch.setattr(philox, "PART", 6)
+    np.testing.assert_array_equal(philox.normal(2**40 + 7, **how, num_elements=count), whole)
+    words = philox.words(2**40 + 7, **how, rows=np.zeros(1), num_elements=2 * count)
+    radius, angle = philox.uniform(words).reshape(count, 2).T
+    np.testing.assert_array_equal(whole, np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle))
+
+
 def test_normals_have_the_moments_of_a_standard_normal():
     values = philox.normal(0, step=0, site="weights", num_elements=100_000)
     assert abs(values.mean()) < 0.01 and abs(values.std() - 1) < 0.01

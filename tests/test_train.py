@@ -63,6 +63,52 @@ def test_the_gradient_of_cross_entropy_is_that_of_its_formula():
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("way", [train._scattered, train._compared])
+def test_both_ways_to_the_gradient_of_a_targets_logit_are_that_of_take_along_axis(way, x64, monkeypatch):
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *arrays, cpu=None, default=None, **_: default(*arrays)
+    )  # as on a GPU
+    random = np.random.default_rng(2)
+    logits, targets = random.normal(scale=5.0, size=(2, 5, 7)), random.integers(0, 7, (2, 5), dtype=np.int32)
+    weights = random.normal(size=(2, 5)) * (np.arange(10).reshape(2, 5) % 3 > 0)  # 0 where a target does not count
+
+    def picked(logits):
+        return jnp.sum(jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0] * weights)
+
+    wanted = jax.grad(picked)(jnp.asarray(logits))
+    np.testing.assert_array_equal(way(jnp.asarray(weights), jnp.asarray(targets), vocab_size=7), wanted)
+    found = jax.grad(lambda logits: jnp.sum(train._picked(logits, jnp.asarray(targets)) * weights))(jnp.asarray(logits))
+    np.testing.assert_array_equal(found, wanted)
+    outside = np.where(weights == 0, -1, targets)  # what does not count may be no token
+    np.testing.assert_array_equal(way(jnp.asarray(weights), jnp.asarray(outside), vocab_size=7), wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_bfloat16_rows_have_the_products_that_they_have_among_others(count, transposed, monkeypatch):
+    random = np.random.default_rng(3)
+    rows = jnp.asarray(random.normal(size=(functional.MIN_ROWS, 64)), jnp.bfloat16)
+    kernel = jnp.asarray(random.normal(size=(48, 64) if transposed else (64, 48)), jnp.bfloat16)
+    padded = functional.matmul(rows.at[count:].set(0), kernel, transposed=transposed)[:count]
+
+    def product(rows):
+        return jax.jit(lambda rows: functional.matmul(rows, kernel, transposed=transposed))(rows)
+
+    found = product(rows[:count])
+    assert found.shape == (count, 48) and found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), padded.astype(jnp.float32))
+    monkeypatch.setattr(
+        functional.lax, "platform_dependent", lambda *x, cpu=None, default=None, **_: default(*x)
+    )  # as on a GPU
+    wide, matrix = np.asarray(rows[:count], np.float64), np.asarray(kernel, np.float64)
+    exact = wide @ (matrix.T if transposed else matrix)
+    for each in (found, product(rows[:count])):
+        np.testing.assert_allclose(np.asarray(each, np.float64), exact, rtol=2.0**-8, atol=1e-4)
+    gradient = jax.grad(lambda rows: jnp.sum(functional.matmul(rows, kernel, transposed=transposed)[:, 0]))
+    wanted = np.broadcast_to(matrix[0] if transposed else matrix[:, 0], (count, 64))
+    np.testing.assert_array_equal(np.asarray(gradient(rows[:count]), np.float64), wanted)
+
+
 def product_operands(function, *arrays) -> set[str]:
     """Element types of the operands of all matrix products in a function's compiled program."""
     text = jax.jit(function).lower(*arrays).compile().as_text()

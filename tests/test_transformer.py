@@ -10,12 +10,13 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench import initial, nn, transformer
+from jaxbench import initial, nn, train, transformer
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn as eqx_nn
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.parity import cases
 from torch_ref import nn as torch_nn
+from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
 
 B, T = 2, 16
@@ -155,6 +156,41 @@ def test_torch_with_its_own_attention_kernel_and_no_mask_computes_flaxs_function
     )  # that of a key's bias is zero but for rounding
     for name, gradient in found.items():
         np.testing.assert_allclose(gradient, wanted[name], rtol=0, atol=1e-13 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"implementation": "blocked", "block_size": 4}], ids=["dense", "blocked"])
+@pytest.mark.parametrize("config", [LLAMA.model_copy(update={"sliding_window": 5}), GPT2], ids=["window", "learned"])
+@pytest.mark.parametrize("backend", ["flax", "equinox", "torch"])
+def test_without_positions_a_row_is_one_document_that_counts_from_0(backend, config, options):
+    build = {"flax": transformer, "equinox": eqx_transformer, "torch": torch_transformer}[backend].build
+    library, as_array = (torch_train, torch.from_numpy) if backend == "torch" else (train, jnp.asarray)
+    model = build(config, initial.initial_params(config, 0, distinct=True), **options)
+    tokens, targets = (as_array(random_tokens(seed)) for seed in (5, 6))
+    mask = as_array(np.random.default_rng(7).random((B, T)) < 0.8)
+
+    def computed(model, positions):
+        batch = library.Batch(tokens, targets, positions, mask)
+        return library.predict(model, batch), library.loss_fn(model, batch)
+
+    if backend == "equinox":
+        computed = eqx.filter_jit(computed)
+    elif backend == "flax":
+        computed = nnx.jit(computed)
+    with torch.no_grad():
+        found, wanted = (computed(model, positions) for positions in (None, as_array(POSITIONS)))
+    np.testing.assert_allclose(np.asarray(found[0]), np.asarray(wanted[0]), rtol=0, atol=1e-6)
+    assert float(found[1]) == pytest.approx(float(wanted[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("module", [transformer, eqx_transformer], ids=["flax", "equinox"])
+def test_a_call_without_positions_has_neither_cache_nor_segments(module):
+    model, tokens = module.build(LLAMA, PARAMS), jnp.asarray(random_tokens(0))
+    with pytest.raises(ValueError, match="no positions with cache=False, segments=True; wanted neither"):
+        model(tokens, None, segments=jnp.zeros_like(tokens))
+    _, cache = model.features(tokens, None)
+    np.testing.assert_array_equal(cache.positions, POSITIONS)  # a call with positions can go on from here
+    with pytest.raises(ValueError, match="no positions with cache=True, segments=False; wanted neither"):
+        model.features(tokens[:, :1], None, cache=cache.padded(20, dtype="float32"), slot=T)
 
 
 def test_a_call_without_positions_takes_a_cache_without_them_and_no_segments():

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -122,6 +123,11 @@ def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: fl
     wide = x.to(_wide(x.dtype))
     mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * scale
+
+
+def activated(x: Float[Tensor, "*rows F"], activation: str) -> Float[Tensor, "*rows F"]:
+    """SiLU of swiglu, or GELU in its tanh form; its kernels compute wide and round once."""
+    return F.silu(x) if activation == "swiglu" else F.gelu(x, approximate="tanh")
 
 
 def softcap(x: Float[Tensor, "..."], *, cap: float) -> Float[Tensor, "..."]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -117,10 +116,9 @@ class MLP(torch.nn.Module):
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Feed-forward output of each token."""
         if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+            return self.down_proj(functional.activated(self.up_proj(x), self.activation))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
-        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate="tanh")
-        return self.down_proj(gate * up)
+        return self.down_proj(functional.activated(gate, self.activation) * up)
 
 
 class Block(torch.nn.Module):

@@ -53,6 +53,7 @@ class TrainStep(Base):
     seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
     accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; form run
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention; form run
+    document_mask: bool = True  # False: rows are read without one (DataConfig.document_mask); form run
     kernels: Literal["auto", "native", "xla"] = "auto"  # of the JAX arms' products (StepConfig.kernels); form run
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
     # seconds of a visit's steps, for a process's first steps are slow; None = rounds.sample_s
@@ -60,7 +61,7 @@ class TrainStep(Base):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TrainStep:
-        of_runs = {"accumulation": 1, "implementation": "dense", "kernels": "auto"}
+        of_runs = {"accumulation": 1, "implementation": "dense", "document_mask": True, "kernels": "auto"}
         changed = [
             f"train.{name}={getattr(self, name)}" for name, kept in of_runs.items() if getattr(self, name) != kept
         ]

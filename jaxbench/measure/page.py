@@ -1,7 +1,8 @@
 """A page that opens offline, in one shell: page.html, whose parts are in parts.html (S file).
 
 A page is sections of text, tables and plotly charts under one style, with plotly's script inside. Its own template says
-`{% extends "page.html" %}` and fills the blocks; everything that it shows is escaped.
+`{% extends "page.html" %}` and fills the blocks; everything that it shows is escaped. Where plotly is not installed, as
+on a machine that only measures, a sentence stands for the charts.
 """
 
 from __future__ import annotations
@@ -47,14 +48,23 @@ def render(
       filters: the template's own.
       values: what else it shows.
     """
-    from plotly import offline
-
+    script = _plotly()
+    drawn = {} if script is None else figures
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(SHELL.parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     pages.filters |= filters
-    own = {"title": title, "sections": [section for section in sections if section.is_there], "figures": figures}
-    own |= {"name": name or title, "plotly": offline.get_plotlyjs()}
-    own["data"] = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
+    own = {"title": title, "sections": [section for section in sections if section.is_there], "figures": drawn}
+    own |= {"name": name or title, "plotly": script or "", "is_without_charts": len(drawn) < len(figures)}
+    own["data"] = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
     return pages.from_string(template.read_text(encoding="utf-8")).render(own | values)
+
+
+def _plotly() -> str | None:
+    """Plotly's script; None where it is not installed: what was measured is worth a page without charts."""
+    try:
+        from plotly import offline
+    except ImportError:
+        return None
+    return offline.get_plotlyjs()

@@ -47,6 +47,10 @@ class MemoryTrainConfig(TrainConfig):
             raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
         if self.memory is not None and self.lora is not None:
             raise ValueError(f"lora: adapters do not go with memory.kind={self.memory.kind}; leave memory or lora out")
+        if self.memory is not None and not self.data.document_mask:
+            raise ValueError(
+                f"data.document_mask=false does not go with memory.kind={self.memory.kind}, which needs it"
+            )
         return self
 
     def decoder(self, vocab_size: int | None) -> TransformerConfig:

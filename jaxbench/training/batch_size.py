@@ -92,7 +92,8 @@ def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Exten
     shape = (settings.batch_size, settings.data.seq_len)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if settings.has_dropout else None
-    batch, rate, key = placed((train.Batch(ids, ids, ids, mask, ids), jax.ShapeDtypeStruct((), "float32"), key))
+    packed = ids if settings.data.document_mask else None
+    batch, rate, key = placed((train.Batch(ids, ids, packed, mask, packed), jax.ShapeDtypeStruct((), "float32"), key))
     evaluate = functools.partial(optimizer_step.eval_step, graph=state.graph, step_config=step_config)
     step = jax.jit(functools.partial(optimizer_step.train_step, step_config=step_config), donate_argnums=0)
     return step.lower(state, batch, rate, key).compile(), jax.jit(evaluate).lower(state.params, batch).compile()

@@ -77,7 +77,9 @@ class Engine:
             )
         ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
         started = time.perf_counter()
-        self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
+        self._is_masked = settings.data.document_mask
+        packed = ids if self._is_masked else None
+        self._step = jitted.lower(self.state, train.Batch(ids, ids, packed, mask, packed), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
         self._watch = None
         if extension.watch is not None:
@@ -186,7 +188,8 @@ class Engine:
         model, count = parameters.merge(self.state.graph, narrow), self.step_config.accumulation
         model.remat, model.scan_layers = 0, False
         for k in range(count):
-            micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
+            arrays = train.Batch(*batch) if self._is_masked else self._batch(batch)
+            micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in arrays))
             dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
             with intercepted(nnx_modules(model, root="model"), watch):
                 loss = train.loss_fn(model, micro, dropout=dropout)
@@ -205,6 +208,8 @@ class Engine:
     def _batch(self, batch: Any, first: int = 0) -> train.Batch:
         """Batch on the devices; it holds the rows of this process, from row `first` of the step's on."""
         arrays = train.Batch(*batch)
+        if not self._is_masked:
+            return arrays._replace(positions=None, segments=None)
         if self.plan is None:
             return arrays
         sharding, rows = self.plan.batch, self.batch_size

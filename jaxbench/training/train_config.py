@@ -50,6 +50,9 @@ class DataConfig(Base):
     validation_fraction: float = pydantic.Field(default=0.1, gt=0, lt=1)  # of the tokens, without validation_path
     tokenizer: str = "byte"  # byte, character, default, a GGUF file, a Hugging Face folder or a hub id
     seq_len: int = pydantic.Field(gt=0)  # tokens a row
+    # False: a token sees all of its row before it, earlier documents too, and counts its position from the row's start,
+    # as in llm.c and nanoGPT; fused attention then reads no mask.
+    document_mask: bool = True
 
 
 class EvaluationConfig(Base):
@@ -123,6 +126,8 @@ class TrainConfig(Base):
             raise ValueError(
                 f"step.optimizer.trained={trained} and lora is {lora}: {problem}; lora goes with trained=adapters"
             )
+        if not self.data.document_mask and self.parallel is not None:
+            raise ValueError(f"data.document_mask=false works on one device, got parallel.mesh={self.parallel.mesh}")
         if self.lora is not None and self.fused_projections:
             raise ValueError(
                 f"lora: adapters need projections of their own, got fused_projections={self.fused_projections}"
@@ -160,6 +165,8 @@ class TrainConfig(Base):
         """Settings that stay the same from one start of a run to the next, as JSON."""
         content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
         content["data"].pop("path")  # the text itself counts, not where it lies
+        if self.data.document_mask:  # as runs were before one could leave it out
+            del content["data"]["document_mask"]
         if self.lora is None:  # as runs were before there were adapters
             del content["lora"]
             content["step"]["optimizer"].pop("trained")

@@ -28,6 +28,9 @@ def run(*arguments):
     ("arguments", "message"),
     [
         (["--case=transformer/smollm"], "nearest: transformer/smollm2"),
+        (["--case=transformer/llama-grouped,transformer/smollm"], "nearest: transformer/smollm2"),
+        (["--case=transformer/llama-grouped,transformer/gpt2", "--all"], "llama-grouped,transformer/gpt2 and --all"),
+        (["--case="], "--case='' is not a parity case"),
         ([], "name a case with --case=ID, or pass --all"),
         (["--case=transformer/gpt2", "--all"], "--case=transformer/gpt2 and --all exclude each other"),
         (["--case=transformer/gpt2", "--backend=torch"], "flax|equinox"),
@@ -47,6 +50,15 @@ def test_an_equal_case_ends_with_0_and_writes_its_result_and_page(tmp_path):
     (result,) = json.loads((tmp_path / "parity.json").read_text())
     assert result["passed"] and result["case"] == "transformer/llama-grouped"
     assert "layers.1.attention.q_proj" in (tmp_path / "parity.html").read_text()
+
+
+def test_several_cases_are_proved_one_after_another(tmp_path):
+    names = ["transformer/llama-grouped", "transformer/llama-multi-query"]
+    done = run(f"--case={','.join(names)}", "--quick", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2" in done.stdout and "2 of 2" in done.stdout
+    results = json.loads((tmp_path / "parity.json").read_text())
+    assert [(result["case"], result["passed"]) for result in results] == [(name, True) for name in names]
 
 
 def test_a_broken_twin_ends_with_1_and_the_module_is_named(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import jinja2
 import pytest
@@ -53,6 +54,21 @@ def test_the_shell_has_a_chart_for_each_section_and_its_contents():
 def test_a_page_without_sections_has_no_contents():
     text = markup_of(page.render("Title", (), {}))
     assert "<nav>" not in text and "<section" not in text and "<title>Title</title>" in text
+
+
+def test_without_plotly_a_page_says_so_and_has_all_but_its_charts(monkeypatch):
+    sections = [Section("first", "First & best"), Section("second", "Second")]
+    whole = markup_of(page.render("Title", sections, {"chart-first": FIGURE}))
+    assert "plotly" not in whole
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    html = page.render("Title", sections, {"chart-first": FIGURE}, lead="<what>")
+    text = markup_of(html)
+    assert '<p>&lt;what&gt;</p><p class="soft">' in text
+    assert text.count("plotly is not installed") == 1 and "<code>pip install plotly</code>" in text
+    assert '<section id="first"><h2>First &amp; best</h2></section><section id="second">' in text
+    assert "const FIGURES = {};\n" in html and len(html) < 20_000
+    # A page that has no chart lacks nothing.
+    assert "plotly" not in markup_of(page.render("Title", sections, {}))
 
 
 def test_a_template_of_its_own_fills_the_blocks_and_is_escaped(tmp_path):

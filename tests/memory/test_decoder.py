@@ -295,6 +295,10 @@ def test_a_run_names_what_keeps_its_memory_from_training():
         MemoryTrainConfig(**base, step={"optimizer": {"trained": "memory"}})
     with pytest.raises(ValueError, match=r"layers=\[9\] must be"):
         MemoryTrainConfig(**base, memory=memory("mag").model_dump() | {"layers": (9,)})
+    unmasked = base | {"data": {"seq_len": 16, "document_mask": False}}
+    assert not MemoryTrainConfig(**unmasked).data.document_mask
+    with pytest.raises(ValueError, match="document_mask=false does not go with memory.kind=mag"):
+        MemoryTrainConfig(**unmasked, memory=memory("mag").model_dump())
 
 
 @pytest.mark.parametrize("kind", KINDS)

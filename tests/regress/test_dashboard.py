@@ -1,5 +1,6 @@
 """The dashboard: the pages and live samples, read-only, behind a token where others can reach it."""
 
+import collections
 import contextlib
 import http.client
 import json
@@ -87,6 +88,20 @@ def test_samples_come_as_events(dashboard):
     last = found[-1]
     assert 0 <= last["cpu_percent"] <= 100 and 0 < last["memory_bytes"] < last["memory_total_bytes"]
     assert last["own_bytes"] > 1e7 and last["work"] == ["quick-1: launch 2, decode.tokens_per_s of head"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ((10.0, 5.0, 80.0, 5.0), (12.0, 6.0, 86.0, 6.0), 30.0),  # 3 of 10 seconds were spent
+        ((1e9, 0.1, 0.2, 0.3), (1e9, 0.1, 0.9, 0.4), 0.0),  # all were idle; the sums round to -6e-6 %
+        ((10.0, 5.0, 80.0, 5.0), (12.0, 5.0, 80.0, 4.0), 100.0),  # iowait fell
+        ((10.0, 5.0, 80.0, 5.0), (10.0, 5.0, 80.0, 5.0), 0.0),
+    ],
+)
+def test_the_processors_share_stays_between_none_and_all_where_its_counters_round(before, after, wanted):
+    counts = collections.namedtuple("counts", "user system idle iowait")
+    assert samples.busy_percent(counts(*before), counts(*after)) == pytest.approx(wanted)
 
 
 def test_no_other_method_and_no_other_path_is_served(dashboard):

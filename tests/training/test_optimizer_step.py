@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo import utils as torch_dynamo
 
-from jaxbench import initial, prng, remat, train, transformer
+from jaxbench import initial, parameters, prng, remat, train, transformer
 from jaxbench.memory import decoder_config
 from jaxbench.parity import cases, distance, gates, memory_meshes, meshes
 from jaxbench.training import engine, optimizer_step, optimizers, precision, schedules
@@ -137,9 +137,9 @@ def test_a_float32_step_errs_as_little_on_either_backend(x64):
         assert kind == "outputs" or found.worst.error > 1e-9, "float32 must differ from float64"
 
 
-def settings_of(model, step, seed=0):
+def settings_of(model, step, seed=0, **data):
     """Return the settings of an engine of two rows."""
-    run = {"batch_size": 2, "steps": 1, "learning_rate": 1e-3, "data": {"seq_len": CASE.length}}
+    run = {"batch_size": 2, "steps": 1, "learning_rate": 1e-3, "data": {"seq_len": CASE.length} | data}
     return TrainConfig(model=model.model_dump(), step=step, seed=seed, **run)
 
 
@@ -170,7 +170,43 @@ def test_the_noise_band_catches_a_step_that_is_slightly_wrong():
     assert not found.gate().passed, found.gaps()
 
 
-def test_a_compiled_torch_step_is_the_eager_one_in_two_programs(monkeypatch):
+@pytest.fixture(scope="module")
+def steps_of_rows():
+    """Return a function: one step's loss, gradient norm and held-out sum of rows of documents, on a backend."""
+    config = CASE.config.model_copy(update={"num_layers": 1, "dropout": 0.0})
+    params = initial.initial_params(config, 0, distinct=True)
+    arrays = cases.arrays(CASE, config)
+    place = np.tile(np.arange(CASE.length, dtype=np.int32), (2, 1))
+
+    @functools.cache
+    def stepped(backend, cut, is_masked):
+        is_behind = (place >= cut).astype(np.int32)
+        rows = arrays._replace(positions=place - cut * is_behind, segments=1 + is_behind)
+        settings = settings_of(config, StepConfig(accumulation=2), document_mask=is_masked)
+        made = {"flax": engine, "torch": torch_engine}[backend].Engine(settings, config, params)
+        held_out = made.evaluate(rows)
+        metrics = made.fetch(made.step(rows, 1e-3))
+        return {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "held_out": held_out[0]}
+
+    return stepped
+
+
+@pytest.mark.parametrize("cut", [5, CASE.length], ids=["packed", "one document"])
+def test_without_a_document_mask_both_backends_take_the_same_step(steps_of_rows, cut):
+    assert steps_of_rows("flax", cut, False) == pytest.approx(steps_of_rows("torch", cut, False), rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_a_document_mask_changes_rows_of_several_documents_and_no_other(steps_of_rows, backend):
+    whole = steps_of_rows(backend, CASE.length, True)
+    assert steps_of_rows(backend, CASE.length, False) == pytest.approx(whole, rel=1e-6)
+    assert steps_of_rows(backend, 5, False) == pytest.approx(whole, rel=1e-6), "a token sees all of its row before it"
+    for name, value in steps_of_rows(backend, 5, True).items():
+        assert abs(value - whole[name]) > 1e-4 * abs(value), name
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_compiled_torch_step_is_the_eager_one_in_two_programs(monkeypatch, is_masked):
     """Traced whole, dropout included, once to begin a step's gradients and once to add to them; Inductor is slow, and
     left to the training suite."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -179,7 +215,7 @@ def test_a_compiled_torch_step_is_the_eager_one_in_two_programs(monkeypatch):
     config = CASE.config.model_copy(update={"num_layers": 1})
     params = initial.initial_params(config, 0, distinct=True)
     eager, compiled = (
-        torch_engine.Engine(settings_of(config, step, seed=7), config, params)
+        torch_engine.Engine(settings_of(config, step, seed=7, document_mask=is_masked), config, params)
         for step in (StepConfig(accumulation=2, torch_compile=is_compiled) for is_compiled in (False, True))
     )
     assert eager.compile_seconds == 0 < compiled.compile_seconds
@@ -388,27 +424,24 @@ def test_the_twin_says_what_it_lacks():
 # Rematerialisation
 
 
-def test_remat_keeps_gradients_and_saves_memory():
+def test_remat_keeps_gradients_and_what_the_backward_pass_is_handed_shrinks():
     config = cases.LLAMA.model_copy(update={"num_layers": 6, "dropout": 0.0})
     case = CASE._replace(config=config, length=64)
     _, params = cases.load(case)
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(case, config)))
-    found, temporary = {}, {}
+    found, kept = {}, {}
     policies = {"none": {}, "block": {}, "group": {"group": 3}, "names": {"names": ("attention",)}}
     for policy, settings in policies.items():
         how = StepConfig(clip_norm=None, optimizer=PLAIN_SGD, remat=RematConfig(policy=policy, **settings))
         state = optimizer_step.init_state(transformer.build(config, params), params, how)
-        step = (
-            jax.jit(functools.partial(optimizer_step.train_step, step_config=how))
-            .lower(state, batch, jnp.float32(1.0))
-            .compile()
-        )
-        temporary[policy] = step.memory_analysis().temp_size_in_bytes
+        loss = lambda values, graph=state.graph: train.loss_fn(parameters.merge(graph, values), batch)
+        kept[policy] = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(loss, state.params)[1]))
+        step = jax.jit(functools.partial(optimizer_step.train_step, step_config=how))
         found[policy] = optimizer_step.state_arrays(step(state, batch, jnp.float32(1.0))[0])["params"]
     for policy in ("block", "group", "names"):
         assert distance.compare(found[policy], found["none"], kind="params").worst.error < 1e-6
-    assert temporary["block"] < temporary["names"] < temporary["none"]
-    assert temporary["group"] < temporary["none"]
+    assert kept["block"] < kept["names"] < kept["none"] / 2
+    assert kept["group"] < kept["block"]
 
 
 def test_remat_in_a_scan_keeps_the_loss_and_groups_are_refused():

@@ -238,6 +238,13 @@ def test_a_decoder_too_small_for_its_data_is_refused(tmp_path, text):
         settings(data={"seq_len": 65})
 
 
+def test_rows_without_a_document_mask_are_for_one_device():
+    data = settings().data.model_dump() | {"document_mask": False}
+    assert not settings(data=data).data.document_mask
+    with pytest.raises(ValueError, match=r"data\.document_mask=false works on one device, got parallel\.mesh=.*data=2"):
+        settings(data=data, parallel={"mesh": {"data": 2}})
+
+
 @BACKENDS
 def test_steps_can_be_traced_without_changing_the_run(backend, tmp_path, text):
     found = [trainer.run(settings(steps=5), ENGINES[backend], workdir=tmp_path / str(i), backend=backend,

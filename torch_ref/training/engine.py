@@ -59,6 +59,7 @@ class Engine:
         self.dropout_key = prng.key_from_seed(settings.seed).to(device) if settings.has_dropout else None
         self.extension = extension
         self.rows, self.num_devices = (0, settings.batch_size), 1
+        self._is_masked = settings.data.document_mask
         self._loss = _CompiledLoss() if step_config.torch_compile else train.loss_fn
         self.compile_seconds = self._compile(settings) if step_config.torch_compile else 0.0
 
@@ -190,7 +191,8 @@ class Engine:
         ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
         ones = torch.ones_like(ids, dtype=torch.bool)
         # Four tensors of ids: one tensor given twice would compile to another program.
-        batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())
+        packed = (ids.clone(), ids.clone()) if self._is_masked else (None, None)
+        batch = train.Batch(ids, ids.clone(), packed[0], ones, packed[1])
         dropout = None if self.dropout_key is None else (self.dropout_key, 0)
         with optimizer_step._autocast(model, self.policy):
             loss = self._loss(model, batch, dropout=dropout)
@@ -200,7 +202,10 @@ class Engine:
 
     def _batch(self, batch: Any) -> train.Batch:
         """Batch of tensors on the device."""
-        return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in batch))
+        arrays = train.Batch(*batch)
+        if not self._is_masked:
+            arrays = arrays._replace(positions=None, segments=None)
+        return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in arrays))
 
 
 class _CompiledLoss:

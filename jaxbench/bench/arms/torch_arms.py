@@ -71,7 +71,7 @@ class TorchBase(contract.Arm):
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Times of one matrix product."""
         (m, k, n), place = shape, {"dtype": getattr(self.torch, dtype), "device": self.torch_device}
-        left, right = self.torch.ones((m, k), **place), self.torch.ones((k, n), **place)
+        left, right = self.torch.randn((m, k), **place), self.torch.randn((k, n), **place)
 
         def run() -> None:
             self.torch.mm(left, right)

@@ -74,8 +74,9 @@ class TwinArm(contract.Arm):
         chosen = train.get("implementation", "dense")
         attention = self.attention if chosen == "dense" else chosen
         settings = TrainConfig(
-            model=self.shape.model_dump(), data={"seq_len": train["seq_len"]}, batch_size=train["batch"], steps=1,
-            learning_rate=train["learning_rate"], step=step, implementation=attention,
+            model=self.shape.model_dump(), batch_size=train["batch"], steps=1, learning_rate=train["learning_rate"],
+            data={"seq_len": train["seq_len"], "document_mask": train.get("document_mask", True)},
+            step=step, implementation=attention,
         )  # fmt: skip
         self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
             settings, self.shape, params, **place

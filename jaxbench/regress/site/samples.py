@@ -34,16 +34,22 @@ class Sampler:
         joules = energy.spent(self._before, readings) if self._before else None
         watts = None if joules is None or now <= self._at else joules / (now - self._at)
         times = psutil.cpu_times()
-        total = sum(times) - sum(self._times)
-        idle = sum(getattr(times, name, 0.0) - getattr(self._times, name, 0.0) for name in ("idle", "iowait"))
+        busy = busy_percent(self._times, times)
         self._before, self._at, self._times = readings, now, times
         return {
             "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "host": self._host,
-            "cores": self._cores, "cpu_percent": 100 * (1 - idle / total) if total > 0 else 0.0,
-            "load": os.getloadavg()[0],
+            "cores": self._cores, "cpu_percent": busy, "load": os.getloadavg()[0],
             "memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total,
             "own_bytes": own_bytes(), "devices": devices(), "watts": watts, "work": at_work(self._runs),
         }  # fmt: skip
+
+
+def busy_percent(before: Any, after: Any) -> float:
+    """Share of the processor's time between two counts of psutil.cpu_times that was not idle, 0 to 100."""
+    total = sum(after) - sum(before)
+    idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
+    # The sums round, and Linux lets iowait fall: what is idle may seem more than all, or less than nothing.
+    return min(max(100 * (1 - idle / total), 0.0), 100.0) if total > 0 else 0.0
 
 
 def own_bytes() -> int:

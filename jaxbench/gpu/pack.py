@@ -1,0 +1,134 @@
+"""One folder to carry to a machine without a network: code, text and the wheels such a machine lacks (S file).
+
+The machine has Python 3.12 on Linux x86-64, JAX, PyTorch, Flax and what comes with them. `run` in the folder installs
+the wheels beside them for its own process, joins the default model where its two packs lie beside the folder, and hands
+its arguments to experiments/gpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxbench import outputs
+from jaxbench.pretrained import assets
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_BYTES = 60 * 2**20  # of each pack
+FOLDERS = ("jaxbench", "torch_ref", "experiments", "configs")
+LEFT_OUT = ("experiments/results/",)  # and the weights that jaxbench ships, which only workloads without a stage need
+SHIPPED_WEIGHTS = ".safetensors"
+# Not on the machine, or too old there; plain Python or for CPython 3.12. Versions are those of constraints.txt.
+WHEELS = (
+    "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "confusable-homoglyphs", "gguf",
+    "platformdirs", "plotly", "narwhals", "ruptures", "tensorboardX",
+)  # fmt: skip
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+ADVICE = "carry the wheels of `make gpu_pack` and begin with its script `run`"
+RUN = """#!/usr/bin/env bash
+# Arguments are those of experiments/gpu.py: bash run --workdir=RESULTS --budget_s=540
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+site=$(mktemp -d)
+python=${PYTHON:-python3}
+"$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$here"/wheels/*.whl
+export PYTHONPATH="$site:$here${PYTHONPATH:+:$PYTHONPATH}"
+parts=("$here"-model-1/part "$here"-model-2/part)
+if [ -e "${parts[0]}" ] && [ -e "${parts[1]}" ]; then
+  export JAXBENCH_CACHE=${JAXBENCH_CACHE:-$site/cache}
+  mkdir -p "$JAXBENCH_CACHE/models"
+  cat "${parts[@]}" > "$JAXBENCH_CACHE/models/$(cat "$here"-model-1/name)"
+fi
+cd "$here"
+exec "$python" experiments/gpu.py "$@"
+"""
+
+
+def gather(folder: Path, *, with_model: bool = False) -> Iterator[str]:
+    """Write the pack, which must not be there yet; a line for each folder with its size.
+
+    with_model: the default model too, halved, in the folders FOLDER-model-1 and FOLDER-model-2.
+
+    Raises:
+      ValueError: a folder is there already; a pack is over LIMIT_BYTES; pip finds no wheel, git
+        lists no files, or the model is neither cached nor to be fetched.
+    """
+    halves = [folder.with_name(f"{folder.name}-model-{k}") for k in (1, 2)] if with_model else []
+    for each in (folder, *halves):
+        if each.exists():
+            raise ValueError(f"--pack={folder}: {each} is there already; remove it or name another folder")
+    model = assets.fetch_default_model() if with_model else None  # before anything is written
+    with outputs.whole_folder(folder) as temporary:
+        for name in code_files():
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+        download(temporary / "wheels")
+        (temporary / "run").write_text(RUN, encoding="utf-8")
+        _checked(folder, temporary)
+    yield f"{folder}  {size_of(folder) / 2**20:.1f} MiB; there: bash {folder.name}/run --workdir=RESULTS"
+    if model is not None:
+        content = model.read_bytes()
+        for k, half in enumerate(halves):
+            with outputs.whole_folder(half) as temporary:
+                middle = len(content) // 2
+                (temporary / "part").write_bytes(content[:middle] if k == 0 else content[middle:])
+                (temporary / "name").write_text(model.name, encoding="utf-8")
+                _checked(half, temporary)
+            yield f"{half}  {size_of(half) / 2**20:.1f} MiB"
+
+
+def code_files() -> list[str]:
+    """Files of the code, as git knows them, by path from the root.
+
+    Raises:
+      ValueError: this is no git checkout.
+    """
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *FOLDERS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+    if not names:
+        raise ValueError(f"gpu: {ROOT} is no git checkout ({done.stderr.strip()[:200]}), which says what the code is")
+    return [name for name in names if not name.startswith(LEFT_OUT) and not name.endswith(SHIPPED_WEIGHTS)]
+
+
+def wanted_versions() -> list[str]:
+    """The wheels with the versions of constraints.txt."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = {
+        match[1].lower().replace("_", "-"): match[2]
+        for match in re.finditer(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE)
+    }
+    found = []
+    for name in WHEELS:
+        version = pinned.get(name.lower().replace("_", "-"))
+        found.append(f"{name}=={version}" if version else name)
+    return found
+
+
+def download(folder: Path) -> None:
+    """Fetch the wheels for CPython 3.12 on Linux x86-64.
+
+    Raises:
+      ValueError: pip finds one not; its last line says which.
+    """
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command += ["--python-version=3.12", "--implementation=cp", *(f"--platform={each}" for each in PLATFORMS)]
+    done = subprocess.run([*command, *wanted_versions()], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ValueError(f"gpu: pip could not fetch the wheels {', '.join(WHEELS)}: {last[:300]}")
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _checked(folder: Path, temporary: Path) -> None:
+    if (size := size_of(temporary)) > LIMIT_BYTES:
+        raise ValueError(f"--pack={folder}: {size / 2**20:.1f} MiB, wanted at most {LIMIT_BYTES / 2**20:.0f}")

@@ -1,0 +1,146 @@
+"""Rates of the device that other figures are shares of: reading memory, and matrix products by number type.
+
+    python -m jaxbench.gpu.rates --library=jax --output=results.jsonl
+    python -m jaxbench.gpu.rates --library=torch --output=results.jsonl
+
+Operands are random: on zeros or ones a product draws less power and a GPU clocks higher. A rate is that of the fastest
+of several calls, each of several products behind one another, so that a launch's own time does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from absl import flags
+
+from jaxbench import cli, outputs, process_environment
+from jaxbench.measure import environment, roofline
+from jaxbench.measure.records import Record, RecordFile, Workload
+
+REPEATS = 5
+IN_A_ROW = 10  # products a call
+DTYPES = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16", "float8": "float8_e4m3fn"}
+
+
+class Rate(NamedTuple):
+    """One measured rate."""
+
+    kind: str  # read or gemm
+    dtype: str  # of DTYPES
+    work: float  # bytes read or FLOPs, of a call
+    seconds: list[float]
+
+
+def timed(call: Callable[[], object], wait: Callable[[object], object]) -> list[float]:
+    """Seconds of each call, its result waited for; the first call compiles and is left out."""
+    wait(call())
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        wait(call())
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate]:
+    """Rates of XLA; names of DTYPES."""
+    import jax
+    import jax.numpy as jnp
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    largest = functools.partial(jax.jit(jnp.max), jax.random.normal(keys[0], (read_bytes // 2,), jnp.bfloat16))
+    yield Rate("read", "bfloat16", read_bytes, timed(largest, jax.block_until_ready))
+    del largest
+    left, right = (jax.random.normal(key, (size, size)) for key in keys[1:])
+    for name in names:
+        dtype = DTYPES[name]
+        precision = "highest" if name == "float32" else "default"
+
+        def product(a, b, precision=precision, dtype=dtype):  # a chain: each product needs the one before
+            def body(_, x):
+                out = jnp.matmul(x, b, precision=precision, preferred_element_type=jnp.float32)
+                return (out * size**-0.5).astype(dtype)
+
+            return jax.lax.fori_loop(0, IN_A_ROW, body, a)
+
+        try:
+            a, b = left.astype(dtype), right.astype(dtype)
+            seconds = timed(functools.partial(jax.jit(product), a, b), jax.block_until_ready)
+        except Exception as error:  # noqa: BLE001 - a type that this device has no product of
+            print(f"{name}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+            continue
+        yield Rate("gemm", name, 2.0 * size**3 * IN_A_ROW, seconds)
+
+
+def torch_rates(size: int, read_bytes: int, device: str, names: Sequence[str]) -> Iterator[Rate]:
+    """Rates of PyTorch; names of DTYPES."""
+    import torch
+
+    place = "cuda" if device == "gpu" else "cpu"
+    wait = (lambda _: torch.cuda.synchronize()) if place == "cuda" else (lambda _: None)
+    largest = torch.randn(read_bytes // 2, dtype=torch.bfloat16, device=place).max
+    yield Rate("read", "bfloat16", read_bytes, timed(largest, wait))
+    del largest
+    left, right = (torch.randn(size, size, device=place) for _ in range(2))
+    for name in names:
+        dtype = DTYPES[name]
+        if name == "float8":  # torch._scaled_mm wants scales and a transposed operand: a private call
+            continue
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        try:
+            a, b = left.to(getattr(torch, dtype)), right.to(getattr(torch, dtype))
+
+            def products(a=a, b=b) -> None:
+                for _ in range(IN_A_ROW):
+                    torch.mm(a, b)
+
+            seconds = timed(products, wait)
+        except Exception as error:  # noqa: BLE001 - as above
+            print(f"{name}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+            continue
+        yield Rate("gemm", name, 2.0 * size**3 * IN_A_ROW, seconds)
+
+
+def main() -> int:
+    """Measure one library and append its records."""
+    values = flags.FLAGS
+    for name in values.dtypes:
+        if name not in DTYPES:
+            raise ValueError(f"--dtypes={name!r} is unknown, wanted some of {', '.join(DTYPES)}")
+    output = outputs.check_file(values.output, overwrite=True)
+    process_environment.ensure(values.device, library="PyTorch" if values.library == "torch" else "XLA")
+    found = (
+        jax_rates(values.size, values.read_bytes, values.dtypes)
+        if values.library == "jax"
+        else torch_rates(values.size, values.read_bytes, values.device, values.dtypes)
+    )
+    file, versions = RecordFile(output), environment.versions()
+    for rate in found:
+        metric, unit = (
+            ("gemm_flops_per_s", "FLOP/s") if rate.kind == "gemm" else ("read_bandwidth_bytes_per_s", "bytes/s")
+        )
+        value = roofline.rate(rate.work, rate.seconds)
+        workload = Workload(kind=rate.kind, dtype=rate.dtype)
+        detail = {"size": values.size if rate.kind == "gemm" else values.read_bytes}
+        file.append(
+            Record(
+                metric=metric, value=value, unit=unit, arm=values.library, workload=workload, device=values.device,
+                samples=tuple(rate.work / seconds for seconds in rate.seconds), detail=detail, versions=versions,
+            )
+        )  # fmt: skip
+        print(f"{values.library} {rate.kind} {rate.dtype}: {value / 1e12:.3g} T{unit}")
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    cli.define_device("gpu")
+    flags.DEFINE_enum("library", "jax", ["jax", "torch"], "whose kernels are measured")
+    flags.DEFINE_list("dtypes", list(DTYPES), f"number types of the products: some of {', '.join(DTYPES)}")
+    flags.DEFINE_integer("size", 8192, "rows and columns of the matrices", lower_bound=1)
+    flags.DEFINE_integer("read_bytes", 4 * 2**30, "bytes that are read", lower_bound=2)
+    flags.DEFINE_string("output", "out/gpu-rates/results.jsonl", "file that records are appended to")
+    cli.run(main, about=__doc__)

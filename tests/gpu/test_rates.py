@@ -1,0 +1,107 @@
+"""Rates of a device by either library, and the bad input of the commands that are modules of jaxbench.gpu."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench.gpu import rates
+from jaxbench.measure import records
+from tests.structure import ROOT
+
+SIZE, BYTES = 16, 4096
+
+
+def measured(library, names):
+    if library == "jax":
+        return list(rates.jax_rates(SIZE, BYTES, names))
+    return list(rates.torch_rates(SIZE, BYTES, "cpu", names))
+
+
+def module(name, *arguments):
+    command = [sys.executable, "-m", f"jaxbench.gpu.{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_first_call_is_not_counted():
+    calls, waited = iter(range(100)), []
+    assert len(rates.timed(lambda: next(calls), waited.append)) == rates.REPEATS
+    assert waited == list(range(rates.REPEATS + 1))
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_a_rate_is_of_the_bytes_read_and_of_all_products_of_a_call(library):
+    read, *products = measured(library, ["float32", "tf32", "bfloat16"])
+    assert (read.kind, read.dtype, read.work) == ("read", "bfloat16", BYTES)
+    assert [(each.kind, each.dtype) for each in products] == [
+        ("gemm", name) for name in ("float32", "tf32", "bfloat16")
+    ]
+    assert {each.work for each in products} == {2.0 * SIZE**3 * rates.IN_A_ROW}
+    assert all(len(each.seconds) == rates.REPEATS and min(each.seconds) > 0 for each in (read, *products))
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_a_number_type_that_a_library_does_not_know_is_left_out_and_named(library, capsys, monkeypatch):
+    monkeypatch.setitem(rates.DTYPES, "float3", "float3_e1m1")
+    found = measured(library, ["float3", "float32"])
+    assert [each.dtype for each in found if each.kind == "gemm"] == ["float32"]
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and error[0].startswith("float3: ")
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_without_number_types_only_reading_is_measured(library):
+    assert [each.kind for each in measured(library, [])] == ["read"]
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_the_command_appends_records_of_positive_rates(library, tmp_path):
+    path = tmp_path / "new" / records.RESULTS_NAME
+    words = f"--library={library}", "--device=cpu", f"--size={SIZE}", f"--read_bytes={BYTES}", f"--output={path}"
+    for number in (1, 2):
+        done = module("rates", *words, "--dtypes=float32,bfloat16")
+        assert done.returncode == 0, done.stderr
+        found = records.read_lines(path)
+        assert len(found) == 3 * number
+    assert {(each.metric, each.unit, each.workload.kind, each.workload.dtype) for each in found} == {
+        ("read_bandwidth_bytes_per_s", "bytes/s", "read", "bfloat16"),
+        ("gemm_flops_per_s", "FLOP/s", "gemm", "float32"),
+        ("gemm_flops_per_s", "FLOP/s", "gemm", "bfloat16"),
+    }
+    for each in found:
+        assert (each.arm, each.device, each.status) == (library, "cpu", "ok")
+        assert len(each.samples) == rates.REPEATS and min(each.samples) > 0
+        assert each.value == max(each.samples)
+        assert each.detail["size"] == (BYTES if each.workload.kind == "read" else SIZE)
+        assert each.versions[library]
+    assert len(done.stdout.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "wanted"),
+    [
+        ("rates", "--size=0", "--size"),
+        ("rates", "--read_bytes=1", "--read_bytes"),
+        ("rates", "--device=cpu --dtypes=float32,int3", "--dtypes='int3' is unknown, wanted some of float32"),
+        ("rates", "--library=numpy", "jax|torch"),
+        ("rates", "--device=gpu", "this machine has none"),
+        ("rates", "--device=cpu --output=configs", "--output=configs is a folder"),
+        ("rates", "--device=cpu --output=README.md/x", "README.md is a file"),
+        ("rates", "--device=cpu fast", "'fast' is not a flag"),
+        ("one_arm", "--device=cpu --steps=0", "--steps"),
+        ("one_arm", "--device=cpu --workload=prefill", "train|decode"),
+        ("one_arm", "--device=cpu --output=configs", "--output=configs is a folder"),
+        ("one_arm", "--device=cpu --workload=decode --prompt_tokens=100000", "100000 + 128 tokens"),
+        ("one_arm", "--device=cpu --config=none.yaml", "none.yaml"),
+        ("ahead", "--target=a100", "h100|h200"),
+        ("ahead", "--new_tokens=1", "--new_tokens"),
+        ("ahead", "--output=configs", "--output=configs is a folder"),
+        ("ahead", "--config=none.yaml", "none.yaml"),
+    ],
+)
+def test_bad_input_of_a_module_is_one_line_and_exit_code_2(name, words, wanted, tmp_path):
+    output = [] if "--output" in words else [f"--output={tmp_path / 'results.jsonl'}"]
+    done = module(name, *output, *words.split())
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and wanted in done.stderr
+    assert list(tmp_path.iterdir()) == []

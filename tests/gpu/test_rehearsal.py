@@ -1,0 +1,56 @@
+"""Every stage at a tiny size on the CPU: under this JAX, and under the others that a GPU machine may have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench import config
+from jaxbench.gpu import run
+from jaxbench.gpu.stages import Stages
+from jaxbench.measure.records import RecordFile
+from tests.structure import ROOT
+
+STAGES = [stage.name for stage in config.load(ROOT / "configs/gpu/stages.yaml", (), Stages).stages]
+NO_PYTHON = 77  # exit code of .ci/gpu_rehearsal
+WITHOUT_TORCH = {"one_train", "one_decode_1b", "one_decode_135m", "rates", "one_train_float8", "rates_other"}
+
+
+def ended(folder) -> dict[str, str]:
+    """Stage -> how it ended."""
+    read = RecordFile(folder / "results.jsonl").read()
+    return {record.arm: record.status for record in read if record.metric == run.STAGE}
+
+
+@pytest.mark.timeout(900)
+def test_every_stage_is_rehearsed_and_gives_figures(tmp_path):
+    command = [
+        sys.executable,
+        "experiments/gpu.py",
+        "--rehearse",
+        "--budget_s=800",
+        f"--workdir={tmp_path / 'results'}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "results/log.txt").read_text()[-3000:]
+    assert ended(tmp_path / "results") == dict.fromkeys(STAGES, "ok")
+    rows = run.figures(RecordFile(tmp_path / "results/results.jsonl").read())
+    assert {row["stage"] for row in rows} == set(STAGES) and all(float(row["value"]) >= 0 for row in rows)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", ["jax==0.11.2", "jax>=0.12"])
+def test_the_stages_without_torch_are_rehearsed_under_other_versions_of_jax(version, tmp_path):
+    settings = {**os.environ, "PYTHONWARNINGS": "default"}
+    command = [ROOT / ".ci/gpu_rehearsal", version, tmp_path / "results", "--budget_s=800"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=settings)
+    if done.returncode == NO_PYTHON:
+        pytest.skip("there is no Python 3.12 here, which newer versions of JAX need")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert f"jax {version[5:9]}" in done.stdout
+    found = ended(tmp_path / "results")
+    assert {name for name, status in found.items() if status == "ok"} == WITHOUT_TORCH
+    assert {status for name, status in found.items() if name not in WITHOUT_TORCH} == {"skipped"}
