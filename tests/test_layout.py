@@ -145,7 +145,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def test_the_core_and_the_comparison_name_no_workload(arrows):
-    rooms = PARTS.keys() - {name for name in PARTS if room(name) in WORKLOADS | {"parity", "regress"}}
+    rooms = PARTS.keys() - {name for name in PARTS if room(name) in WORKLOADS | {"parity", "regress", "gpu"}}
     assert [(name, other) for name in rooms for other in arrows[name] if room(other) in WORKLOADS] == []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,12 @@ def run(
             say(notes[-1])
     plan = planned(suite, sides, device, workdir)
     launches, findings, confirmed = Launches(plan, say), [], {}
+    started, before = time.monotonic(), launches.finished()
     for look in suite.looks if BASE in sides else suite.looks[:1]:
+        if late := _late(suite, look, launches.finished() - before, time.monotonic() - started, look - before):
+            notes.append(late)
+            say(late)
+            break
         launches.until(look)
         findings = _judged(plan, range(1, look + 1), len(suite.looks))
         if BASE in sides and not _undecided(findings, suite):
@@ -151,6 +157,17 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> list[Finding]:
         if metrics.metric_of(name).kind in ("exact", "quality") and HEAD in stored["series"].get(name, {})
     }
     return judge.judge(both, plan.suite)
+
+
+def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> str:
+    """Why a look is left out, or an empty string: with `wanted` launches in place of `made` it would take too long."""
+    limit = suite.requires.time_s
+    if limit is None or look == suite.looks[0] or made == 0 or seconds / made * wanted <= limit:
+        return ""
+    return (
+        f"the look after {look} launches is left out: {made} took {seconds:.0f} s, and with them "
+        f"requires.time_s={limit:.0f} would be passed"
+    )
 
 
 def _undecided(findings: Sequence[Finding], suite: Suite) -> bool:

@@ -179,6 +179,9 @@ class Requires(Base):
 
     device: Literal["cpu", "gpu", "tpu"] = "cpu"
     memory_bytes: int = pydantic.Field(default=2**31, ge=0)
+    # Seconds that the launches of a run may take: a further look is left out where it would pass them, by the launches
+    # so far, and its series stay undecided. The first look is always taken. None = no limit.
+    time_s: float | None = pydantic.Field(default=None, gt=0)
 
 
 class Suite(Base):

@@ -16,7 +16,10 @@ from tests.structure import ROOT
 
 STAGES = [stage.name for stage in config.load(ROOT / "configs/gpu/stages.yaml", (), Stages).stages]
 NO_PYTHON = 77  # exit code of .ci/gpu_rehearsal
-WITHOUT_TORCH = {"one_train", "one_decode_1b", "one_decode_135m", "rates", "one_train_float8", "rates_other"}
+WITHOUT_TORCH = {
+    "one_train", "one_decode_1b", "one_decode_135m", "one_decode_graph", "rates", "one_train_float8", "marked",
+    "rates_other",
+}  # fmt: skip
 
 
 def ended(folder) -> dict[str, str]:
@@ -38,7 +41,9 @@ def test_every_stage_is_rehearsed_and_gives_figures(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "results/log.txt").read_text()[-3000:]
     assert ended(tmp_path / "results") == dict.fromkeys(STAGES, "ok")
     rows = run.figures(RecordFile(tmp_path / "results/results.jsonl").read())
-    assert {row["stage"] for row in rows} == set(STAGES) and all(float(row["value"]) >= 0 for row in rows)
+    assert {row["stage"] for row in rows} == set(STAGES) and all(
+        float(row["value"]) >= 0 for row in rows if row["figure"] != "watermark_overhead"
+    )
 
 
 @pytest.mark.timeout(900)

@@ -166,6 +166,14 @@ def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+def test_a_look_that_would_pass_the_time_limit_is_left_out_and_said():
+    limited = Suite(**SUITE.model_dump() | {"looks": [2, 4], "requires": {"memory_bytes": 0, "time_s": 10}})
+    assert run._late(limited, 2, 0, 0.0, 2) == "" and run._late(limited, 4, 2, 4.0, 4) == ""
+    assert "the look after 4 launches is left out: 2 took 6 s" in run._late(limited, 4, 2, 6.0, 4)
+    assert run._late(limited, 4, 0, 0.0, 0) == ""  # a run that goes on, all of whose launches are there
+    assert run._late(SUITE.model_copy(update={"looks": (2, 4)}), 4, 2, 1e6, 4) == ""
+
+
 @pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
 def test_a_commit_becomes_a_worktree_and_an_unknown_one_is_named(tmp_path):
     half = tmp_path / "trees" / trees.resolved("HEAD")[:12] / "jaxbench"

@@ -44,6 +44,7 @@ class JaxArm(twin_arm.TwinArm):
     def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
         """Build with the platform's attention kernel where it has one for the type."""
         is_fused = self.device == "gpu" and self.dtype != "float32" and not is_trained
+        is_fused = is_fused and config.attention_softcap is None
         return self.transformer.build(config, params, dtype=self.dtype, implementation="fused" if is_fused else "dense")
 
     def prepare(self, workload: Workload) -> dict:

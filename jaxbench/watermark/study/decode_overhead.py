@@ -32,10 +32,13 @@ class Generation:
 
     def start(self, *, model: str, choice: dict) -> dict:
         """Load the model; choice: the fields of a decoder.Choice."""
-        self.model = flax_decoder.load(model, decoder.Choice(**choice)).model
-        self.vocab_size = self.model.vocab_size
-        self.plain = self._generator(())
+        self.hold(flax_decoder.load(model, decoder.Choice(**choice)).model)
         return {}
+
+    def hold(self, model: Any) -> None:
+        """Take a model that is there already."""
+        self.model, self.vocab_size = model, model.vocab_size
+        self.plain = self._generator(())
 
     def overhead(
         self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int

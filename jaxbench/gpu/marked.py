@@ -1,0 +1,83 @@
+"""What a watermark adds to decoding on a device: plain and marked decode calls of one model in turn.
+
+    python -m jaxbench.gpu.marked --config=configs/lm/smollm2_135m.yaml --schemes=kgw,unigram --batches=1,64,256
+
+Weights and prompts are random. Each round decodes plainly and then marked, so that both meet the same state of the
+machine; the overhead is the median over rounds of their ratio, less one. The scheme `control` marks nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from jaxbench import cli, initial, outputs, process_environment
+from jaxbench.measure import environment
+from jaxbench.measure.records import Record, RecordFile, Workload
+from jaxbench.training.train_config import TrainConfig
+from jaxbench.watermark.config import parse_scheme
+
+VALUES = flags.FLAGS
+SCHEMES = ("control", "kgw", "unigram", "gumbel", "synthid", "dip")
+
+
+def main() -> int:
+    """Measure every scheme at every batch, and append a record as each ends."""
+    settings = cli.load_config(TrainConfig)
+    schemes = {name: {"scheme": name} for name in VALUES.schemes}
+    for name, scheme in schemes.items():
+        if name != "control":
+            parse_scheme(scheme)
+    batches = [_count(text) for text in VALUES.batches]
+    if settings.model.vocab_size is None:
+        raise ValueError(f"marked: --config={VALUES.config} leaves model.vocab_size to its tokenizer; --set a size")
+    file = RecordFile(outputs.check_file(Path(VALUES.output), overwrite=True))
+    process_environment.ensure(VALUES.device)
+    from jaxbench import transformer
+    from jaxbench.watermark.study.decode_overhead import Generation
+
+    config, dtype = settings.decoder(settings.model.vocab_size), settings.step.precision
+    kernel = "fused" if VALUES.device == "gpu" and dtype != "float32" else "dense"
+    generation = Generation()
+    generation.hold(
+        transformer.build(config, initial.initial_params(config, seed=0), dtype=dtype, implementation=kernel)
+    )
+    common = {"device": VALUES.device, "commit": environment.commit(), "versions": environment.versions()}
+    for batch in batches:
+        rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, VALUES.prompt_tokens)).tolist()
+        sizes = {"batch": batch, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
+        for name, scheme in schemes.items():
+            seconds = generation.overhead(
+                scheme=scheme, prompts=rows, new_tokens=VALUES.new_tokens, rounds=VALUES.rounds, loop_steps=8,
+                loop_rounds=1,
+            )  # fmt: skip
+            ratios = [b / a - 1 for a, b in zip(seconds["plain_step"], seconds["marked_step"], strict=True)]
+            record = Record(
+                metric="watermark_overhead", value=statistics.median(ratios), unit="ratio", samples=tuple(ratios),
+                arm=name, workload=Workload(kind="decode", dtype=dtype, **sizes), **common,
+                detail={"plain_s": statistics.median(seconds["plain_step"]), "config": VALUES.config},
+            )  # fmt: skip
+            file.append(record)
+            print(f"{name} batch {batch}: {100 * record.value:+.2f} % of a step of {record.detail['plain_s']:.3g} s")
+    return cli.EXIT_OK
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"--batches={text!r} is no number of rows, wanted 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    cli.define_config("configs/lm/smollm2_135m.yaml")
+    cli.define_device("gpu")
+    flags.DEFINE_list("schemes", list(SCHEMES), "watermarking schemes by name; control marks nothing")
+    flags.DEFINE_list("batches", ["1", "64", "256"], "rows that are decoded together")
+    flags.DEFINE_integer("prompt_tokens", 32, "tokens of a prompt", lower_bound=1)
+    flags.DEFINE_integer("new_tokens", 64, "tokens that are generated", lower_bound=2)
+    flags.DEFINE_integer("rounds", 9, "pairs of plain and marked calls", lower_bound=1)
+    flags.DEFINE_string("output", "out/gpu-marked/results.jsonl", "file that records are appended to")
+    cli.run(main, about=__doc__)
