@@ -25,13 +25,15 @@ AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so m
 
 
 def configured(name: str) -> Callable[[], None]:
-    """Function that defines the flags of a command: --config, --set and --workdir, and of arms --part."""
+    """Function that defines the flags of a command: --config, --set and --workdir, of arms --part, of cost --device."""
 
     def define() -> None:
         cli.define_config(f"configs/memory/{name}.yaml")
         cli.define_workdir(f"out/memory-{name}")
         if name == "arms":
             cli.define_part()
+        if name == "cost":
+            cli.define_device()
 
     return define
 
@@ -71,12 +73,14 @@ def measure_stability() -> int:
 
 def measure_cost() -> int:
     """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
-    process_environment.ensure("cpu")
+    if VALUES.device == "tpu":
+        raise ValueError(f"--device={VALUES.device}: layers are timed on both backends; wanted cpu or gpu")
+    process_environment.ensure(VALUES.device)
     import torch_ref.memory.study.cost_layer
     from jaxbench.memory.study import cost, cost_layer
 
     backends = {"flax": cost_layer, "torch": torch_ref.memory.study.cost_layer}
-    summary = cost.run(cli.load_config(cost.Cost), VALUES.workdir, backends)
+    summary = cost.run(cli.load_config(cost.Cost), VALUES.workdir, backends, device=VALUES.device)
     show([cost.table(summary)])
     savings = cost.saving(summary["rows"], AIM_LENGTH)
     if not savings:

@@ -33,7 +33,8 @@ GRACE_S = 10.0  # between asking a stage to end and ending it
 KEPT = (records.RESULTS_NAME, "parity.json")  # files of a stage that its records are read from
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
-    "watermark_overhead", "train_tokens_per_s", "train_mfu", "train_mfu_causal", "device_peak_bytes", "parity",
+    "watermark_overhead", "layer_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal", "device_peak_bytes",
+    "parity",
 )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ COMMANDS = [
     Case("memory.py arms cost", ("'cost' is not a flag",)),
     Case("memory.py arms --seeds=3", ("--seeds", "no flag")),
     Case("memory.py cost --part=1/2", ("--part", "no flag")),
+    Case("memory.py cost --device=tpu", ("--device=tpu",)),
+    Case("memory.py cost --device=gpu", ("--device=gpu", "this machine has none")),
     Case("memory.py cost --config={tmp}/none.yaml", ("none.yaml", "no file")),
     Case("memory.py speed --config={tmp}", ("config",)),
     Case("memory.py arms --config=", ("config",)),

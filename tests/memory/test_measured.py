@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxbench import config
+from jaxbench.measure.records import RecordFile
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.study import arm_report, arms, cost, cost_layer, speed, speed_worker, stability
 from tests.structure import ROOT
@@ -126,6 +127,18 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
     picture = cost.picture({"about": {"cpu": "a processor", "threads": 2}, "rows": rows})
     assert all(picture.count(f">{title}</text>") == 1 for title in cost.TITLES.values())
     assert picture.count("<polyline") == 4 * 2 + 4 + 4, "no rate was measured; state and FLOPs are the same on both"
+
+
+def test_times_are_records_and_what_is_not_timed_says_so(tmp_path):
+    settings = cost.Cost(layer=SHAPE, lengths=[SEGMENT], segment=SEGMENT, repeats=2, max_bytes=1.0)
+    summary = cost.run(settings, tmp_path, PARTS)
+    found = RecordFile(tmp_path / "results.jsonl").read()
+    assert {(record.arm, record.status, record.value) for record in found} == {
+        (f"{name} {layer}", "skipped", None) for name in PARTS for layer in cost.LAYERS
+    }
+    assert all(row["seconds"] is None for row in summary["rows"])
+    timed = cost._record("flax", "bank", 256, "cpu", [0.5, 0.25, 0.75])
+    assert (timed.value, timed.status, timed.workload.prompt_tokens) == (0.5, "ok", 256)
 
 
 def test_bytes_have_binary_prefixes_and_counts_decimal_ones():

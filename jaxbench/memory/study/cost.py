@@ -8,7 +8,7 @@ multiplication; both backends do the same products. Time is measured up to a lim
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxbench.config import Base
 from jaxbench.measure import environment, line_picture, page, verdicts
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.measure.page import Section
+from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.memory import block_config
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -106,13 +107,17 @@ class Measured(NamedTuple):
     flops: int | None  # of the whole sequence, forward
 
 
-def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[str, Any]:
+def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any], *, device: str = "cpu") -> dict[str, Any]:
     """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary.
 
+    Times are also records, in results.jsonl, each written as it is measured.
+
     parts: the module cost_layer of each of BACKENDS.
+    device: cpu or gpu, where times are taken; bytes and FLOPs of PyTorch are counted without one.
     """
     workdir, rows = Path(workdir), []
     workdir.mkdir(parents=True, exist_ok=True)
+    file = RecordFile(workdir / "results.jsonl")
     for length in settings.lengths:
         for layer in LAYERS:
             shape = (layer, settings.layer, length, settings.segment)
@@ -120,7 +125,9 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[s
             flops = measured["torch"].flops
             for name, costs in measured.items():
                 fits = costs.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
-                seconds = verdicts.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
+                times = parts[name].seconds(*shape, settings.repeats, device) if fits else ()
+                seconds = verdicts.median(times) if fits else None
+                file.append(_record(name, layer, length, device, times))
                 row = {"backend": name, "layer": layer, "length": length, "temp_bytes": costs.temp_bytes}
                 row |= {"state_bytes": costs.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
                 rows.append(row)
@@ -132,6 +139,16 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[s
     outputs.write_text(workdir / "cost.html", charts(rows))
     outputs.write_text(workdir / "cost.svg", picture(summary))
     return summary
+
+
+def _record(backend: str, layer: str, length: int, device: str, times: Sequence[float]) -> Record:
+    """Record of one layer's times; one that was not timed has no value."""
+    return Record(
+        metric="layer_s", value=verdicts.median(times) if times else None, unit="s", samples=tuple(times),
+        arm=f"{backend} {layer}", device=device, status="ok" if times else "skipped",
+        reason="" if times else "over max_bytes or max_flops",
+        workload=Workload(kind="inference", dtype="float32", batch=1, prompt_tokens=length),
+    )  # fmt: skip
 
 
 def saving(rows: list[dict], length: int) -> dict[str, float]:

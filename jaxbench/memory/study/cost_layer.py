@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxbench import nn
+from jaxbench import devices, nn
 from jaxbench.attention import Spans, attention
 from jaxbench.measure import worker
 from jaxbench.memory import blocks
@@ -58,8 +58,13 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
     return Measured(program.memory_analysis().temp_size_in_bytes, state_bytes, None)
 
 
-def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
-    """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
+def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int, device: str = "cpu") -> list[float]:
+    """Measure the times in seconds of forward passes over a sequence, after one that is not counted.
+
+    Raises:
+      ValueError: JAX's default platform is not the device.
+    """
+    devices.check_device(device)
     program, (params, *states), _ = _program(layer, shape, length, segment)
     x = np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32)
 

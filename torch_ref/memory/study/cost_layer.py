@@ -6,6 +6,7 @@ segment after segment, as a stream would come.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jaxbench.measure import worker
 from jaxbench.memory.study.cost import ATTENTION, LayerShape, Measured
-from torch_ref import nn
+from torch_ref import devices, nn
 from torch_ref.attention import Spans, attention
 from torch_ref.memory import blocks
 
@@ -95,18 +96,28 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
     return Measured(live.peak, sum(leaf.nbytes for leaf in tree_leaves(output[1]) if leaf is not None), flops)
 
 
-def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
-    """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
-    model = build(layer, shape)
+def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int, device: str = "cpu") -> list[float]:
+    """Measure the times in seconds of forward passes over a sequence, after one that is not counted.
+
+    Raises:
+      ValueError: PyTorch does not see the device.
+    """
+    devices.check_device(device)
+    place = "cuda" if device == "gpu" else device
+    model = build(layer, shape).to(place)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32))
+    x = x.to(place)
 
     @torch.no_grad()
     def forward() -> None:
         if layer in ATTENTION:
             model(x)
-            return
-        state = model.init_state(1)
-        for begin in range(0, length, segment):
-            _, state, _ = model(x[:, begin : begin + segment], state)
+        else:
+            with torch.device(place) if place == "cuda" else contextlib.nullcontext():  # a mode costs every operation
+                state = model.init_state(1)
+                for begin in range(0, length, segment):
+                    _, state, _ = model(x[:, begin : begin + segment], state)
+        if place == "cuda":
+            torch.cuda.synchronize()
 
     return worker.timed(forward, repeats)["seconds"]
