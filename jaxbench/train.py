@@ -55,8 +55,10 @@ def _picked_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array
 
 
 def _scattered(grad: Array, targets: Array, *, vocab_size: int) -> Float[Array, "B T V"]:
-    rows, columns = jnp.indices(targets.shape)
-    return jnp.zeros((*targets.shape, vocab_size), grad.dtype).at[rows, columns, targets].add(grad)
+    logits = jax.ShapeDtypeStruct((*targets.shape, vocab_size), grad.dtype)
+    return jax.linear_transpose(lambda x: jnp.take_along_axis(x, targets[:, :, None], axis=-1)[:, :, 0], logits)(grad)[
+        0
+    ]
 
 
 def _compared(grad: Array, targets: Array, *, vocab_size: int) -> Float[Array, "B T V"]:

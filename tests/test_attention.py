@@ -156,13 +156,17 @@ def test_rows_without_padding_go_to_cudnn_without_a_mask_and_mean_the_same(windo
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
     arrays = inputs(3, T, T)
-    q, k, v, positions = (jnp.asarray(arrays[name]) for name in ("query", "key", "value", "positions"))
+    halved = {name: arrays[name].astype(np.float16) for name in ("query", "key", "value")}  # cuDNN takes no float32
+    q, k, v, positions = map(jnp.asarray, (*halved.values(), arrays["positions"]))
+    arrays |= {name: value.astype(np.float32) for name, value in halved.items()}
     how = {"sliding_window": window, "implementation": "cudnn"}
     plain = attention.attention(q, k, v, attention.Spans(positions, None), **how)
     masked = attention.attention(q, k, v, attention.Spans(positions, positions), **how)
     assert "mask" not in given_[0] and given_[0]["is_causal"] and given_[1]["mask"].shape == (B, 1, T, T)
     for found in (plain, masked):
-        np.testing.assert_allclose(found, definition(**arrays, window=window), atol=2e-6)
+        np.testing.assert_allclose(found, definition(**arrays, window=window), atol=2e-3)
+    with pytest.raises(ValueError, match="takes bfloat16 and float16, got float32: use dense or blocked"):
+        attention.attention(*(x.astype(jnp.float32) for x in (q, k, v)), attention.Spans(positions, None), **how)
 
 
 def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():

@@ -9,7 +9,7 @@ from jaxbench.regress.pairs import Launches
 from jaxbench.regress.trees import here
 from tests.regress.test_run import DECODE_HEAD, changed_tree, plan_of
 
-FEED = "        return self.down_proj(activate(gate.astype(wide)).astype(x.dtype) * up)\n"
+FEED = "        return self.down_proj(functional.activated(gate, self.activation) * up)\n"
 PLANTED = FEED.rstrip("\n") + " + wasted(x)\n\n\ndef wasted(x):\n    big = jnp.ones((x.shape[-1], 4096), x.dtype)\n"
 PLANTED += "    for _ in range(6):\n        x = jnp.tanh(jnp.tanh(x @ big) @ big.T)\n    return x\n"
 
