@@ -36,6 +36,7 @@ def define_train() -> None:
     """Define the flags of train."""
     cli.define_config("configs/compress/cpu.yaml")
     cli.define_data()
+    cli.define_device()
     flags.DEFINE_string("held_out", None, "other text, for held-out figures; unset: the last tenth of --data")
     flags.DEFINE_list(
         "questions", [], "questions over passages: .jsonl or .jsonl.gz files, where the settings have `questions`"
@@ -48,7 +49,7 @@ def train() -> int:
     from jaxbench.compress.train_config import TrainingConfig
 
     settings = cli.load_config(TrainingConfig)
-    process_environment.ensure("cpu")
+    process_environment.ensure(VALUES.device)
     from jaxbench.compress import curve, material, training
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.training.observe import Records

@@ -5,6 +5,7 @@
     python experiments/gpu.py --stage=rates,train_124m   some of them
     python experiments/gpu.py --resume                   the ones that are not done yet, on this machine or another
     python experiments/gpu.py --rehearse                 every stage tiny, on a CPU, through the same code (3 minutes)
+    python experiments/gpu.py --config=configs/gpu/long.yaml --data=FOLDER     trainings, in a lease of their own
 
 Each stage is a command with a limit of time (configs/gpu/stages.yaml); what it measured is written as it ends:
 results.jsonl, figures.csv, environment.json and log.txt in --workdir, the stages' own files under --work. Exit code
@@ -44,6 +45,9 @@ def main() -> int:
         raise ValueError(f"--with_model={VALUES.with_model} stands beside --pack=FOLDER, which is missing")
     if not math.isfinite(VALUES.budget_s):
         raise ValueError(f"--budget_s={VALUES.budget_s} is no number of seconds")
+    data = "" if VALUES.data is None else str(Path(VALUES.data).resolve())
+    if data and not Path(data).is_dir():
+        raise ValueError(f"--data={VALUES.data} is no folder, wanted one of texts that long trainings read")
     settings = cli.load_config(Stages)
     stages = settings.chosen(VALUES.stage)
     if lacking := missing(settings.needs):
@@ -56,7 +60,7 @@ def main() -> int:
     workdir = cli.workdir("out/gpu-rehearsal" if VALUES.rehearse else "out/gpu")
     work = outputs.check_folder(f"{workdir}-work" if VALUES.work is None else VALUES.work, flag="--work")
     cli.keep(f"finished stages are in {workdir}/results.jsonl; go on with --resume")
-    place = run.Place(device, VALUES.rehearse, workdir, work)
+    place = run.Place(device, VALUES.rehearse, workdir, work, data)
     say = lambda text: console.print(text, soft_wrap=True, markup=False, style="dim")
     ended = run.run(stages, place, budget_s=VALUES.budget_s, resume=VALUES.resume, say=say)
     terminal.console().print(run.table(workdir))
@@ -75,6 +79,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("resume", False, "leave out what ended well with this code on such a device, in --workdir")
     flags.DEFINE_bool("rehearse", False, "every stage at a tiny size on the CPU")
     flags.DEFINE_string("work", None, "folder of the stages' own files (unset: WORKDIR-work)")
+    flags.DEFINE_string("data", None, "folder of texts, for the stages that read some (configs/gpu/long.yaml)")
     flags.DEFINE_string("pack", None, "only gather code and wheels for another machine into this new folder")
     flags.DEFINE_bool("with_model", False, "beside --pack: the default model too, in two packs FOLDER-model-1 and -2")
     cli.run(main, about=__doc__)

@@ -25,14 +25,14 @@ AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so m
 
 
 def configured(name: str) -> Callable[[], None]:
-    """Function that defines the flags of a command: --config, --set and --workdir, of arms --part, of cost --device."""
+    """Function that defines the flags of a command: --config, --set, --workdir, of arms --part, of layers --device."""
 
     def define() -> None:
         cli.define_config(f"configs/memory/{name}.yaml")
         cli.define_workdir(f"out/memory-{name}")
         if name == "arms":
             cli.define_part()
-        if name == "cost":
+        if name in ("cost", "speed"):
             cli.define_device()
 
     return define
@@ -50,12 +50,23 @@ def measure_arms() -> int:
     return cli.EXIT_OK
 
 
+def refuse_tpu() -> None:
+    """Raise where --device is one that PyTorch has not here.
+
+    Raises:
+      ValueError: it is a TPU.
+    """
+    if VALUES.device == "tpu":
+        raise ValueError(f"--device={VALUES.device}: layers are timed on both backends; wanted cpu or gpu")
+
+
 def measure_speed() -> int:
     """Measure the neural memory and titans-pytorch in turn, and print the tables."""
-    process_environment.ensure("cpu")
+    refuse_tpu()
+    process_environment.ensure(VALUES.device)
     from jaxbench.memory.study import speed
 
-    show(speed.tables(speed.run(cli.load_config(speed.Speed), VALUES.workdir)))
+    show(speed.tables(speed.run(cli.load_config(speed.Speed), VALUES.workdir, device=VALUES.device)))
     print(f"written: {VALUES.workdir}/summary.json")
     return cli.EXIT_OK
 
@@ -73,8 +84,7 @@ def measure_stability() -> int:
 
 def measure_cost() -> int:
     """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
-    if VALUES.device == "tpu":
-        raise ValueError(f"--device={VALUES.device}: layers are timed on both backends; wanted cpu or gpu")
+    refuse_tpu()
     process_environment.ensure(VALUES.device)
     import torch_ref.memory.study.cost_layer
     from jaxbench.memory.study import cost, cost_layer

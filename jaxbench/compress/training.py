@@ -79,19 +79,39 @@ def train(
                 figures = judge(state.params)
                 records.add([{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
                 say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+                _write(workdir, settings, shape, held, state, figures, earlier, step + 1)
                 loss = next(value for name, value in figures.items() if name.endswith("_loss"))
                 checkpoints.save(step + 1, _kept(state), {}, loss=loss)
         checkpoints.wait()
     finally:
         checkpoints.close()
-    trained = optimizer_step.state_arrays(state)["params"]
-    if not all(np.isfinite(value).all() for name, value in trained.items() if is_trained(name)):
+    if not (workdir / WEIGHTS).exists():
+        _write(workdir, settings, shape, held, state, figures, earlier, settings.steps)
+    return _trained(state, settings)
+
+
+def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict[str, np.ndarray]:
+    """What training changes, by name.
+
+    Raises:
+      ValueError: it is not finite.
+    """
+    found = optimizer_step.state_arrays(state)["params"].items()
+    trained = {name: value for name, value in found if is_trained(name)}
+    if not all(np.isfinite(value).all() for value in trained.values()):
         raise ValueError(f"train: parameters are not finite; lower learning_rate={settings.learning_rate}")
-    trained = {name: value for name, value in trained.items() if is_trained(name)}
-    if figures or not (workdir / WEIGHTS).exists():
-        about = _about(settings, figures, earlier)
-        artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
     return trained
+
+
+def _write(
+    workdir: Path, settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint,
+    state: optimizer_step.TrainState, figures: Mapping[str, float], earlier: artifact.Trained | None, step: int,
+) -> None:  # fmt: skip
+    """Write the weights of now beside each checkpoint, so that a run which ends early leaves some."""
+    about = {"steps": step, "held_out": dict(figures)}
+    about |= {} if earlier is None else {"start": {**earlier.about, "id": earlier.id}}
+    trained = _trained(state, settings)
+    artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
 
 
 def _own(
@@ -113,12 +133,6 @@ def _teacher(settings: TrainingConfig, held: weights.Checkpoint) -> Callable[[Ar
     teacher = Teacher(held, settings.distilled, precision=settings.precision, prefix=settings.prefix)
     # rows of questions have none: one program for each kind of rows, as without a teacher
     return lambda arrays: teacher(arrays) if (arrays.sampled >= 0).any() else arrays
-
-
-def _about(settings: TrainingConfig, figures: Mapping[str, float], earlier: artifact.Trained | None) -> dict[str, Any]:
-    """What a file of weights says of its training."""
-    about = {"steps": settings.steps, "held_out": dict(figures)}
-    return about if earlier is None else about | {"start": {**earlier.about, "id": earlier.id}}
 
 
 def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint) -> artifact.Trained | None:

@@ -4,42 +4,28 @@
     python -m jaxbench.gpu.ahead --config=FILE --program=decode --batch=8 --prompt_tokens=64 --new_tokens=64
 
 It wants JAX with its CUDA plugin (`pip install 'jaxbench[gpu]'`), no GPU and no driver. Shapes alone are compiled: a
-model of 1 B parameters takes no memory. `read` counts, for each computation that the program runs, its kernels and the
-bytes that they read and write. These are counts, not times: what a cache holds is counted again. With a GPU XLA times
-several kernels for each product; without one it takes a default, so products may run as other kernels there. Where
-there is no GPU, JAX_PLATFORMS=cpu has to be set before JAX is imported; the command does it.
+model of 1 B parameters takes no memory, but where its matrices have few bits (--weights). kernels.py counts what is
+read and written. With a GPU XLA times several kernels for each product; without one it takes a default, so products may
+run as other kernels there. Where there is no GPU, JAX_PLATFORMS=cpu has to be set before JAX is imported; the command
+does it.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib.util
 import os
-import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from absl import flags
 
 from jaxbench import cli, outputs, terminal
 from jaxbench.config import TransformerConfig
-from jaxbench.measure import hlo
+from jaxbench.gpu import kernels, packed_weights
 from jaxbench.training.train_config import TrainConfig
 
 PLUGINS = ("xla_cuda13", "xla_cuda12")  # of the namespace package jax_plugins
 OPTIONS = {"xla_gpu_autotune_level": "4"}  # XLA's own; at 0 it refuses products whose operands it fused (llama_1b.yaml)
-NUM_GROUPS = 16  # rows of the table of groups
-
-# Opcodes that start no kernel: they name, bundle, wait, or hand over to computations that are read by themselves
-FREE = {
-    "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "after-all",
-    "opt-barrier", "partition-id", "replica-id", "add-dependency", "async-start", "async-update", "async-done",
-    "copy-done", "fusion-done", "custom-call-done",
-}  # fmt: skip
-IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> which operand holds all that is written
-RUN = re.compile(r"(body|condition|branch|true|false)(?:_computations?)?=(?:\{([^}]*)\}|%?([\w.\-]+))")
-PARTS = ("dynamic-slice", "slice", "gather")  # read no more of their first operand than they return
 
 
 class Target(NamedTuple):
@@ -69,30 +55,6 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{name}"
 """
-
-
-class Group(NamedTuple):
-    """Kernels of one kind and one origin in a computation."""
-
-    kind: str  # a fusion's name without its number, a custom call's target, else the opcode
-    op_name: str  # where in the traced function it comes from; empty where the compiler made it
-    count: int
-    bytes_read: int
-    bytes_written: int
-    largest: str  # shape of the largest result
-
-
-class Computation(NamedTuple):
-    """What one run of a computation does: the entry, a loop's body or condition, or a branch."""
-
-    name: str
-    role: str  # entry, body, condition or branch
-    runs: int | None  # rounds of its loop for each run of what holds it; None = not known to the compiler
-    kernels: int
-    bytes_read: int
-    bytes_written: int
-    kinds: dict[str, int]  # kernels by kind, the most frequent first
-    groups: tuple[Group, ...]  # the most bytes first
 
 
 def unavailable() -> str:
@@ -156,11 +118,16 @@ def train_program(settings: TrainConfig, target: str) -> Any:
 
 
 def generation_programs(
-    model_config: TransformerConfig, dtype: str, batch: int, prompt_tokens: int, new_tokens: int, target: str
-) -> Any:
+    model_config: TransformerConfig, dtype: str, batch: int, prompt_tokens: int, new_tokens: int, target: str,
+    weights: str = "float", products: str = "xla",
+) -> Any:  # fmt: skip
     """Prefill and decode of a greedy sample.Generator for these sizes, compiled for one GPU (prompts.Programs).
 
     They are the programs of the sizes' bucket; the compiler knows no bound of the decode loop.
+
+    Args:
+      weights: float, or one of packed_weights.RECIPES for the layers' matrices.
+      products: of those, see weight_only_pallas.matmul.
 
     Raises:
       ValueError: as `device`.
@@ -170,10 +137,16 @@ def generation_programs(
     from flax import nnx
 
     from jaxbench import prompts, sample, transformer
+    from jaxbench.quantization import weight_only
 
     place = _place(target)
-    compute = transformer.Compute(dtype=dtype, implementation="dense" if dtype == "float32" else "cudnn")
-    model = nnx.eval_shape(lambda: transformer.Transformer(model_config, compute))
+    attention = "dense" if dtype == "float32" else "cudnn"
+    if weights == "float":
+        compute = transformer.Compute(dtype=dtype, implementation=attention)
+        model = nnx.eval_shape(lambda: transformer.Transformer(model_config, compute))
+    else:
+        held = packed_weights.random_model(model_config, weights)
+        model = weight_only.build(held, dtype=dtype, implementation=products, attention=attention)
     generator = sample.Generator(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
     # What a generator asks JAX's default platform for, which is not the one compiled for
     generator._cache_dtype = dtype
@@ -207,159 +180,6 @@ def _compiled(program: Any, place: Any, *arguments: Any) -> Any:
     return lowered.compile(compiler_options=OPTIONS)
 
 
-def read(text: str) -> list[Computation]:
-    """Computations that a program runs, from its optimised HLO text, the one that moves the most bytes in a run first.
-
-    What a computation calls outright counts as its own; loops and branches are computations of their own. A kernel
-    reads each operand once and writes its result once; of what it slices it reads the slice, of what it updates in
-    place it writes the update.
-
-    Raises:
-      ValueError: the text has no entry computation.
-    """
-    program, entry = hlo._parse(text)
-    found: dict[str, Computation] = {}
-    waiting: list[tuple[str, str, int | None]] = [(entry, "entry", 1)]
-    while waiting:
-        name, role, runs = waiting.pop()
-        if name not in found and name in program:
-            found[name] = _summary(program, name, role, runs)
-            waiting += _run_by(program, name)
-    return sorted(found.values(), key=lambda each: -(each.bytes_read + each.bytes_written))
-
-
-def _run_by(program: dict[str, list], name: str) -> Iterator[tuple[str, str, int | None]]:
-    """Loops and branches of a computation: name, role, runs."""
-    for each in _inlined(program, name):
-        runs = hlo._trip_count(program, each.line) if each.opcode == "while" else None
-        for role, several, single in RUN.findall(each.line) if each.opcode in ("while", "conditional") else ():
-            for called in re.findall(r"[\w.\-]+", several or single):
-                yield called, role if each.opcode == "while" else "branch", runs
-
-
-def _inlined(program: dict[str, list], name: str) -> Iterator[Any]:
-    """Instructions of a computation, those of what it calls in place of the calls."""
-    for each in program[name]:
-        called = re.search(r"(?:to_apply|calls|called_computations)=\{?%?([\w.\-]+)", each.line)
-        if each.opcode in ("call", "async-start") and called and called.group(1) in program:
-            yield from _inlined(program, called.group(1))
-        else:
-            yield each
-
-
-def _summary(program: dict[str, list], name: str, role: str, runs: int | None) -> Computation:
-    shapes: dict[str, str] = {}  # by name
-    groups: dict[tuple[str, str], Group] = {}
-    kinds: collections.Counter[str] = collections.Counter()
-    for each in _inlined(program, name):
-        shapes[_name(each)] = each.shape
-        if each.opcode in FREE or not each.opcode:
-            continue
-        origin = re.search(r'op_name="([^"]*)"', each.line)
-        key = _kind(each), origin.group(1) if origin else ""
-        old = groups.get(key, Group(*key, 0, 0, 0, ""))
-        taken, written = _moved(program, each, shapes)
-        shape = re.sub(r"\{[^}]*\}|/\*[^*]*\*/", "", each.shape)  # without layouts
-        largest = max(old.largest, shape, key=_size)
-        groups[key] = Group(*key, old.count + 1, old.bytes_read + taken, old.bytes_written + written, largest)
-        kinds[key[0]] += 1
-    ordered = sorted(groups.values(), key=lambda group: -(group.bytes_read + group.bytes_written))
-    moved = sum(group.bytes_read for group in ordered), sum(group.bytes_written for group in ordered)
-    return Computation(name, role, runs, kinds.total(), *moved, dict(kinds.most_common()), tuple(ordered))
-
-
-def _moved(program: dict[str, list], kernel: Any, shapes: dict[str, str]) -> tuple[int, int]:
-    """Bytes that a kernel reads and writes; shapes: of what comes before it, by name."""
-    operands, root = _operands(kernel), kernel
-    called = re.search(r"calls=%?([\w.\-]+)", kernel.line)
-    if called is not None and called.group(1) in program:
-        inside = {_name(each): each for each in program[called.group(1)]}
-        root = next(each for each in inside.values() if each.line.lstrip().startswith("ROOT "))
-        numbers = {_arguments(each): name for name, each in inside.items() if each.opcode == "parameter"}
-    else:  # as a fusion of itself alone
-        inside = {name: hlo._Instruction("parameter", shapes.get(name, ""), "") for name in operands}
-        inside, numbers = inside | {_name(kernel): kernel}, {f"{n}": name for n, name in enumerate(operands)}
-    uses: dict[str, list] = {}
-    for each in inside.values():
-        for name in dict.fromkeys(_operands(each)):
-            uses.setdefault(name, []).append(each)
-    shares: dict[str, float] = {}
-    for number, name in enumerate(operands):  # the same array may be several operands
-        shares[name] = min(1.0, shares.get(name, 0.0) + _share(numbers[f"{number}"], inside, uses))
-    taken = sum(_size(shapes.get(name, "")) * share for name, share in shares.items())
-    return round(taken), _written(inside, root)
-
-
-def _share(name: str, inside: dict[str, Any], uses: dict[str, list]) -> float:
-    """Part of a value that the kernel reads, 0 to 1, from what it does with it."""
-    total = 0.0 if name in uses else 1.0  # else it is the result
-    for each in uses.get(name, []):
-        is_first = _operands(each)[0] == name
-        if each.opcode in ("bitcast", "convert"):
-            total += _share(_name(each), inside, uses)
-        elif each.opcode in PARTS and is_first:
-            total += _size(each.shape) / max(1, _size(inside[name].shape))
-        elif not (each.opcode in IN_PLACE and is_first):
-            return 1.0
-    return min(total, 1.0)
-
-
-def _written(inside: dict[str, Any], root: Any) -> int:
-    """Bytes that a kernel writes, from the root of what it computes."""
-    total = 0
-    for name in _operands(root) if root.opcode == "tuple" else [_name(root)]:
-        while inside[name].opcode == "bitcast":
-            name = _operands(inside[name])[0]
-        each = inside[name]
-        kept = inside[_operands(each)[IN_PLACE[each.opcode]]] if each.opcode in IN_PLACE else each
-        shape = re.sub(r", [su]8\[\d*\](\{0\})?\)$", "", kept.shape)  # without a custom call's workspace
-        total += hlo._result_bytes(kept._replace(shape=shape))
-    return total
-
-
-def _size(shape: str) -> int:
-    return sum(hlo.shape_bytes(shape))
-
-
-def _name(instruction: Any) -> str:
-    return hlo._INSTRUCTION.match(instruction.line).group(1)
-
-
-def _operands(instruction: Any) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", _arguments(instruction))
-
-
-def _arguments(instruction: Any) -> str:
-    """Text between the brackets of an instruction."""
-    found = re.search(rf" {re.escape(instruction.opcode)}\(([^)]*)\)", instruction.line)
-    return found.group(1) if found else ""
-
-
-def _kind(kernel: Any) -> str:
-    target = re.search(r'custom_call_target="([^"]*)"', kernel.line)
-    named = kernel.opcode.startswith("fusion")
-    return target.group(1) if target else re.sub(r"(\.(\d+|clone))+$", "", _name(kernel) if named else kernel.opcode)
-
-
-def tables(found: list[Computation], target: Target) -> list[Any]:
-    """Tables of what `read` found: the computations, and the groups of the largest (rich.table.Table)."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    titles = "computation", "role", "runs", "kernels", "GB read", "GB written", "ms at peak"
-    overview = Table(*titles, title="computations, one run of each")
-    for each in found:
-        moved = each.bytes_read / 1e9, each.bytes_written / 1e9
-        figures = (f"{figure:9.3f}" for figure in (*moved, 1e12 * sum(moved) / target.memory_bytes_per_s))
-        overview.add_row(each.name, each.role, f"{each.runs or '?'}", f"{each.kernels:6,}", *figures)
-    titles = "kernels", "MB read", "MB written", "kind", "largest result", "from"
-    groups = Table(*titles, title=f"largest groups of {found[0].name}")
-    for group in found[0].groups[:NUM_GROUPS]:
-        figures = f"{group.count:6}", f"{group.bytes_read / 1e6:9,.1f}", f"{group.bytes_written / 1e6:9,.1f}"
-        groups.add_row(*figures, group.kind, group.largest, escape(group.op_name))
-    return [overview, groups]
-
-
 def define_flags() -> None:
     """Define the command's flags."""
     cli.define_config("configs/lm/gpt2_124m.yaml", "training configuration (YAML); decode and prefill read its decoder")
@@ -369,6 +189,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("prompt_tokens", 64, "prefill and decode: tokens of a prompt", lower_bound=1)
     flags.DEFINE_integer("new_tokens", 64, "prefill and decode: tokens that are generated", lower_bound=2)
     flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16", "float16"], "prefill and decode: of weights, cache")
+    flags.DEFINE_enum("weights", "float", ["float", *packed_weights.RECIPES], "prefill and decode: of the matrices")
+    flags.DEFINE_enum(
+        "products", "xla", packed_weights.PRODUCTS, "of weights of few bits: by XLA or by a Pallas kernel"
+    )
     flags.DEFINE_string("output", None, "file for the optimised HLO")
 
 
@@ -381,12 +205,13 @@ def main() -> int:
         program = train_program(settings, values.target)
     else:
         sizes = values.batch, values.prompt_tokens, values.new_tokens
-        programs = generation_programs(settings.decoder(None), values.dtype, *sizes, values.target)
+        how = {"weights": values.weights, "products": values.products}
+        programs = generation_programs(settings.decoder(None), values.dtype, *sizes, values.target, **how)
         program = getattr(programs, values.program)
     text, memory, out = program.as_text(), program.memory_analysis(), terminal.console()
     if output is not None:
         output.write_text(text, encoding="utf-8")
-    out.print(*tables(read(text), TARGETS[values.target]), sep="\n")
+    out.print(*kernels.tables(kernels.read(text), TARGETS[values.target].memory_bytes_per_s), sep="\n")
     parts = ("argument", "output", "alias", "temp")
     listed = ", ".join(f"{part} {getattr(memory, f'{part}_size_in_bytes') / 1e9:.3f}" for part in parts)
     out.print(f"memory, GB: {listed} (alias: arguments that results are written over)")

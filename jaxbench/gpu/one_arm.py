@@ -2,24 +2,29 @@
 
     python -m jaxbench.gpu.one_arm --workload=train --config=configs/lm/gpt2_124m.yaml --output=results.jsonl
     python -m jaxbench.gpu.one_arm --workload=train --backend=torch --set=step.torch_compile=true
-    python -m jaxbench.gpu.one_arm --workload=decode --config=configs/lm/smollm2_135m.yaml --batch=1
+    python -m jaxbench.gpu.one_arm --workload=decode --config=configs/lm/smollm2_135m.yaml --batch=1 --weights=int8
+    python -m jaxbench.gpu.one_arm --workload=ladder --config=configs/lm/smollm2_135m.yaml --prompt_tokens=2048
 
 What a short lease has time for. It says how fast one arm is; that it is faster than another is for
 experiments/compare.py, which alternates them. Weights and tokens are random. Steps are timed in groups, the device
-waited for behind each group, and a rate is that of the fastest group; `samples` has all.
+waited for behind each group, and a rate is that of the fastest group; `samples` has all. A ladder decodes in one form
+after another, each with one thing changed: number type, fused attention, weights of 8 and of 4 bits.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
 
 from jaxbench import cli, initial, outputs, process_environment
 from jaxbench.config import TransformerConfig
+from jaxbench.gpu import packed_weights
 from jaxbench.measure import environment
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.text.dataset import Batch
@@ -83,12 +88,38 @@ def make_engine(settings: TrainConfig, config: TransformerConfig) -> tuple[Any, 
     return Engine(settings, config, params, device="cuda"), torch.cuda.synchronize
 
 
-def decode(config: TransformerConfig, dtype: str) -> list[Record]:
-    """Rate of greedy decoding behind the first token, that token's time, and compile time."""
+class Form(NamedTuple):
+    """How a decoder is held and computed."""
+
+    dtype: str
+    attention: str
+    weights: str = "float"  # int8 and int4: the layers' matrices, the rest is of dtype
+    products: str = "xla"  # of such weights
+
+    @property
+    def name(self) -> str:
+        """Short, unique in a ladder."""
+        kernel = "" if self.weights == "float" else f" {self.products}"
+        return f"{self.dtype} {self.attention} {self.weights}{kernel}"
+
+
+def forms(dtype: str) -> list[Form]:
+    """What --workload, --weights and --products ask for, in the order in which it is measured."""
+    fused = "fused" if VALUES.device == "gpu" else "dense"
+    if VALUES.workload == "ladder":
+        # Elsewhere fused attention is not there, and the Pallas kernel's name means XLA's product.
+        ways = packed_weights.PRODUCTS if VALUES.device == "gpu" else ("xla",)
+        plain = [Form("float32", "dense"), Form("bfloat16", "dense"), Form("bfloat16", fused)]
+        packed = [Form("bfloat16", fused, bits, way) for way in ways for bits in packed_weights.RECIPES]
+        return list(dict.fromkeys(plain + packed))
+    attention = "fused" if VALUES.backend == "torch" else fused if dtype != "float32" else "dense"
+    return [Form(dtype, attention, VALUES.weights, VALUES.products)]
+
+
+def decode(config: TransformerConfig, form: Form) -> list[Record]:
+    """Rate of greedy decoding behind the first token, that token's time, compile time, and the bytes of the weights."""
     batch, prompt, new = VALUES.batch, VALUES.prompt_tokens, VALUES.new_tokens
-    if prompt + new > config.max_seq_len:
-        raise ValueError(f"one_arm: {prompt} + {new} tokens, the model's context is {config.max_seq_len}; take fewer")
-    generator, to_host = make_generator(config, dtype)
+    generator, to_host, size = make_generator(config, form)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, prompt)).tolist()
     start = time.perf_counter()
     to_host(generator.decode(generator.prefill(rows, max_new_tokens=new, seed=0), new).tokens)
@@ -102,33 +133,53 @@ def decode(config: TransformerConfig, dtype: str) -> list[Record]:
         first.append(middle - start)
         rest.append((time.perf_counter() - middle) / (new - 1))
     rates = [batch / each for each in rest[1:]]
-    width = 4 if dtype == "float32" else 2
-    read = width * initial.num_parameters(config) * max(rates) / batch
-    workload = Workload(kind="decode", dtype=dtype, batch=batch, prompt_tokens=prompt, new_tokens=new)
+    workload = Workload(kind="decode", dtype=form.dtype, batch=batch, prompt_tokens=prompt, new_tokens=new)
     found = [
         Record(metric="decode_tokens_per_s", value=max(rates), unit="tokens/s", samples=tuple(rates)),
-        Record(metric="weights_bytes_per_s", value=read, unit="bytes/s"),
+        Record(metric="weights_bytes", value=float(size), unit="bytes"),
+        Record(metric="weights_bytes_per_s", value=size * max(rates) / batch, unit="bytes/s"),
         Record(metric="first_token_s", value=min(first[1:]), unit="s", samples=tuple(first[1:])),
         Record(metric="compile_cold_s", value=compiled, unit="s"),
     ]
-    return [record.model_copy(update={"workload": workload}) for record in found]
+    return [record.model_copy(update={"workload": workload, "detail": form._asdict()}) for record in found]
 
 
-def make_generator(config: TransformerConfig, dtype: str) -> tuple[Any, Callable[[Any], np.ndarray]]:
-    """Generator of --backend on --device, and what brings its tokens to the host."""
-    params, plain = initial.initial_params(config, seed=0), {"eos_id": None}
-    kernel = "fused" if VALUES.device == "gpu" and dtype != "float32" else "dense"
+def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable[[Any], np.ndarray], int]:
+    """Generator of --backend on --device, what brings its tokens to the host, and the bytes of the weights."""
     if VALUES.backend == "flax":
-        from jaxbench import sample, transformer
+        import jax
+        from flax import nnx
 
-        model = transformer.build(config, params, dtype=dtype, implementation=kernel)
-        return sample.Generator(model, **plain, sampling=sample.SamplingParams(temperature=0.0)), np.asarray
-    from torch_ref import sample, transformer
+        from jaxbench import sample
 
-    place = {"device": "cuda" if VALUES.device == "gpu" else "cpu", "torch_compile": "step" if VALUES.compile else ""}
-    model = transformer.build(config, params, dtype=dtype, implementation="fused", **place).eval().requires_grad_(False)
-    generator = sample.Generator(model, **plain, sampling=sample.SamplingParams(temperature=0.0))
-    return generator, lambda tokens: tokens.cpu().numpy()
+        model = built(config, form, "jaxbench")
+        size, to_host = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))), np.asarray
+    else:
+        from torch_ref import sample
+
+        place = {"device": "cuda" if VALUES.device == "gpu" else "cpu"}
+        compiled = {"torch_compile": "step"} if VALUES.compile else {}
+        model = built(config, form, "torch_ref", **place, **compiled).eval().requires_grad_(False)
+        size, to_host = sum(tensor.nbytes for tensor in model.parameters()), lambda tokens: tokens.cpu().numpy()
+    sampling = sample.SamplingParams(temperature=0.0)
+    return sample.Generator(model, eos_id=None, sampling=sampling), to_host, size
+
+
+def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> Any:
+    """Decoder of random weights by the modules of a package."""
+    if form.weights == "float":
+        build = importlib.import_module(f"{package}.transformer").build
+        params = random_params(config.model_dump_json())
+        return build(config, params, dtype=form.dtype, implementation=form.attention, **place)
+    build, how = importlib.import_module(f"{package}.quantization.weight_only").build, form.products
+    model = packed_weights.random_model(config, form.weights)
+    return build(model, dtype=form.dtype, implementation=how, attention=form.attention, **place)
+
+
+@functools.lru_cache(maxsize=1)
+def random_params(config: str) -> dict[str, np.ndarray]:
+    """Initial values of a decoder, whose configuration is given as JSON; the same on every rung of a ladder."""
+    return initial.initial_params(TransformerConfig.model_validate_json(config), seed=0)
 
 
 def main() -> int:
@@ -136,31 +187,66 @@ def main() -> int:
     settings = cli.load_config(TrainConfig)
     if settings.model.vocab_size is None:
         raise ValueError(f"one_arm: --config={VALUES.config} leaves model.vocab_size to its tokenizer; --set a size")
+    config = settings.decoder(settings.model.vocab_size)
+    if VALUES.workload != "train":
+        check_decode(config, settings.step.precision)
     output = outputs.check_file(VALUES.output, overwrite=True)
     process_environment.ensure(VALUES.device, library=cli.array_library())
-    config = settings.decoder(settings.model.vocab_size)
-    if VALUES.workload == "train":
-        found = train(settings, config)
-    else:
-        found = decode(config, settings.step.precision)
-    common = {"arm": VALUES.backend, "device": VALUES.device, "commit": environment.commit()}
-    common["versions"] = environment.versions()
+    common = {"device": VALUES.device, "commit": environment.commit(), "versions": environment.versions()}
     changed = {"config": VALUES.config, "set": list(VALUES.set)}
-    for record in found:
-        RecordFile(output).append(record.model_copy(update=common | {"detail": record.detail | changed}))
-        print(f"{VALUES.backend} {record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}")
+
+    def keep(arm: str, found: list[Record]) -> None:
+        for record in found:
+            own = {"arm": arm, "detail": record.detail | changed}
+            RecordFile(output).append(record.model_copy(update=common | own))
+            print(f"{arm} {record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
+
+    if VALUES.workload == "train":
+        keep(VALUES.backend, train(settings, config))
+        return cli.EXIT_OK
+    wanted = forms(settings.step.precision)
+    for form in wanted:
+        arm = VALUES.backend if len(wanted) == 1 else f"{VALUES.backend} {form.name}"
+        keep(arm, decode(config, form))
     return cli.EXIT_OK
+
+
+def check_decode(config: TransformerConfig, dtype: str) -> None:
+    """Check what is decoded.
+
+    Raises:
+      ValueError: a row is longer than the model's context, weights of few bits beside a training's precision or by
+        torch.compile, or a ladder of PyTorch.
+    """
+    prompt, new = VALUES.prompt_tokens, VALUES.new_tokens
+    if prompt + new > config.max_seq_len:
+        raise ValueError(f"one_arm: {prompt} + {new} tokens, the model's context is {config.max_seq_len}; take fewer")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"one_arm: step.precision={dtype} is a training's; wanted float32 or bfloat16")
+    if VALUES.compile and VALUES.weights != "float":
+        raise ValueError(f"--compile, --weights={VALUES.weights}: torch.compile takes weights=float; leave one out")
+    if VALUES.workload == "ladder" and (VALUES.backend != "flax" or VALUES.weights != "float"):
+        raise ValueError(
+            f"--workload=ladder has forms of its own, by Flax; got --backend={VALUES.backend}, "
+            f"--weights={VALUES.weights}"
+        )
 
 
 if __name__ == "__main__":
     cli.define_config("configs/lm/gpt2_124m.yaml")
     cli.define_backend(choices=("flax", "torch"))
     cli.define_device("gpu")
-    flags.DEFINE_enum("workload", "train", ["train", "decode"], "what is measured")
+    flags.DEFINE_enum("workload", "train", ["train", "decode", "ladder"], "what is measured")
     flags.DEFINE_integer("steps", 10, "training steps of a group", lower_bound=1)
     flags.DEFINE_integer("batch", 1, "rows that are decoded", lower_bound=1)
     flags.DEFINE_integer("prompt_tokens", 64, "tokens of a prompt", lower_bound=1)
     flags.DEFINE_integer("new_tokens", 128, "tokens that are generated", lower_bound=2)
     flags.DEFINE_bool("compile", False, "PyTorch's decode step by torch.compile, in CUDA graphs on a GPU")
+    flags.DEFINE_enum(
+        "weights", "float", ["float", *packed_weights.RECIPES], "of the layers' matrices, where rows are decoded"
+    )
+    flags.DEFINE_enum(
+        "products", "xla", packed_weights.PRODUCTS, "of weights of few bits: by XLA or by a Pallas kernel"
+    )
     flags.DEFINE_string("output", "out/gpu-one-arm/results.jsonl", "file that records are appended to")
     cli.run(main, about=__doc__)

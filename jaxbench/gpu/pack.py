@@ -27,6 +27,12 @@ WHEELS = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "confusable-homoglyphs", "gguf",
     "platformdirs", "plotly", "narwhals", "ruptures", "tensorboardX",
 )  # fmt: skip
+# What the neural memory is compared with, and what it needs beside PyTorch; versions are those of `make peers`.
+TITANS = (
+    "titans-pytorch", "accelerated-scan", "assoc-scan", "axial_positional_embedding", "cloudpickle", "einops", "einx",
+    "frozendict", "hyper-connections", "loguru", "pyvers", "rotary-embedding-torch", "tensordict", "torch-einops-utils",
+    "tqdm", "x-transformers",
+)  # fmt: skip
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 ADVICE = "carry the wheels of `make gpu_pack` and begin with its script `run`"
 RUN = """#!/usr/bin/env bash
@@ -97,14 +103,15 @@ def code_files() -> list[str]:
 
 
 def wanted_versions() -> list[str]:
-    """The wheels with the versions of constraints.txt."""
-    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    """The wheels with the versions of constraints.txt, or of .ci/peers/titans.txt."""
+    files = (ROOT / ".ci/peers/titans.txt", ROOT / "constraints.txt")
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     pinned = {
         match[1].lower().replace("_", "-"): match[2]
         for match in re.finditer(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE)
     }
     found = []
-    for name in WHEELS:
+    for name in (*WHEELS, *TITANS):
         version = pinned.get(name.lower().replace("_", "-"))
         found.append(f"{name}=={version}" if version else name)
     return found
@@ -121,7 +128,7 @@ def download(folder: Path) -> None:
     done = subprocess.run([*command, *wanted_versions()], capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ValueError(f"gpu: pip could not fetch the wheels {', '.join(WHEELS)}: {last[:300]}")
+        raise ValueError(f"gpu: pip could not fetch the wheels {', '.join((*WHEELS, *TITANS))}: {last[:300]}")
 
 
 def size_of(folder: Path) -> int:

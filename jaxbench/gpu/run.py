@@ -4,14 +4,17 @@
     figures.csv       one line a figure
     environment.json  the machine
     log.txt           what the commands printed
+    STAGE-FILE        what a stage returns, such as weights; in parts STAGE-FILE.part0, ... where it is large
 
-A stage works in a folder of its own under `work`, of which nothing but its records is kept.
+A stage works in a folder of its own under `work`, of which nothing else is kept; a long training that is run again with
+the same folder goes on from its last checkpoint there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,11 +33,13 @@ STAGE = "stage"  # metric of the record that says how a stage ended
 LEAST_S = 15.0  # a stage is not begun with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
 GRACE_S = 10.0  # between asking a stage to end and ending it
-KEPT = (records.RESULTS_NAME, "parity.json")  # files of a stage that its records are read from
+KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
+PART_BYTES = 15 * 2**20  # of a returned file: what comes back from a lent machine has files of 16 MiB at most
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
     "watermark_overhead", "layer_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal", "device_peak_bytes",
-    "parity",
+    "train_validation_loss", "memory_tokens_per_s", "responses_per_minute", "compress_tokens_per_s",
+    "serve_tokens_per_s", "token_gap_s", "parity",
 )  # fmt: skip
 
 
@@ -45,6 +50,7 @@ class Place(NamedTuple):
     is_rehearsal: bool
     results: Path  # folder
     work: Path  # folder of the stages' own files
+    data: str = ""  # folder of texts that were carried along
 
 
 def run(
@@ -69,7 +75,7 @@ def run(
             say(f"{stage.name}: done before")
             continue
         left = budget_s - (time.monotonic() - started)
-        record = _unable(stage, left)
+        record = _unable(stage, left, place)
         if record is None:
             say(f"{stage.name}: up to {min(stage.limit_s, left):.0f} s of {left:.0f} left; {stage.about}")
             record, found = _run_one(stage, place, limit_s=min(stage.limit_s, left))
@@ -125,10 +131,12 @@ def write_figures(file: RecordFile, folder: Path) -> None:
         outputs.write_csv(folder / "figures.csv", rows)
 
 
-def _unable(stage: Stage, left: float) -> Record | None:
-    """Record of a stage that is not begun: too little time, or packages that are missing."""
+def _unable(stage: Stage, left: float, place: Place) -> Record | None:
+    """Record of a stage that is not begun: too little time, or packages or texts that are missing."""
     if missing := stage.missing():
         return _record(stage, "skipped", f"needs {', '.join(missing)}, not installed here")
+    if stage.reads_data and not place.data and not place.is_rehearsal:
+        return _record(stage, "skipped", "needs texts: name their folder by --data")
     if left < LEAST_S:
         return _record(stage, "skipped", f"{left:.0f} s of the budget were left, wanted {LEAST_S:.0f}; use --resume")
     return None
@@ -138,7 +146,7 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
     """Run one stage; how it ended, and its records."""
     folder = place.work / stage.name
     folder.mkdir(parents=True, exist_ok=True)
-    how = {"work": str(folder), "device": place.device}
+    how = {"work": str(folder), "device": place.device, "data": place.data}
     words = stage.words(**how, is_rehearsal=place.is_rehearsal, python=sys.executable)
     for name in KEPT:  # of an earlier call, whose records these would pass for
         if (folder / name).exists():
@@ -151,6 +159,9 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
         found = kept_records(folder)
     except (ValueError, KeyError, TypeError) as error:
         found, reason = [], reason or f"its records cannot be read: {error!r}"[:300]
+    for name in stage.returned:
+        if (folder / name).is_file():
+            give_back(folder / name, place.results / f"{stage.name}-{name}")
     status = "error" if reason else "ok"
     detail = {"command": stage.command, "figures": len(found)} | ({"tail": printed[-TAIL:]} if reason else {})
     return _record(stage, status, reason, value=seconds, detail=detail), found
@@ -206,8 +217,10 @@ def _end(process: subprocess.Popen) -> str:
 
 
 def kept_records(folder: Path) -> list[Record]:
-    """Records of a stage: its results.jsonl, and what its parity.json says of each case."""
+    """Records of a stage: its results.jsonl, a training's summary, and what its parity.json says of each case."""
     found = records.read_lines(folder / records.RESULTS_NAME) if (folder / records.RESULTS_NAME).exists() else []
+    summary = folder / "summary.json"
+    found += _of_training(json.loads(summary.read_text())) if summary.exists() else []
     for case in json.loads((folder / "parity.json").read_text()) if (folder / "parity.json").exists() else []:
         gates = [
             {name: gate.get(name) for name in ("id", "what", "passed", "error", "limit", "where")}
@@ -219,6 +232,28 @@ def kept_records(folder: Path) -> list[Record]:
             )
         )
     return found
+
+
+def give_back(source: Path, target: Path) -> None:
+    """Copy a file, in parts where it is large, in place of what an earlier call gave back."""
+    content = source.read_bytes()
+    for old in (target, *target.parent.glob(f"{target.name}.part*")):
+        old.unlink(missing_ok=True)
+    for number, start in enumerate(range(0, max(len(content), 1), PART_BYTES)):
+        name = target.name if len(content) <= PART_BYTES else f"{target.name}.part{number}"
+        with outputs.whole(target.with_name(name)) as temporary:
+            temporary.write_bytes(content[start : start + PART_BYTES])
+
+
+def _of_training(summary: dict) -> list[Record]:
+    """Records of a training's summary; other commands' summaries have none."""
+    units = {"tokens_per_s": "tokens/s", "validation_loss": "nats/token", "mfu": "ratio", "mfu_causal": "ratio"}
+    values = {name: summary.get(name) for name in units} if "backend" in summary else {}
+    return [
+        Record(metric=f"train_{name}", value=float(value), unit=units[name], arm=summary["backend"])
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    ]
 
 
 def _of_stage(record: Record, stage: Stage) -> Record:

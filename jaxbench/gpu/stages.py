@@ -20,15 +20,21 @@ class Stage(Base):
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9_]+$")
     about: str  # the figures it gives
-    # Words of a shell; {work} is its folder, {device} gpu, or cpu in a rehearsal.
+    # Words of a shell; {work} is its folder, {device} gpu, or cpu in a rehearsal, {data} the folder of --data.
     command: str
     rehearsal: str = ""  # words that make it tiny, behind the command
     limit_s: float = pydantic.Field(gt=0)  # it is ended behind so many seconds
     needs: tuple[str, ...] = ()  # packages beside those that every stage needs
     # Settings of its environment; words in values as in command.
     environment: dict[str, str] = {}
+    returned: tuple[str, ...] = ()  # files of its folder that come back beside its records
 
-    def words(self, *, work: str, device: str, is_rehearsal: bool, python: str) -> list[str]:
+    @property
+    def reads_data(self) -> bool:
+        """True where it needs the folder of --data, which a rehearsal replaces."""
+        return "{data}" in self.command
+
+    def words(self, *, work: str, device: str, is_rehearsal: bool, python: str, data: str = "") -> list[str]:
         """Command line of the stage.
 
         Raises:
@@ -36,27 +42,28 @@ class Stage(Base):
         """
         text = f"{self.command} {self.rehearsal}" if is_rehearsal else self.command
         try:
-            words = [self._filled(word, work=work, device=device) for word in shlex.split(text)]
+            words = [self._filled(word, work=work, device=device, data=data) for word in shlex.split(text)]
         except ValueError as error:
             raise ValueError(f"stage {self.name}: command {text!r}: {error}") from error
         if not words:
             raise ValueError(f"stage {self.name}: command {text!r} has no words")
         return [python, *words[1:]] if words[0] == "python" else words
 
-    def settings(self, *, work: str, device: str) -> dict[str, str]:
+    def settings(self, *, work: str, device: str, data: str = "") -> dict[str, str]:
         """Settings of its environment.
 
         Raises:
           ValueError: a place in braces that is not known.
         """
-        return {name: self._filled(value, work=work, device=device) for name, value in self.environment.items()}
+        places = {"work": work, "device": device, "data": data}
+        return {name: self._filled(value, **places) for name, value in self.environment.items()}
 
     def _filled(self, word: str, **places: str) -> str:
         try:
             return word.format(**places)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
-                f"stage {self.name}: {word!r}: {error} is no place; {{work}} and {{device}} are known"
+                f"stage {self.name}: {word!r}: {error} is no place; {{work}}, {{device}} and {{data}} are known"
             ) from error
 
     def missing(self) -> list[str]:
@@ -78,6 +85,9 @@ class Stages(Base):
         for stage in self.stages:
             stage.words(work="", device="", is_rehearsal=True, python="")
             stage.settings(work="", device="")
+            for name in stage.returned:
+                if not name or "/" in name or name.startswith("."):
+                    raise ValueError(f"stage {stage.name}: returned: {name!r} is no name of a file of its folder")
         return self
 
     def chosen(self, names: Sequence[str] | None) -> list[Stage]:

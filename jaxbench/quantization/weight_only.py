@@ -39,12 +39,15 @@ class WeightOnlyLinear(nnx.Module):
         return functional.add_bias(out, None if self.bias is None else self.bias[...])
 
 
-def build(model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla") -> transformer.Transformer:
+def build(
+    model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense"
+) -> transformer.Transformer:
     """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
       implementation: of the products, see weight_only_pallas.matmul.
+      attention: its implementation, see attention.py.
 
     Raises:
       ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
@@ -54,7 +57,7 @@ def build(model: QuantizedModel, *, dtype: str = "float32", implementation: str 
     held, params = packing.parameters(model)
 
     def make() -> transformer.Transformer:
-        decoder = transformer.Transformer(model.config, Compute(dtype=dtype))
+        decoder = transformer.Transformer(model.config, Compute(dtype=dtype, implementation=attention))
         for name, packed in held.items():
             _, index, part, module = name.split(".")
             use_bias = f"{name}.bias" in params

@@ -29,6 +29,7 @@ CASES = [
     Case("compress.py 7", ("'7' is no command", "wanted one of compress")),
     of("now", "'now' is not a flag"),
     of("--dta=a.txt", "--dta", "nearest is --data"),
+    of("--device=gpu", "--device=gpu", "this machine has none"),
     of("--hold_out=a.txt", "--hold_out", "nearest is --held_out"),
     of("--config=", "--config"),
     of("--config=none.yaml", "none.yaml"),

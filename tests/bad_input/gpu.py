@@ -36,6 +36,8 @@ CASES = [
     of("--stage=rates;proof", "--stage='rates;proof'"),
     of("--stages=rates", "--stages", "nearest is --stage"),
     of("--budget_s=0", "--budget_s", "0"),
+    of("--data=none", "--data=none is no folder"),
+    of("--data=README.md", "--data=README.md is no folder"),
     of("--budget_s=-5", "--budget_s", "-5"),
     of("--budget_s=nan", "--budget_s=nan"),
     of("--budget_s=inf", "--budget_s=inf"),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxbench import config
-from jaxbench.gpu import ahead
+from jaxbench.gpu import ahead, kernels
 from jaxbench.measure import hlo
 from jaxbench.training.train_config import TrainConfig
 from tests.structure import ROOT
@@ -111,7 +111,7 @@ ENTRY %main (x: f32[8], is_on: s32[]) -> f32[8] {
 
 
 def test_what_a_loop_runs_comes_first_with_its_rounds_and_its_kernels():
-    found = ahead.read(LOOP)
+    found = kernels.read(LOOP)
     assert [(each.name, each.role, each.runs, each.kernels) for each in found] == [
         ("region_0.2.clone", "body", 16, 4),
         ("main.4", "entry", 1, 1),
@@ -120,12 +120,12 @@ def test_what_a_loop_runs_comes_first_with_its_rounds_and_its_kernels():
 
 
 def test_a_kernel_is_named_by_its_fusion_or_by_the_library_it_calls():
-    kinds = ahead.read(LOOP)[0].kinds
+    kinds = kernels.read(LOOP)[0].kinds
     assert kinds == {"fusion-start": 1, "loop_tanh_fusion": 1, "wrapped_convert": 1, "__cudnn$fmhaSoftmax": 1}
 
 
 def test_a_row_read_or_written_in_place_counts_as_a_row():
-    groups = {group.kind: group for group in ahead.read(LOOP)[0].groups}
+    groups = {group.kind: group for group in kernels.read(LOOP)[0].groups}
     update, tanh = groups["fusion-start"], groups["loop_tanh_fusion"]
     assert (update.bytes_read, update.bytes_written) == (ROW + 4, ROW)  # the row and its number; the row
     assert (tanh.bytes_read, tanh.bytes_written) == (WHOLE + ROW + 4, ROW)
@@ -133,20 +133,20 @@ def test_a_row_read_or_written_in_place_counts_as_a_row():
 
 
 def test_a_conversion_reads_all_that_it_converts_and_a_workspace_is_not_written():
-    groups = {group.kind: group for group in ahead.read(LOOP)[0].groups}
+    groups = {group.kind: group for group in kernels.read(LOOP)[0].groups}
     assert groups["wrapped_convert"][3:5] == (ROW, ROW // 2)
     assert groups["__cudnn$fmhaSoftmax"][3:5] == (ROW // 2, ROW // 2)
 
 
 def test_a_computation_sums_its_groups_and_the_largest_group_stands_first():
-    body = ahead.read(LOOP)[0]
+    body = kernels.read(LOOP)[0]
     assert body.bytes_read == sum(group.bytes_read for group in body.groups)
     assert body.bytes_written == sum(group.bytes_written for group in body.groups)
     assert body.groups[0].kind == "loop_tanh_fusion"
 
 
 def test_a_call_counts_as_its_callers_own_and_branches_stand_by_themselves():
-    found = {each.name: each for each in ahead.read(CALL)}
+    found = {each.name: each for each in kernels.read(CALL)}
     assert found["main"].kinds == {"negate": 1} and found["main"].bytes_read == 32
     assert {name: each.role for name, each in found.items()} == {"main": "entry", "inner": "branch", "other": "branch"}
     assert found["other"].kernels == 0 and found["inner"].runs is None
@@ -154,11 +154,11 @@ def test_a_call_counts_as_its_callers_own_and_branches_stand_by_themselves():
 
 def test_a_text_without_an_entry_is_an_error():
     with pytest.raises(ValueError, match="no ENTRY computation in a text of 5 characters"):
-        ahead.read("hello")
+        kernels.read("hello")
 
 
 def test_the_tables_name_every_computation_and_every_group():
-    overview, groups = ahead.tables(ahead.read(LOOP), ahead.TARGETS["h200"])
+    overview, groups = kernels.tables(kernels.read(LOOP), ahead.TARGETS["h200"].memory_bytes_per_s)
     assert (overview.row_count, groups.row_count) == (3, 4)
 
 
@@ -198,7 +198,7 @@ def test_a_configuration_with_a_mesh_is_refused():
 PROGRAM = """
 import sys
 from jaxbench import config, sample
-from jaxbench.gpu import ahead
+from jaxbench.gpu import ahead, kernels
 from jaxbench.training.train_config import TrainConfig
 settings = config.load({path!r}, {changes!r}, TrainConfig)
 if {kind!r} == "train":
@@ -211,7 +211,7 @@ print(made.as_text())
 """
 
 
-def compiled(kind: str, turned: tuple[str, ...] = ("gpu",)) -> tuple[int, list[ahead.Computation]]:
+def compiled(kind: str, turned: tuple[str, ...] = ("gpu",)) -> tuple[int, list[kernels.Computation]]:
     """Compile a tiny program; return the bytes of arguments that it writes its results over, and what it runs."""
     path = str(ROOT / "configs/lm/gpt2_124m.yaml")
     program = PROGRAM.format(path=path, changes=TINY, kind=kind, turned=turned)
@@ -219,7 +219,7 @@ def compiled(kind: str, turned: tuple[str, ...] = ("gpu",)) -> tuple[int, list[a
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     alias, _, text = done.stdout.partition("\n")
-    return int(alias), ahead.read(text)
+    return int(alias), kernels.read(text)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def decode():
     return compiled("decode")
 
 
-def body(found: list[ahead.Computation]) -> ahead.Computation:
+def body(found: list[kernels.Computation]) -> kernels.Computation:
     """Return the largest loop's body."""
     return next(each for each in found if each.role == "body")
 
@@ -250,8 +250,8 @@ def test_a_train_step_runs_its_micro_batches_in_a_loop_of_known_length(train):
 
 @needs_plugin
 def test_a_train_step_writes_its_state_over_the_one_it_was_given(train):
-    kernels = LAYERS * WIDTH * (4 * WIDTH + 2 * 512)
-    assert train[0] > 3 * 4 * kernels  # parameters and two moments in float32
+    size = LAYERS * WIDTH * (4 * WIDTH + 2 * 512)
+    assert train[0] > 3 * 4 * size  # parameters and two moments in float32
 
 
 @needs_plugin

@@ -64,9 +64,10 @@ def test_outside_a_git_checkout_there_is_no_code(tmp_path, monkeypatch):
 
 
 def test_wanted_wheels_carry_the_pins_of_the_constraints():
-    lines = {line.lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pins = [(ROOT / name).read_text() for name in ("constraints.txt", ".ci/peers/titans.txt")]
+    lines = {line.lower().replace("_", "-") for text in pins for line in text.splitlines()}
     wanted = pack.wanted_versions()
-    assert [each.partition("==")[0] for each in wanted] == list(pack.WHEELS)
+    assert [each.partition("==")[0] for each in wanted] == [*pack.WHEELS, *pack.TITANS]
     assert [each for each in wanted if each.lower().replace("_", "-") not in lines] == []
 
 
@@ -74,6 +75,7 @@ def test_a_wheel_that_no_constraint_pins_is_asked_for_without_a_version(tmp_path
     (tmp_path / "constraints.txt").write_text("# Pydantic==1\npydantic-core==2.5\nRich==3\n")
     monkeypatch.setattr(pack, "ROOT", tmp_path)
     monkeypatch.setattr(pack, "WHEELS", ("pydantic", "pydantic_core", "rich"))
+    monkeypatch.setattr(pack, "TITANS", ())
     assert pack.wanted_versions() == ["pydantic", "pydantic_core==2.5", "rich==3"]
 
 

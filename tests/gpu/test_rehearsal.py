@@ -18,7 +18,7 @@ STAGES = [stage.name for stage in config.load(ROOT / "configs/gpu/stages.yaml", 
 NO_PYTHON = 77  # exit code of .ci/gpu_rehearsal
 WITHOUT_TORCH = {
     "one_train", "one_decode_1b", "one_decode_135m", "one_decode_graph", "rates", "one_train_float8", "marked",
-    "rates_other",
+    "rates_other", "ladder", "proof_packed", "memory_titans", "serving", "compression", "features",
 }  # fmt: skip
 
 
@@ -44,6 +44,24 @@ def test_every_stage_is_rehearsed_and_gives_figures(tmp_path):
     assert {row["stage"] for row in rows} == set(STAGES) and all(
         float(row["value"]) >= 0 for row in rows if row["figure"] != "watermark_overhead"
     )
+    rungs = {row["arm"]: float(row["value"]) for row in rows if row["figure"] == "weights_bytes"}
+    sizes = [rungs[f"flax {form}"] for form in (
+        "float32 dense float", "bfloat16 dense float", "bfloat16 dense int8 xla", "bfloat16 dense int4 xla",
+    )]  # fmt: skip
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+
+
+@pytest.mark.timeout(600)
+def test_long_trainings_are_rehearsed_and_give_back_their_losses(tmp_path):
+    command = [sys.executable, "experiments/gpu.py", "--config=configs/gpu/long.yaml", "--rehearse", "--budget_s=500"]
+    command += [f"--workdir={tmp_path / 'results'}", "--stage=memory_plain,memory_gate"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "results/log.txt").read_text()[-3000:]
+    assert ended(tmp_path / "results") == {"memory_plain": "ok", "memory_gate": "ok"}
+    rows = run.figures(RecordFile(tmp_path / "results/results.jsonl").read())
+    assert {row["figure"] for row in rows} >= {"train_tokens_per_s", "train_validation_loss"}
+    for name in ("memory_plain", "memory_gate"):
+        assert len((tmp_path / f"results/{name}-records.jsonl").read_text().splitlines()) >= 1
 
 
 @pytest.mark.timeout(900)

@@ -80,6 +80,42 @@ def wait_for(condition):
 # What is kept
 
 
+def test_files_that_a_stage_returns_come_back_in_parts_where_they_are_large(call, monkeypatch):
+    monkeypatch.setattr(run, "PART_BYTES", 4)
+    small, large = writing("a.txt", "abc"), writing("b.txt", "abcdefghij")
+    call(stage("one", python(small + large), returned=("a.txt", "b.txt", "none.txt")))
+    found = {path.name: path.read_text() for path in call.results.glob("one-*")}
+    parts = {"one-b.txt.part0": "abcd", "one-b.txt.part1": "efgh", "one-b.txt.part2": "ij"}
+    assert found == {"one-a.txt": "abc"} | parts
+    shorter = python("open('{work}/b.txt', 'w').write('xy')")
+    call(stage("one", shorter, returned=("b.txt",)), resume=True, commit="def")
+    assert {path.name for path in call.results.glob("one-b*")} == {"one-b.txt"}
+
+
+def test_a_training_gives_its_rate_and_loss_and_other_summaries_nothing(call):
+    training = '{"backend": "flax", "tokens_per_s": 12.5, "validation_loss": NaN, "mfu": 0.25, "steps": 3}'
+    call(
+        stage("a", python(writing("summary.json", training))),
+        stage("b", python(writing("summary.json", '{"rows": []}'))),
+    )
+    found = {each.metric: (each.value, each.arm) for each in call.kept() if each.metric != run.STAGE}
+    assert found == {"train_tokens_per_s": (12.5, "flax"), "train_mfu": (0.25, "flax")}
+
+
+def test_a_stage_that_reads_texts_is_skipped_without_any(call, monkeypatch):
+    place = run.Place("gpu", False, call.results, call.results.parent / "work")
+    reading = stage("a", python("print(open('{data}/x.txt').read())"))
+    run.run([reading], place, budget_s=100, resume=False, say=call.said.append)
+    assert (call.named()["a"].status, call.named()["a"].reason) == (
+        "skipped",
+        "needs texts: name their folder by --data",
+    )
+    (call.results.parent / "x.txt").write_text("hello")
+    place = place._replace(data=str(call.results.parent))
+    run.run([reading], place, budget_s=100, resume=True, say=call.said.append)
+    assert call.named()["a"].status == "ok" and "hello" in (call.results / "log.txt").read_text()
+
+
 def test_a_failing_stage_keeps_those_before_and_after(call):
     ended = call(
         stage("before", python(measuring(RATE))),

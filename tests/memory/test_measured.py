@@ -57,7 +57,7 @@ def test_peak_memory_is_compared_at_the_same_length():
 def test_a_worker_of_each_backend_answers_the_benchmark(tmp_path, engine, part):
     """In a process of its own: in this one the peak of all tests so far may lie above what the case takes."""
     case = {"network": NEURAL.model_dump(mode="json"), "batch": 1, "length": 32, "part": part}
-    with speed._worker(engine, tmp_path, is_malloc_tuned=False) as worker:
+    with speed._worker(engine, tmp_path, "cpu", is_malloc_tuned=False) as worker:
         assert worker.request("start")["versions"]
         found = worker.request("measure", **case, repeats=2)
         assert len(found["seconds"]) == len(found["cpu_seconds"]) == 2 and min(found["seconds"]) > 0

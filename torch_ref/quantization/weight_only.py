@@ -44,13 +44,15 @@ def _parameter(shape: tuple[int, ...], dtype: str) -> torch.nn.Parameter:
 
 
 def build(
-    model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", device: str = "cpu"
-) -> transformer.Transformer:
+    model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense",
+    device: str = "cpu",
+) -> transformer.Transformer:  # fmt: skip
     """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
       implementation: a name that the JAX twins know; the products are those of packed_matmul.matmul.
+      attention: its implementation, see attention.py.
 
     Raises:
       ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
@@ -58,7 +60,7 @@ def build(
     """
     held, params = packing.parameters(model)
     with torch.device("meta"):
-        decoder = transformer.Transformer(model.config, Compute(dtype=dtype))
+        decoder = transformer.Transformer(model.config, Compute(dtype=dtype, implementation=attention))
         for name, packed in held.items():
             _, index, part, module = name.split(".")
             use_bias = f"{name}.bias" in params

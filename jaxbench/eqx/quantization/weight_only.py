@@ -45,12 +45,15 @@ class WeightOnlyLinear(eqx.Module):
         return functional.add_bias(out, self.bias)
 
 
-def build(model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla") -> transformer.Transformer:
+def build(
+    model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense"
+) -> transformer.Transformer:
     """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
       implementation: of the products, see weight_only_pallas.matmul.
+      attention: its implementation, see attention.py.
 
     Raises:
       ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
@@ -68,6 +71,8 @@ def build(model: QuantizedModel, *, dtype: str = "float32", implementation: str 
             WeightOnlyLinear(packed, use_bias=f"{name}.bias" in params, dtype=dtype, implementation=implementation)
             for name, packed in held.items()
         ]
-        return eqx.tree_at(places, transformer.Transformer(model.config, Compute(dtype=dtype)), linears)
+        return eqx.tree_at(
+            places, transformer.Transformer(model.config, Compute(dtype=dtype, implementation=attention)), linears
+        )
 
     return nn.load_params(eqx.filter_eval_shape(make), params)

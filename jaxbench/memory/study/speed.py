@@ -3,11 +3,13 @@
 Every arm is a process of its own (measure/process.py), one works at a time on one core, and their order turns from
 launch to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals
 are t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the
-resident set above the level after the imports, while the case is built (from the compile cache) and run.
+resident set above the level after the imports, while the case is built (from the compile cache) and run. On a GPU the
+clock alone says something, and memory is the device's; medians of each launch are records too, in results.jsonl.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from jaxbench import outputs
 from jaxbench.config import Base
 from jaxbench.measure import environment, process, verdicts
 from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.measure.records import RESULTS_NAME, Record, RecordFile, Workload
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.study.fields import Length, Several
 
@@ -66,8 +69,10 @@ class Speed(Base):
         return self
 
 
-def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
+def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[str, Any]:
     """Measure, write summary.json into the workdir and return it; a missing peer is named, and its ratios left out.
+
+    device: cpu or gpu.
 
     Raises:
       ValueError: a part of jaxbench itself failed.
@@ -76,26 +81,29 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
     workdir.mkdir(parents=True, exist_ok=True)
     arms, missing, rows, memory = [*settings.engines], {}, [], []
     try:
-        process.peer_python("titans")
+        _python("titans")
         arms.append("titans")
     except ValueError as error:
         missing["titans"] = str(error)
-    versions: dict[str, dict] = {}
+    file, versions = RecordFile(workdir / RESULTS_NAME), {}
     for launch_index in range(settings.launches):
         for arm in process.turn(arms, launch_index):
-            rows += _measured(settings, arm, launch_index, workdir, versions)
+            found = _measured(settings, arm, launch_index, workdir, versions, device)
+            file.append(*(_record(settings, row, device, versions[arm]) for row in found))
+            rows += found
         print(f"    launch {launch_index + 1} of {settings.launches}", file=sys.stderr, flush=True)
     for arm in arms:
         for network, read in _cases(settings, arm):
-            memory += [_peak(settings.batch, length, arm, network, read, workdir) for length in settings.memory_lengths]
+            for length in settings.memory_lengths:
+                memory.append(_peak(settings.batch, length, arm, network, read, workdir, device))
     summary = {
-        "about": environment.describe(threads=1) | {"missing": missing, "arms": versions},
+        "about": environment.describe(threads=1) | {"missing": missing, "arms": versions, "device": device},
         "settings": settings.model_dump(mode="json"),
         "rates": _rates(settings, rows),
         "ratios": _ratios(rows),
         "memory": memory,
         "memory_ratios": _memory_ratios(memory),
-        "slope": _slope(settings, workdir),
+        "slope": _slope(settings, workdir, device),
     }
     outputs.write_json(workdir / "summary.json", summary)
     return summary
@@ -111,13 +119,23 @@ def _request(network: Network, read: str) -> dict:
     return network.shape.model_dump(mode="json") | {"read": read}
 
 
-def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
-    python = process.peer_python(arm) if arm == "titans" else sys.executable
+def _python(arm: str) -> str | Path:
+    """The interpreter that has an arm's package: this one where it is installed beside jaxbench, as on a lent GPU.
+
+    Raises:
+      ValueError: none has it.
+    """
+    if arm == "titans" and importlib.util.find_spec("titans_pytorch") is None:
+        return process.peer_python(arm)
+    return sys.executable
+
+
+def _worker(arm: str, workdir: Path, device: str, *, is_malloc_tuned: bool = True) -> Worker:
     library, log = "XLA" if arm == "flax" else "PyTorch", workdir / "logs" / f"{arm}.log"
-    environment = process.environment("cpu", threads=1, library=library)
+    environment = process.environment(device, threads=1, library=library)
     if not is_malloc_tuned:
         environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
-    return Worker(arm, WORKER, environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)
+    return Worker(arm, WORKER, environment=environment, log=log, timeout_s=TIMEOUT_S, python=_python(arm))
 
 
 def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
@@ -127,12 +145,14 @@ def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
         raise ValueError(f"speed: {worker.name} could not do {operation} {arguments}: {error}") from error
 
 
-def _measured(settings: Speed, arm: str, launch_index: int, workdir: Path, versions: dict) -> list[dict]:
+def _measured(
+    settings: Speed, arm: str, launch_index: int, workdir: Path, versions: dict, device: str
+) -> list[dict]:  # fmt: skip
     """Records of one arm in one launch."""
     rows = []
     size = {"batch": settings.batch, "length": settings.length, "repeats": settings.repeats}
-    with _worker(arm, workdir) as worker:
-        versions[arm] = _ask(worker, "start")["versions"]
+    with _worker(arm, workdir, device) as worker:
+        versions[arm] = _ask(worker, "start", device=device)["versions"]
         for network, read in _cases(settings, arm):
             for part in PARTS:
                 case = {"arm": arm, "network": network.name, "read": read, "part": part, "launch": launch_index}
@@ -140,27 +160,44 @@ def _measured(settings: Speed, arm: str, launch_index: int, workdir: Path, versi
     return rows
 
 
-def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path) -> dict:
+def _record(settings: Speed, row: dict, device: str, versions: dict[str, str]) -> Record:
+    """One case of one launch: tokens a second by the clock, at the median of its calls."""
+    tokens = settings.batch * settings.length
+    workload = Workload(kind="inference", dtype="float32", batch=settings.batch, prompt_tokens=settings.length)
+    return Record(
+        metric="memory_tokens_per_s", value=tokens / verdicts.median(row["seconds"]), unit="tokens/s",
+        samples=tuple(tokens / each for each in row["seconds"]), launch=1 + row["launch"], device=device,
+        arm=" ".join(row[name] for name in ("arm", "network", "read", "part")), workload=workload, versions=versions,
+        detail={name: row[name] for name in ("scan", "temp_bytes") if name in row},
+    )  # fmt: skip
+
+
+def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path, device: str) -> dict:
     """Peak memory in bytes of forward and backward in a fresh process."""
     case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
-    with _worker(arm, workdir, is_malloc_tuned=False) as worker:
-        _ask(worker, "start")
+    with _worker(arm, workdir, device, is_malloc_tuned=False) as worker:
+        _ask(worker, "start", device=device)
         peak_bytes = _ask(worker, "memory", **case)["peak_bytes"]
     return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": peak_bytes}
 
 
-def _slope(settings: Speed, workdir: Path) -> dict:
+def _slope(settings: Speed, workdir: Path, device: str) -> dict:
     """Times of forward and backward by length, and the exponent of the power law through them."""
     points = []
     network = _request(settings.networks[0], settings.networks[0].reads[0])
-    with _worker("flax", workdir) as worker:
-        _ask(worker, "start")
+    with _worker("flax", workdir, device) as worker:
+        _ask(worker, "start", device=device)
         for length in settings.slope_lengths:
             size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
             times = _ask(worker, "measure", network=network, part="forward_backward", **size)
             point = {"length": length, "seconds": min(times["seconds"]), "temp_bytes": times["temp_bytes"]}
             points.append(point | {"cpu_seconds": verdicts.median(times["cpu_seconds"])})
-    return {"points": points, "exponent": exponent(points, "cpu_seconds")}
+    return {"points": points, "exponent": exponent(points, _clock(device))}
+
+
+def _clock(device: str) -> str:
+    """Which seconds tell: a processor's, but for a GPU, beside which the processor mostly waits."""
+    return "cpu_seconds" if device == "cpu" else "seconds"
 
 
 def exponent(points: list[dict], field: str) -> float:
@@ -216,14 +253,17 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     names = ("network", "arm", "read", "part", "tokens/s", "tokens/cpu-s", "x by the clock", "x by CPU", "wanted")
-    table = Table(*names, title="Neural memory, one thread", title_justify="left")
+    device = summary["about"]["device"]
+    clock, deciding = _clock(device), "cpu" if device == "cpu" else "wall"
+    where = "one thread" if device == "cpu" else f"on a {device}"
+    table = Table(*names, title=f"Neural memory, {where}", title_justify="left")
     ratios = {tuple(row[name] for name in CASE): row for row in summary["ratios"]}
     for row in summary["rates"]:
         key = tuple(row[name] for name in CASE)
         cells = [*key, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_cpu_s']:,.0f}"]
         if ratio := ratios.get(key):
             cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*ratio[name]) for name in ("wall", "cpu")]
-            cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
+            cells.append(f"{ratio['bar']:g} {'reached' if ratio[deciding][1] >= ratio['bar'] else 'MISSED'}")
         table.add_row(*cells)
     memory = Table("network", "tokens", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
     names = ("network", "length", "arm", "read")
@@ -231,9 +271,9 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     for row in sorted(summary["memory"], key=lambda row: (row["network"], row["length"])):
         key = tuple(row[name] for name in names)
         memory.add_row(*map(str, key), f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
-    slope = Table("tokens", "CPU s", "temp MiB", title="Forward and backward by length, batch 1")
+    slope = Table("tokens", clock.replace("cpu_", "CPU "), "temp MiB", title="Forward and backward by length, batch 1")
     for point in summary["slope"]["points"]:
         megabytes = f"{point['temp_bytes'] / 2**20:.1f}"
-        slope.add_row(f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", megabytes)
+        slope.add_row(f"{point['length']:,}", f"{point[clock]:.3f}", megabytes)
     shown = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
     return shown + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

@@ -29,9 +29,10 @@ class Session:
             raise ValueError(f"worker: engine={engine!r} is unknown, wanted one of {', '.join(MODULES)}")
         self.engine, self.threads, self.calls = engine, threads, {}
 
-    def start(self) -> dict:
-        """Import the engine; the resident set is then the level that memory counts from."""
+    def start(self, *, device: str = "cpu") -> dict:
+        """Import the engine, whose arrays lie on a device; the resident set is then what memory counts from."""
         importlib.import_module(MODULES[self.engine])
+        self.device = device
         if self.engine == "flax":
             importlib.import_module("jax").devices()
         else:
@@ -45,15 +46,21 @@ class Session:
         key = json.dumps([network, part, batch, length])
         if key not in self.calls:
             make = {"flax": _flax_call, "torch": _torch_call, "titans": _titans_call}[self.engine]
-            self.calls[key] = make(network, part, batch, length)
+            self.calls[key] = make(network, part, batch, length, self.device)
         call, facts = self.calls[key]
         return worker.timed(call, repeats) | facts
 
     def memory(self, **case: Any) -> dict:
-        """Peak resident set above the level after imports while a case is built and run once more."""
+        """Peak while a case is built and run once more: of the device's memory, on a CPU of the resident set above the
+        level after imports.
+        """
         worker.reset_peak()
         self.measure(**case, repeats=1)
-        return {"peak_bytes": max(worker.peak_bytes() - self.level, 0)}
+        if self.device == "cpu":
+            return {"peak_bytes": max(worker.peak_bytes() - self.level, 0)}
+        if self.engine == "flax":
+            return {"peak_bytes": importlib.import_module("jax").devices()[0].memory_stats()["peak_bytes_in_use"]}
+        return {"peak_bytes": importlib.import_module("torch").cuda.max_memory_allocated()}
 
 
 def _shape(network: dict) -> tuple[Any, dict[str, np.ndarray]]:
@@ -69,8 +76,8 @@ def _stream(batch: int, length: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((batch, length, width)).astype(np.float32)
 
 
-def _flax_call(network: dict, part: str, batch: int, length: int) -> tuple[Callable[[], None], dict]:
-    """A compiled call, and the compiled program's temporary bytes."""
+def _flax_call(network: dict, part: str, batch: int, length: int, device: str) -> tuple[Callable[[], None], dict]:
+    """A compiled call, and the compiled program's temporary bytes; the process's variables have chosen the device."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -96,44 +103,62 @@ def _flax_call(network: dict, part: str, batch: int, length: int) -> tuple[Calla
     return lambda: jax.block_until_ready(program(params, x)), facts
 
 
-def _torch_call(network: dict, part: str, batch: int, length: int) -> tuple[Callable[[], None], dict]:
+def _torch_call(network: dict, part: str, batch: int, length: int, device: str) -> tuple[Callable[[], None], dict]:
     import torch
 
     from torch_ref.memory import neural
 
     shape, values = _shape(network)
-    return _passes(neural.build(shape, values), torch.from_numpy(_stream(batch, length, shape.d_model)), part), {}
+    model, x = neural.build(shape, values), torch.from_numpy(_stream(batch, length, shape.d_model))
+    return _passes(model, x, part, device), {}
 
 
-def _titans_call(network: dict, part: str, batch: int, length: int) -> tuple[Callable[[], None], dict]:
-    """A call of the memory that a NeuralMemoryConfig describes.
+def _titans_call(network: dict, part: str, batch: int, length: int, device: str) -> tuple[Callable[[], None], dict]:
+    """A call of the memory that a NeuralMemoryConfig describes, on a GPU with its Triton scan where that starts.
 
     Its batch_size is the chunk's, so that gradients are taken at the weights of the chunk's start (Titans, eq. 16).
     """
     import titans_pytorch
     import torch
 
-    torch.manual_seed(0)
-    model = titans_pytorch.NeuralMemory(
-        dim=network["d_model"], heads=network["num_heads"], dim_head=network["head_dim"],
-        chunk_size=network["chunk_size"], batch_size=network["chunk_size"],
-        mem_model_norm_add_residual=network["residual_norm"],
-        default_model_kwargs={"depth": network["depth"], "expansion_factor": float(network["hidden_factor"])},
-    )  # fmt: skip
-    return _passes(model, torch.randn(batch, length, network["d_model"]), part), {}
+    def made(**scan: bool) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = titans_pytorch.NeuralMemory(
+            dim=network["d_model"], heads=network["num_heads"], dim_head=network["head_dim"],
+            chunk_size=network["chunk_size"], batch_size=network["chunk_size"],
+            mem_model_norm_add_residual=network["residual_norm"],
+            default_model_kwargs={"depth": network["depth"], "expansion_factor": float(network["hidden_factor"])},
+            **scan,
+        )  # fmt: skip
+        return _passes(model, torch.randn(batch, length, network["d_model"]), part, device)
+
+    if device == "cpu":
+        return made(), {}
+    try:
+        call = made(use_accelerated_scan=True)
+        call()
+        return call, {"scan": "triton"}
+    except Exception as error:  # its kernels want a compiler, or lengths that are powers of two
+        return made(), {"scan": f"plain: {type(error).__name__}: {error}"[:200]}
 
 
-def _passes(model: Any, x: Any, part: str) -> Callable[[], None]:
-    """The forward pass of a PyTorch memory, or forward and backward."""
+def _passes(model: Any, x: Any, part: str, device: str) -> Callable[[], None]:
+    """The forward pass of a PyTorch memory, or forward and backward, to their end."""
     import torch
+
+    place = "cuda" if device == "gpu" else device
+    model, x = model.to(place), x.to(place)
+    wait = torch.cuda.synchronize if device == "gpu" else lambda: None
 
     def forward() -> None:
         with torch.no_grad():
             model(x)
+        wait()
 
     def forward_backward() -> None:
         model.zero_grad()
         model(x.clone().requires_grad_())[0].sum().backward()
+        wait()
 
     return {"forward": forward, "forward_backward": forward_backward}[part]
 

@@ -1,0 +1,234 @@
+"""One workload alone on a device, in one process and in about a minute: how fast Flax's side of it is.
+
+    python -m jaxbench.gpu.one_workload --workload=features      a reader's features of responses, responses a minute
+    python -m jaxbench.gpu.one_workload --workload=compression   chunks of tokens as vectors, tokens/s by chunks at once
+    python -m jaxbench.gpu.one_workload --workload=serving       requests that arrive together at the server's engine
+
+Weights are random, of the shape that --config names, and so are the tokens of all but the responses, which are bytes of
+the packaged text: these are speeds, no quality. Whatever a call compiles is compiled by a call that is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from jaxbench import cli, initial, outputs, process_environment
+from jaxbench.compress.config import CompressorConfig, group_positions, initial_params
+from jaxbench.config import TransformerConfig
+from jaxbench.measure import environment
+from jaxbench.measure.records import Record, RecordFile, Workload
+from jaxbench.pretrained import assets, weights
+from jaxbench.pretrained.small_tokenizers import ByteTokenizer
+from jaxbench.training.train_config import TrainConfig
+
+VALUES = flags.FLAGS
+SPREAD = 3  # calls of which the fastest counts
+RESPONSES = 6  # of a context, as many as RAGTruth's sources have
+RATIO = 8  # tokens a vector stands for
+AROUND = 64  # tokens of a prompt beside its context, at most
+ENCODER_LAYERS = 12  # of the compressor, where the decoder has as many
+
+
+def features(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
+    """Features of responses to contexts of the packaged text: tokenising, reading, copying to the host, files."""
+    from jaxbench.hallucination import extract
+    from jaxbench.hallucination.reader_settings import ReaderSettings
+    from jaxbench.hallucination.where import Where
+
+    settings = ReaderSettings(model=str(folder_of(config, work)), dtype=dtype, row_tokens=VALUES.row_tokens)
+    text, items = assets.default_text(), []
+    for start in range(0, (VALUES.groups + 1) * VALUES.context_tokens, VALUES.context_tokens):
+        context = text[start : start + VALUES.context_tokens]
+        for number in range(RESPONSES):
+            place = start + 7 * number
+            items.append(extract.Item(context, "What does it say?", text[place : place + VALUES.new_tokens]))
+    store = extract.Store(work / f"features-{time.time_ns()}", settings, "random weights")
+    work_items = extract.groups(items, store)
+    made = extract.load_reader(settings, package="jaxbench", where=Where(VALUES.device, 1))
+    worker = extract.Worker(settings, store, lambda _: made)
+    worker(work_items[0])
+    seconds = []
+    for group in work_items[1:]:
+        started = time.perf_counter()
+        worker(group)
+        seconds.append(time.perf_counter() - started)
+    sizes = {"batch": RESPONSES, "prompt_tokens": VALUES.context_tokens, "new_tokens": VALUES.new_tokens}
+    yield Record(
+        metric="responses_per_minute", value=60 * RESPONSES * len(seconds) / sum(seconds), unit="responses/minute",
+        samples=tuple(60 * RESPONSES / each for each in seconds),
+        workload=Workload(kind="inference", dtype=dtype, **sizes),
+    )  # fmt: skip
+
+
+def compression(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
+    """Chunks of random tokens as vectors, tokens from the host and vectors back to it; no tokenising."""
+    from jaxbench.compress import compressor
+
+    layers = min(ENCODER_LAYERS, config.num_layers)
+    shape = CompressorConfig(decoder=config, num_layers=layers, chunk=min(256, config.max_seq_len))
+    params = {n: v for n, v in initial_params(shape, 0).items() if n.startswith(("encoder.", "connector."))}
+    params["embed.embedding"] = initial.initial_params(config, 0)["embed.embedding"]
+    encode = compressor.chunk_encoder(shape, params, dtype=dtype)
+    random = np.random.default_rng(0)
+    for batch in counts("batches"):
+        tokens = random.integers(0, config.vocab_size, (batch, shape.chunk)).astype(np.int32)
+        groups = np.tile(group_positions(shape.chunk, RATIO, shape.chunk), (batch, 1))
+        encode(tokens, groups)
+        rates = []
+        for _ in range(SPREAD):
+            started = time.perf_counter()
+            encode(tokens, groups)
+            rates.append(tokens.size / (time.perf_counter() - started))
+        sizes = Workload(kind="inference", dtype=dtype, batch=batch, prompt_tokens=shape.chunk)
+        yield Record(
+            metric="compress_tokens_per_s", value=max(rates), unit="tokens/s", samples=tuple(rates), workload=sizes,
+            detail={"encoder_layers": layers, "ratio": RATIO},
+        )  # fmt: skip
+
+
+def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
+    """Requests through the engine by XLA, so many at once, each prompt new to the cache; no HTTP.
+
+    Raises:
+      ValueError: a request ends with an error.
+    """
+    from jaxbench.serve import settings
+
+    most, length = max(counts("clients")), VALUES.prompt_tokens + VALUES.new_tokens
+    segment = min(256, VALUES.prompt_tokens)
+    engine = settings.load_engine(
+        settings.EngineConfig(
+            model=str(folder_of(config, work)), kernels="xla", weights=dtype, segment=segment, slot_tokens=length,
+            cache_tokens=max(128, most * length), limits={"max_running": most, "max_batch_tokens": most + segment},
+        )
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    answered(engine, random.integers(0, config.vocab_size, (1, VALUES.prompt_tokens)))
+    for clients in counts("clients"):
+        runs = [
+            answered(engine, random.integers(0, config.vocab_size, (clients, VALUES.prompt_tokens)))
+            for _ in range(SPREAD)
+        ]
+        sizes = {"batch": clients, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
+        about = {
+            "workload": Workload(kind="decode", dtype=dtype, **sizes),
+            "detail": {"slots": most, "segment": segment},
+        }
+        rates = tuple(clients * VALUES.new_tokens / each[0] for each in runs)
+        yield Record(metric="serve_tokens_per_s", value=max(rates), unit="tokens/s", samples=rates, **about)
+        for name, place in (("first_token_s", 1), ("token_gap_s", 2)):
+            found = tuple(each[place] for each in runs)
+            yield Record(metric=name, value=min(found), unit="s", samples=found, **about)
+
+
+def answered(engine, rows: np.ndarray) -> tuple[float, float, float]:
+    """Seconds until all requests are answered; medians of the first token's and of those between two tokens.
+
+    Raises:
+      ValueError: a request ends with an error.
+    """
+    from jaxbench.serve.request import Request
+
+    started, last, first, gaps = time.perf_counter(), {}, [], []
+    for number, row in enumerate(rows.tolist()):
+        engine.add(Request(str(number), tuple(row), VALUES.new_tokens))
+    while engine.is_busy:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise ValueError(f"one_workload: request {event.id} ended with {event.error}")
+            if event.id in last:
+                gaps.append(now - last[event.id])
+            else:
+                first.append(now - started)
+            last[event.id] = now
+    return time.perf_counter() - started, float(np.median(first)), float(np.median(gaps))
+
+
+def folder_of(config: TransformerConfig, work: Path) -> Path:
+    """A checkpoint of random weights with a tokenizer of bytes, written once."""
+    folder = work / "model"
+    if not folder.exists():
+        params = {name: value.astype(np.float32) for name, value in initial.initial_params(config, 0).items()}
+        with outputs.whole_folder(folder) as made:
+            weights.save_checkpoint(made, config, params)
+            ByteTokenizer().save(made)
+    return folder
+
+
+def counts(flag: str) -> list[int]:
+    """Whole numbers of a flag.
+
+    Raises:
+      ValueError: one is none, or below 1.
+    """
+    for text in VALUES[flag].value:
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"--{flag}={text!r} is no number, wanted 1 or more")
+    return [int(text) for text in VALUES[flag].value]
+
+
+WORKLOADS = {"features": features, "compression": compression, "serving": serving}
+
+
+def check(settings: TrainConfig) -> TransformerConfig:
+    """The decoder's shape.
+
+    Raises:
+      ValueError: its vocabulary is the tokenizer's or smaller than that of bytes, its context is too short for what the
+        flags ask for, or the number type is a training's.
+    """
+    dtype = settings.step.precision
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"one_workload: step.precision={dtype} is a training's; wanted float32 or bfloat16")
+    if settings.model.vocab_size is None or settings.model.vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"one_workload: --config={VALUES.config} has model.vocab_size={settings.model.vocab_size}; wanted "
+            f"{ByteTokenizer.vocab_size} or more, for a tokenizer of bytes"
+        )
+    config = settings.decoder(settings.model.vocab_size)
+    given = VALUES.context_tokens if VALUES.workload == "features" else VALUES.prompt_tokens
+    wanted = {"compression": 0, "serving": given + VALUES.new_tokens, "features": given + VALUES.new_tokens + AROUND}
+    if wanted[VALUES.workload] > config.max_seq_len:
+        raise ValueError(
+            f"one_workload: {wanted[VALUES.workload]} tokens a row; the model's context is {config.max_seq_len}"
+        )
+    for flag in ("batches", "clients"):
+        counts(flag)
+    return config
+
+
+def main() -> int:
+    """Measure one workload and append its records as they come."""
+    settings = cli.load_config(TrainConfig)
+    config = check(settings)
+    output = outputs.check_file(VALUES.output, overwrite=True)
+    process_environment.ensure(VALUES.device)
+    common = {"arm": "flax", "device": VALUES.device, "commit": environment.commit()}
+    common["versions"] = environment.versions()
+    for record in WORKLOADS[VALUES.workload](config, settings.step.precision, output.parent):
+        detail = record.detail | {"config": VALUES.config, "set": list(VALUES.set)}
+        RecordFile(output).append(record.model_copy(update=common | {"detail": detail}))
+        print(f"{record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    cli.define_config("configs/lm/smollm2_135m.yaml")
+    cli.define_device("gpu")
+    flags.DEFINE_enum("workload", "features", list(WORKLOADS), "what is measured")
+    flags.DEFINE_integer("groups", 16, "contexts whose responses are read together", lower_bound=1)
+    flags.DEFINE_integer("context_tokens", 768, "of a context", lower_bound=2)
+    flags.DEFINE_integer("row_tokens", 1024, "slots that responses to one context share", lower_bound=1)
+    flags.DEFINE_list("batches", ["1", "8", "64", "256"], "chunks that are compressed at once")
+    flags.DEFINE_list("clients", ["1", "8", "32", "64"], "requests at once")
+    flags.DEFINE_integer("prompt_tokens", 256, "of a request", lower_bound=2)
+    flags.DEFINE_integer("new_tokens", 128, "of an answer", lower_bound=2)
+    flags.DEFINE_string("output", "out/gpu-one-workload/results.jsonl", "file that records are appended to")
+    cli.run(main, about=__doc__)
