@@ -90,7 +90,7 @@ def run() -> int:
     if alerts is not None and not VALUES.keep:
         raise ValueError(f"--alerts={VALUES.alerts}: an alert names a run of the history; leave --nokeep out")
     history, compare_with, stored = history_commands.folder(), VALUES.compare_with, None
-    if compare_with is not None and any(row.id.startswith(compare_with) for row in history.list()):
+    if compare_with is not None and history.has(compare_with):
         stored, compare_with = history.load(compare_with), None
         if stored["host"] != environment.fingerprint() and not VALUES.other_machine:
             raise ValueError(
@@ -109,7 +109,8 @@ def run() -> int:
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
     written = report.write(found.record, workdir)
-    written += html_report.write(found.record, workdir, detailed=VALUES.detailed_report)
+    if "html" in suite.reports or VALUES.detailed_report:
+        written += html_report.write(found.record, workdir, detailed=VALUES.detailed_report)
     print(report.summary(found.record))
     said = report.worth(found.record) if found.findings else []
     for line in report.explanation(found.record) + said + found.record["notes"]:

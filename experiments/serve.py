@@ -2,6 +2,7 @@
 
     serve.py                                             the default model on http://127.0.0.1:8000
     serve.py --model=FOLDER --set=port=8080              another model, another port
+    serve.py --device=gpu --set=engine.kernels=xla       on a GPU, by XLA's own programs
     JAXBENCH_API_KEY=... serve.py --set=host=0.0.0.0     to other machines, behind a key
     serve.py --input=requests.jsonl --output=answers.jsonl   a file of requests, lines as OpenAI's batch interface has
 
@@ -50,7 +51,8 @@ def main() -> int:
     config = cli.load_config(MemoryServerConfig)
     if VALUES.model != "default":
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": VALUES.model})})
-    process_environment.ensure("cpu", library="PyTorch" if config.engine.backend == "torch" else "XLA")
+    _check_place(config.engine)
+    process_environment.ensure(VALUES.device, library="PyTorch" if config.engine.backend == "torch" else "XLA")
     if VALUES.input is not None or VALUES.output is not None:
         return answer_file(config)
     if VALUES.replicas is not None:
@@ -94,6 +96,23 @@ def main() -> int:
     return cli.EXIT_OK
 
 
+def _check_place(engine: Any) -> None:
+    """Check where the engine computes.
+
+    Raises:
+      ValueError: its kernels are not for the device, or it is not alone there.
+    """
+    if VALUES.device == "cpu":
+        return
+    if engine.kernels != "xla" or engine.backend != "flax":
+        raise ValueError(
+            f"--device={VALUES.device}: engine.kernels={engine.kernels}, engine.backend={engine.backend} compute on "
+            "the CPU; wanted --set=engine.kernels=xla and flax"
+        )
+    if VALUES.replicas is not None:
+        raise ValueError(f"--device={VALUES.device}, --replicas={VALUES.replicas}: one engine a device; leave one out")
+
+
 def _check(config: Any) -> None:
     """Check what can be checked before anything starts.
 
@@ -131,6 +150,8 @@ def answer_file(config: Any) -> int:
     if engine.kernels == "xla":
         sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the programs
         decides |= engine.model_dump(include=sizes)
+    if VALUES.device != "cpu":
+        decides["device"] = VALUES.device
     identity = [
         decides,
         config.shown_name,
@@ -210,6 +231,7 @@ def _socket(host: str, port: int) -> socket.socket:
 if __name__ == "__main__":
     cli.define_config("configs/serve/cpu.yaml")
     cli.define_model()
+    cli.define_device()
     flags.DEFINE_integer("replicas", None, "engines behind one address, by Ray Serve (RAY_ADDRESS: of a cluster)", 1)
     flags.DEFINE_string("input", None, "answer a file instead: a .jsonl file of OpenAI's batch interface")
     flags.DEFINE_string("output", None, "answers of --input, in its order: a .jsonl file")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxbench.training import optimizer_step, schedules
 from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
 
+WRITE_S = 120.0  # between two writings of the weights, which take seconds
 RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
 
 
@@ -67,7 +69,7 @@ def train(
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
         judge, taught = Judge(settings, shape, state.graph, held_out), _teacher(settings, held)
         progress(done)
-        started, figures = time.monotonic(), {}
+        started, figures, written = time.monotonic(), {}, -math.inf
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
             ratio, arrays = material.draw(materials, seed=settings.seed, step=step)
@@ -79,9 +81,11 @@ def train(
                 figures = judge(state.params)
                 records.add([{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
                 say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-                _write(workdir, settings, shape, held, state, figures, earlier, step + 1)
                 loss = next(value for name, value in figures.items() if name.endswith("_loss"))
                 checkpoints.save(step + 1, _kept(state), {}, loss=loss)
+                if step + 1 == settings.steps or time.monotonic() - written > WRITE_S:
+                    _write(workdir, settings, shape, held, state, figures, earlier, step + 1)
+                    written = time.monotonic()
         checkpoints.wait()
     finally:
         checkpoints.close()
@@ -96,8 +100,7 @@ def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict
     Raises:
       ValueError: it is not finite.
     """
-    found = optimizer_step.state_arrays(state)["params"].items()
-    trained = {name: value for name, value in found if is_trained(name)}
+    trained = {name: np.asarray(value) for name, value in state.params.items() if is_trained(name)}
     if not all(np.isfinite(value).all() for value in trained.values()):
         raise ValueError(f"train: parameters are not finite; lower learning_rate={settings.learning_rate}")
     return trained
@@ -107,7 +110,7 @@ def _write(
     workdir: Path, settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint,
     state: optimizer_step.TrainState, figures: Mapping[str, float], earlier: artifact.Trained | None, step: int,
 ) -> None:  # fmt: skip
-    """Write the weights of now beside each checkpoint, so that a run which ends early leaves some."""
+    """Write the weights of now, so that a run which ends early leaves some."""
     about = {"steps": step, "held_out": dict(figures)}
     about |= {} if earlier is None else {"start": {**earlier.about, "id": earlier.id}}
     trained = _trained(state, settings)

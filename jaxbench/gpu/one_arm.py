@@ -117,7 +117,19 @@ def forms(dtype: str) -> list[Form]:
 
 
 def decode(config: TransformerConfig, form: Form) -> list[Record]:
-    """Rate of greedy decoding behind the first token, that token's time, compile time, and the bytes of the weights."""
+    """Rate of greedy decoding behind the first token, that token's time, compile time, and the bytes of the weights.
+
+    Products of float32 are of float32, as PyTorch's are: XLA would take TF32 on a GPU.
+    """
+    if VALUES.backend == "flax" and form.dtype == "float32":
+        import jax
+
+        with jax.default_matmul_precision("highest"):
+            return _decode(config, form)
+    return _decode(config, form)
+
+
+def _decode(config: TransformerConfig, form: Form) -> list[Record]:
     batch, prompt, new = VALUES.batch, VALUES.prompt_tokens, VALUES.new_tokens
     generator, to_host, size = make_generator(config, form)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, prompt)).tolist()
@@ -173,6 +185,8 @@ def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> 
         return build(config, params, dtype=form.dtype, implementation=form.attention, **place)
     build, how = importlib.import_module(f"{package}.quantization.weight_only").build, form.products
     model = packed_weights.random_model(config, form.weights)
+    if form.products == "pallas":
+        packed_weights.check_kernel(model)  # or XLA's products would pass for the kernel's
     return build(model, dtype=form.dtype, implementation=how, attention=form.attention, **place)
 
 

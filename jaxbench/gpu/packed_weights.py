@@ -1,4 +1,4 @@
-"""Decoders of random weights with few bits, for speeds alone (S file)."""
+"""Decoders of random weights with few bits, for speeds alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
-from jaxbench.quantization import quantize
+from jaxbench.quantization import packing, quantize, weight_only_pallas
 from jaxbench.quantization.recipe import QuantizedModel, Recipe
 
 # A scale an output, and one for 32 inputs.
@@ -31,3 +31,15 @@ def random_model(config: TransformerConfig, weights: str) -> QuantizedModel:
         return layers | {name: value for name, value in found.items() if not name.startswith("layers.0.")}
 
     return made._replace(config=config, matrices=repeated(made.matrices), params=repeated(made.params))
+
+
+def check_kernel(model: QuantizedModel) -> None:
+    """Check that the Pallas kernel takes every matrix of a decoder's layers.
+
+    Raises:
+      ValueError: it does not, and XLA would compute the product.
+    """
+    for name, matrix in model.matrices.items():
+        reason = weight_only_pallas.misfit(packing.Form(matrix.grid, matrix.codes.shape[1]))
+        if reason and name.startswith("layers."):
+            raise ValueError(f"--products=pallas: no kernel for {name}: {reason}")

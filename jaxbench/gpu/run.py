@@ -71,7 +71,7 @@ def run(
     outputs.write_json(place.results / "environment.json", machine())
     ended = []
     for stage in stages:
-        if stage.name in finished:
+        if stage.name in finished and not stage.repeats:
             say(f"{stage.name}: done before")
             continue
         left = budget_s - (time.monotonic() - started)
@@ -151,7 +151,7 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
     for name in KEPT:  # of an earlier call, whose records these would pass for
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
-    begun = time.monotonic()
+    begun, clock = time.monotonic(), time.time()
     reason, printed = _call(words, stage.settings(**how), limit_s)
     seconds = time.monotonic() - begun
     store.append_text(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n{printed}\n")
@@ -159,9 +159,12 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
         found = kept_records(folder)
     except (ValueError, KeyError, TypeError) as error:
         found, reason = [], reason or f"its records cannot be read: {error!r}"[:300]
-    for name in stage.returned:
-        if (folder / name).is_file():
-            give_back(folder / name, place.results / f"{stage.name}-{name}")
+    try:
+        for name in stage.returned:
+            if (folder / name).is_file() and (folder / name).stat().st_mtime >= clock:  # not of an earlier call
+                give_back(folder / name, place.results / f"{stage.name}-{name}")
+    except OSError as error:
+        reason = reason or f"what it returns cannot be written: {error}"[:300]
     status = "error" if reason else "ok"
     detail = {"command": stage.command, "figures": len(found)} | ({"tail": printed[-TAIL:]} if reason else {})
     return _record(stage, status, reason, value=seconds, detail=detail), found
@@ -237,18 +240,22 @@ def kept_records(folder: Path) -> list[Record]:
 def give_back(source: Path, target: Path) -> None:
     """Copy a file, in parts where it is large, in place of what an earlier call gave back."""
     content = source.read_bytes()
-    for old in (target, *target.parent.glob(f"{target.name}.part*")):
-        old.unlink(missing_ok=True)
-    for number, start in enumerate(range(0, max(len(content), 1), PART_BYTES)):
-        name = target.name if len(content) <= PART_BYTES else f"{target.name}.part{number}"
+    starts = range(0, max(len(content), 1), PART_BYTES)
+    names = [target.name] if len(starts) == 1 else [f"{target.name}.part{number}" for number in range(len(starts))]
+    for name, start in zip(names, starts, strict=True):
         with outputs.whole(target.with_name(name)) as temporary:
             temporary.write_bytes(content[start : start + PART_BYTES])
+    for old in (target, *target.parent.glob(f"{target.name}.part*")):
+        if old.name not in names:
+            old.unlink(missing_ok=True)
 
 
 def _of_training(summary: dict) -> list[Record]:
     """Records of a training's summary; other commands' summaries have none."""
     units = {"tokens_per_s": "tokens/s", "validation_loss": "nats/token", "mfu": "ratio", "mfu_causal": "ratio"}
     values = {name: summary.get(name) for name in units} if "backend" in summary else {}
+    if not values.get("tokens_per_s"):  # a run that had no step left to time
+        values = {"validation_loss": values.get("validation_loss")}
     return [
         Record(metric=f"train_{name}", value=float(value), unit=units[name], arm=summary["backend"])
         for name, value in values.items()

@@ -27,6 +27,7 @@ class Stage(Base):
     needs: tuple[str, ...] = ()  # packages beside those that every stage needs
     # Settings of its environment; words in values as in command.
     environment: dict[str, str] = {}
+    repeats: bool = False  # a resumed call runs it again, as what it reads may be newer
     returned: tuple[str, ...] = ()  # files of its folder that come back beside its records
 
     @property

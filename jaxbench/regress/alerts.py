@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 from jaxbench import store
 from jaxbench.regress import report
 from jaxbench.regress.alert_config import Alerts, AnyChannel
+from jaxbench.regress.history import EVENTS
 
-EVENTS = "alerts.jsonl"
 State = Literal["open", "acknowledged", "over"]
 OPENED, AGAIN, ACKNOWLEDGED, OVER, SENT, FAILED = "opened", "again", "acknowledged", "over", "sent", "failed"
 

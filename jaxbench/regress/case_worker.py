@@ -28,6 +28,11 @@ COUNTS = {  # of memory_analysis
     "temp_bytes": "temp_size_in_bytes", "argument_bytes": "argument_size_in_bytes",
     "output_bytes": "output_size_in_bytes",
 }  # fmt: skip
+# Between devices; one that is done in two steps counts once.
+COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
+    r"(?:-start)?\("
+)
 OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
 
@@ -183,6 +188,7 @@ def counted(program: Any) -> dict[str, float]:
         found |= {name: float(getattr(memory, field)) for name, field in COUNTS.items()}
     if text := program.as_text():
         found["hlo_ops"] = float(len(OPERATION.findall(text)))
+        found["collectives"] = float(len(COLLECTIVE.findall(text)))
     return found
 
 

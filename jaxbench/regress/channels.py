@@ -6,7 +6,6 @@ What a service answers is not trusted: 64 KB of it are read at most, and a reaso
 from __future__ import annotations
 
 import email.message
-import http.client
 import json
 import os
 import queue
@@ -50,7 +49,7 @@ def deliver(
             )
         except Refused as error:
             return False, _without_secrets(channel, str(error))
-        except (OSError, http.client.HTTPException, smtplib.SMTPException, ValueError) as error:
+        except Exception as error:  # whatever a service's answer breaks: the run goes on
             reason = f"{type(error).__name__}: {error}"
         if turn + 1 < config.tries:
             sleep(config.pause_s * 2**turn)
@@ -207,14 +206,16 @@ def _request(
     )
     try:
         with urllib.request.build_opener(_NoRedirect).open(sent, timeout=timeout_s) as answer:
-            found = json.loads(answer.read(MOST_BYTES))
+            content = answer.read(MOST_BYTES)
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(200).decode(errors="replace")
         if error.code in TRANSIENT:
             raise OSError(f"HTTP {error.code} {said}") from None
         raise Refused(f"HTTP {error.code} {said}") from None
-    except json.JSONDecodeError:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):  # the message went out, whatever is said of it
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -25,7 +25,7 @@ from jaxbench import outputs
 
 SCHEMA = 1  # of a run's file
 RAW_DAYS, DAYS = 90, 365
-RUNS, INDEX, QUALIFIED = "runs", "index.sqlite", "qualified"
+RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
 INDEX_VERSION = 2  # of its tables; an index of another is made again
 TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
@@ -64,6 +64,13 @@ class Change(NamedTuple):
 
     id: str
     what: str  # "removed" or "raw launches removed"
+
+
+class Copied(NamedTuple):
+    """What `backup` and `restore` did."""
+
+    count: int  # files that were copied
+    damaged: tuple[str, ...]  # that could not be read here: not copied by `backup`, put aside by `restore`
 
 
 class History:
@@ -116,6 +123,10 @@ class History:
             known = _few([path.stem for path in files])
             raise ValueError(f"history: {id!r} names {len(found)} runs of {self.folder}; wanted one of {known}")
         return found[0]
+
+    def has(self, id: str) -> bool:
+        """True where an id, the beginning of one, or a tag names runs, damaged ones too."""
+        return any(path.stem.startswith(id) for path in self.files()) or any(row.tag == id for row in self.list())
 
     def list(self) -> list[Row]:
         """All runs, oldest first."""
@@ -208,35 +219,58 @@ class History:
                     outputs.write_text(path, json.dumps(without_raw(record), ensure_ascii=False, sort_keys=True) + "\n")
         return changes
 
-    def backup(self, folder: Path) -> int:
-        """Copy runs that another folder lacks into it; how many."""
-        copied = 0
-        for path in self.files():
-            target = folder / path.relative_to(self.folder)
-            if not target.exists() or target.read_bytes() != path.read_bytes():
-                with outputs.whole(target) as temporary:
-                    shutil.copyfile(path, temporary)
+    def backup(self, folder: Path) -> Copied:
+        """Copy what another folder lacks into it; what cannot be read here stays there as it was."""
+        copied, damaged = 0, self.damaged()
+        for path in self._every_file():
+            name = str(path.relative_to(self.folder))
+            target, content = folder / name, path.read_bytes()
+            old = target.read_bytes() if target.exists() else None
+            if name == EVENTS and old is not None and not content.startswith(old):
+                damaged.append(name)  # it is only ever appended to, so this one has lost something
+            elif name not in damaged and content != old:
+                _copy(path, target)
                 copied += 1
-        return copied
+        return Copied(copied, tuple(damaged))
 
-    def restore(self, folder: Path) -> int:
-        """Copy runs of a backup that are not here; how many. What is here stays as it is.
+    def restore(self, folder: Path) -> Copied:
+        """Copy from a backup what is not here, or cannot be read here, which is put aside as FILE.damaged.
 
         Raises:
           ValueError: the folder holds no runs.
         """
-        other = History(folder)
+        other, copied, put_aside = History(folder), 0, []
         if not other.files():
             raise ValueError(f"history: {folder} holds no runs; wanted a folder that `history backup` wrote")
-        copied = 0
-        for path in other.files():
-            target = self.folder / path.relative_to(folder)
-            if not target.exists():
-                read(path)
-                with outputs.whole(target) as temporary:
-                    shutil.copyfile(path, temporary)
-                copied += 1
-        return copied
+        damaged, unusable = self.damaged(), other.damaged()
+        for path in other._every_file():
+            name = str(path.relative_to(folder))
+            target = self.folder / name
+            is_shorter = name == EVENTS and target.exists() and _is_start(target, path)
+            if name in unusable or (target.exists() and name not in damaged and not is_shorter):
+                continue
+            if name in damaged:
+                target.replace(target.with_name(f"{target.name}.damaged"))
+                put_aside.append(name)
+            _copy(path, target)
+            copied += 1
+        return Copied(copied, tuple(put_aside))
+
+    def damaged(self) -> list[str]:
+        """Files of runs and qualifications that cannot be read, by their paths from the folder."""
+        odd = []
+        for path in sorted((self.folder / QUALIFIED).glob("*.json")):
+            try:
+                outputs.read_json(path)
+            except (OSError, ValueError):
+                odd.append(str(path.relative_to(self.folder)))
+        return [*self.verify(), *odd]
+
+    def _every_file(self) -> list[Path]:
+        """What a copy has: runs, qualifications, and what became of regressions."""
+        return [
+            *self.files(), *sorted((self.folder / QUALIFIED).glob("*.json")), *self.folder.glob(EVENTS),
+        ]  # fmt: skip
 
     @contextlib.contextmanager
     def _index(self) -> Iterator[sqlite3.Connection]:
@@ -250,6 +284,17 @@ class History:
             if not known:
                 index.executescript(TABLES)
             yield index
+
+
+def _copy(path: Path, target: Path) -> None:
+    with outputs.whole(target) as temporary:
+        shutil.copyfile(path, temporary)
+
+
+def _is_start(path: Path, other: Path) -> bool:
+    """True where a file is the beginning of another, and not all of it."""
+    content, whole = path.read_bytes(), other.read_bytes()
+    return len(content) < len(whole) and whole.startswith(content)
 
 
 def _rebuild(path: Path, files: Sequence[Path], sizes: Mapping[str, int]) -> None:

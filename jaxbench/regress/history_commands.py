@@ -13,7 +13,7 @@ from absl import flags
 
 from jaxbench import cli, outputs, terminal
 from jaxbench.regress import remote_copy
-from jaxbench.regress.history import History, read
+from jaxbench.regress.history import Copied, History, read
 
 ABOUT = "The runs that are kept: list, show, trend, import, export, table, tag, prune, backup, restore, verify."
 VALUES = flags.FLAGS
@@ -52,7 +52,8 @@ def show() -> int:
     record = folder().load(VALUES.run)
     terminal.console().print(report.table(record))
     print(report.summary(record))
-    for line in report.explanation(record) + record["notes"]:
+    said = report.worth(record) if record["findings"] else []
+    for line in report.explanation(record) + said + record["notes"]:
         print(line)
     return cli.EXIT_OK
 
@@ -170,15 +171,21 @@ def backup() -> int:
     """Copy runs into another folder or to another host; what is there already is not copied again."""
     history, target = folder(), VALUES.backup
     if remote_copy.is_remote(target):
-        copied = _carried(lambda: remote_copy.send(history.runs, target))
+        damaged = history.damaged()
+        copied = Copied(_carried(lambda: remote_copy.send(history.folder, target, left_out=damaged)), tuple(damaged))
     else:
         copied = history.backup(outputs.check_folder(target, flag="--backup"))
-    print(f"{copied} runs copied to {target}")
+    print(f"{copied.count} files copied to {target}")
+    if copied.damaged:
+        raise cli.GateFailed(
+            f"history: {', '.join(copied.damaged[:3])}: {len(copied.damaged)} damaged files were not copied; `history "
+            "restore` puts them aside and brings back what the copy has"
+        )
     return cli.EXIT_OK
 
 
 def restore() -> int:
-    """Copy runs of a backup that are not here."""
+    """Copy from a backup what is not here, or is damaged here."""
     history, target = folder(), VALUES.backup
     if remote_copy.is_remote(target):
         with tempfile.TemporaryDirectory() as fetched:
@@ -186,7 +193,8 @@ def restore() -> int:
             copied = history.restore(Path(fetched))
     else:
         copied = history.restore(Path(target))
-    print(f"{copied} runs copied from {target}")
+    aside = f"; damaged ones are put aside as {copied.damaged[0]}.damaged, ..." if copied.damaged else ""
+    print(f"{copied.count} files copied from {target}{aside}")
     return cli.EXIT_OK
 
 

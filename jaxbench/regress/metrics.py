@@ -85,6 +85,7 @@ METRICS = {
     "argument_bytes": Metric("bytes", False, "exact"),
     "output_bytes": Metric("bytes", False, "exact"),
     "hlo_ops": Metric("count", False, "exact"),
+    "collectives": Metric("count", False, "exact"),  # between devices
     "executables": Metric("count", False, "exact"),
     "recompilations": Metric("count", False, "exact"),
 }

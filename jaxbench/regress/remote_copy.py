@@ -1,7 +1,8 @@
-"""Runs copied to and from another host by rsync over SSH (S file).
+"""A history copied to and from another host by rsync over SSH (S file).
 
-A target is written as rsync writes it, [USER@]HOST:FOLDER. Nothing is removed on either side, and SSH asks for nothing:
-a key that wants a passphrase is the agent's, so that a schedule's copy ends instead of waiting.
+A target is written as rsync writes it, [USER@]HOST:FOLDER. Nothing is removed on either side, what a copy replaces
+there is kept beside it as FILE.before, and SSH asks for nothing: a key that wants a passphrase is the agent's, so that
+a schedule's copy ends instead of waiting.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+from jaxbench.regress import history
 
 TIMEOUT_S = 3600.0  # of one copy
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20"
 TARGET = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9][\w.-]*:(?!:|//)[^\s'\"]+")
-ONLY_RUNS = ("--include=*/", "--include=*.json", "--exclude=*", "--prune-empty-dirs")
+KEPT = (history.RUNS, history.QUALIFIED, history.EVENTS)  # of a history's folder
+ONLY_KEPT = (
+    "--include=*/", "--include=*.json", f"--include=/{history.EVENTS}", "--exclude=*", "--prune-empty-dirs",
+)  # fmt: skip
 
 
 class CopyFailed(RuntimeError):
@@ -34,31 +41,35 @@ def is_remote(target: str) -> bool:
     return True
 
 
-def send(runs: Path, target: str) -> int:
-    """Copy runs that a target lacks, or has in another version; how many.
+def send(folder: Path, target: str, *, left_out: Sequence[str] = ()) -> int:
+    """Copy what a target lacks of a history, or has in another version; how many files.
 
     Args:
-      runs: the folder `runs` of a history.
+      folder: of the history.
       target: a host's folder, as `is_remote` knows it, or a folder here.
+      left_out: files that are not copied, by their paths from the folder.
 
     Raises:
       ValueError: rsync is not installed.
       CopyFailed: it failed.
     """
     _needed(target)
-    if not runs.is_dir():
+    given = [f"{folder}/./{name}" for name in KEPT if (folder / name).exists()]
+    if not given:
         return 0
-    return _rsync(["--relative", "--checksum", *ONLY_RUNS, "--", f"{runs.parent}/./{runs.name}/", f"{target}/"], target)
+    excluded = [f"--exclude=/{name}" for name in left_out]
+    how = ["--relative", "--checksum", "--backup", "--suffix=.before", *excluded, *ONLY_KEPT]
+    return _rsync([*how, "--", *given, f"{target}/"], target)
 
 
 def fetch(target: str, folder: Path) -> int:
-    """Copy the runs of a target into a folder; how many.
+    """Copy the history of a target into a folder; how many files.
 
     Raises:
       ValueError: rsync is not installed.
       CopyFailed: it failed.
     """
-    return _rsync([*ONLY_RUNS, "--", f"{target}/", f"{folder}/"], target)
+    return _rsync([*ONLY_KEPT, "--", f"{target}/", f"{folder}/"], target)
 
 
 def _needed(target: str) -> str:
@@ -81,4 +92,4 @@ def _rsync(arguments: list[str], target: str) -> int:
         raise CopyFailed(
             f"--backup={target}: rsync ended with {done.returncode} ({lines[0] if lines else 'no message'})"
         )
-    return sum(name.endswith(".json") for name in done.stdout.splitlines())
+    return sum(name.endswith((".json", ".jsonl")) for name in done.stdout.splitlines())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -142,6 +142,10 @@ def junit(record: Mapping[str, Any]) -> str:
     suite = ElementTree.Element(
         "testsuite", name="performance", tests=str(len(found)), failures=str(failed), skipped=str(skipped)
     )
+    properties = ElementTree.SubElement(suite, "properties")
+    for line in worth(record):
+        name, _, said = line.partition(": ")
+        ElementTree.SubElement(properties, "property", name=name, value=said or name)
     for each in found:
         case = ElementTree.SubElement(suite, "testcase", classname="performance", name=each.series)
         said = f"{verdict(each)}: {interval(each)}"
@@ -158,12 +162,23 @@ def junit(record: Mapping[str, Any]) -> str:
 
 
 def write(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write every form into a folder; the names."""
-    rows: Sequence[Mapping[str, Any]] = [each._asdict() for each in findings_of(record)]
-    if not rows:
-        rows = [{"series": name, "head": both["head"]["median"]} for name, both in record["series"].items()]
-    outputs.write_csv(folder / "report.csv", rows)
-    outputs.write_text(folder / "report.md", markdown(record))
-    outputs.write_text(folder / "report.xml", junit(record))
-    outputs.write_text(folder / "report.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    return ["report.csv", "report.md", "report.xml", "report.json"]
+    """Write the forms that the suite asks for into a folder, but the page; their names."""
+    forms: Mapping[str, Callable[[], str]] = {
+        "md": lambda: markdown(record), "xml": lambda: junit(record),
+        "json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
+    }  # fmt: skip
+    wanted, names = record["suite"].get("reports", ("csv", *forms)), []
+    if "csv" in wanted:
+        outputs.write_csv(folder / "report.csv", rows(record))
+        names.append("report.csv")
+    for form in (form for form in forms if form in wanted):
+        outputs.write_text(folder / f"report.{form}", forms[form]())
+        names.append(f"report.{form}")
+    return names
+
+
+def rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a table: findings with the smallest effect that the machine shows; without any, what was measured."""
+    smallest = record.get("qualified", {}).get("smallest", {})
+    found = [each._asdict() | {"smallest_effect": smallest.get(each.series, "")} for each in findings_of(record)]
+    return found or [{"series": name, "head": both["head"]["median"]} for name, both in record["series"].items()]

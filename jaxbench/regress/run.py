@@ -7,10 +7,12 @@ both sides -> the run's record.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +48,36 @@ def run(
       qualified: what its verdicts are worth on this machine, where `qualify` measured it.
 
     Raises:
-      ValueError: the machine lacks what the suite requires, git knows no such commit, or workdir is another run's.
+      ValueError: the machine lacks what the suite requires, git knows no such commit, workdir is another run's, or
+        another process runs there.
     """
     check(suite, device)
+    with _alone(workdir):
+        return _run(suite, compare_with, device, workdir, stored, name, qualified, say)
+
+
+@contextlib.contextmanager
+def _alone(workdir: Path) -> Iterator[None]:
+    """Nobody else runs in workdir meanwhile.
+
+    Raises:
+      ValueError: somebody does.
+    """
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    with open(workdir.parent / f".{workdir.name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--workdir={workdir}: another run works there now; wait for its end, or name another folder"
+            ) from error
+        yield
+
+
+def _run(
+    suite: Suite, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None, name: str,
+    qualified: Mapping[str, Any] | None, say: Callable[[str], Any],
+) -> Outcome:  # fmt: skip
     head = trees.here()
     sides, notes = {HEAD: head}, []
     if compare_with is not None:
@@ -102,8 +131,9 @@ def same_sides(
     """
     check(suite, device)
     tree = trees.here()
-    plan = planned(suite, {BASE: tree, HEAD: tree}, device, workdir)
-    Launches(plan, say).until(launches)
+    with _alone(workdir):
+        plan = planned(suite, {BASE: tree, HEAD: tree}, device, workdir)
+        Launches(plan, say).until(launches)
     return pairs.pairs_of(workdir / pairs.SAMPLES, range(1, launches + 1))
 
 

@@ -175,7 +175,7 @@ AnyCase = Annotated[
 
 
 class Requires(Base):
-    """What a machine has to have; a suite that asks for more is skipped with a reason."""
+    """What a machine has to have; a suite that asks for more is refused with what is missing."""
 
     device: Literal["cpu", "gpu", "tpu"] = "cpu"
     memory_bytes: int = pydantic.Field(default=2**31, ge=0)
@@ -202,6 +202,7 @@ class Suite(Base):
     timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)  # of one request to a worker
     threads: int | None = pydantic.Field(default=None, ge=1)  # None = all cores that may be used
     requires: Requires = Requires()
+    reports: tuple[Literal["html", "md", "csv", "xml", "json"], ...] = ("html", "md", "csv", "xml", "json")
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Suite:

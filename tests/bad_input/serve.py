@@ -28,6 +28,8 @@ def memory_folder() -> dict[str, str | bytes]:
 CASES = [
     of("now", "'now' is not a flag"),
     of("--prot=8080", "--prot"),
+    of("--device=gpu", "--device=gpu", "this machine has none"),
+    of("--device=now", "--device", "cpu"),
     of("--modell=default", "--modell", "nearest is --model"),
     of("--config=", "--config"),
     of("--config=none.yaml", "none.yaml"),

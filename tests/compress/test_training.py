@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxbench import initial
-from jaxbench.compress import config, curve, material, questions, training
+from jaxbench.compress import artifact, config, curve, material, questions, training
 from jaxbench.compress.rows import RowsConfig
 from jaxbench.compress.train_config import QuestionsConfig, TrainingConfig
 from jaxbench.parity import cases
@@ -76,10 +76,13 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_bits(whole, held, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run(held, tmp_path, progress=stop)
     assert [each["step"] for each in records(tmp_path) if "loss" in each] == [1, 2, 3]
+    written = tmp_path / training.WEIGHTS
+    assert artifact.describe(written)["about"]["steps"] == 2  # what there was, for a run that nobody takes up again
     trained, said = run(held, tmp_path)
     assert [line.split(":")[0] for line in said] == ["step 4"]
     for name, value in whole[0].items():
         np.testing.assert_array_equal(trained[name], value, err_msg=name)
+    assert artifact.describe(written)["about"]["steps"] == 4
     losses = [[each["loss"] for each in records(folder) if "loss" in each] for folder in (whole[2], tmp_path)]
     assert losses[0] == losses[1]
 

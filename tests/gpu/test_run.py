@@ -100,6 +100,24 @@ def test_a_training_gives_its_rate_and_loss_and_other_summaries_nothing(call):
     )
     found = {each.metric: (each.value, each.arm) for each in call.kept() if each.metric != run.STAGE}
     assert found == {"train_tokens_per_s": (12.5, "flax"), "train_mfu": (0.25, "flax")}
+    rows = run._of_training({"backend": "flax", "tokens_per_s": 0.0, "mfu": 0.0, "validation_loss": 2.5})
+    assert [(each.metric, each.value) for each in rows] == [("train_validation_loss", 2.5)]  # no step was timed
+
+
+def test_a_stage_that_repeats_is_run_again_by_a_resumed_call(call):
+    stages = counting("once"), counting("again").model_copy(update={"repeats": True})
+    call(*stages)
+    call(*stages, resume=True)
+    assert (runs(call, "once"), runs(call, "again")) == (1, 2)
+
+
+def test_a_file_of_an_earlier_call_is_not_given_back_again(call):
+    first = stage("one", python(writing("a.txt", "abc")), returned=("a.txt",))
+    call(first)
+    (call.results / "one-a.txt").write_text("mine")
+    os.utime(call.results.parent / "work/one/a.txt", (1, 1))
+    call(stage("one", python("print(1)"), returned=("a.txt",)), resume=True, commit="def")
+    assert (call.results / "one-a.txt").read_text() == "mine"
 
 
 def test_a_stage_that_reads_texts_is_skipped_without_any(call, monkeypatch):

@@ -42,7 +42,7 @@ class Server:
                 if location:
                     self.send_header("Location", location)
                 self.end_headers()
-                self.wfile.write(outer.text.encode())
+                self.wfile.write(outer.text if isinstance(outer.text, bytes) else outer.text.encode())
 
             do_POST = do_PATCH = answer
 
@@ -135,7 +135,9 @@ def test_a_service_that_is_not_there_hangs_or_drips_costs_its_limit_and_no_more(
 
 def test_nonsense_a_redirect_and_another_scheme_are_no_harm(serve, hook):
     other = serve()
-    assert sent(hook(serve(text="<html>" * 30_000).url))[0]
+    for text in ("<html>" * 30_000, "[" * 70_000, b"\xff\xfe", "7"):
+        server = serve(text=text)
+        assert sent(hook(server.url))[0] and len(server.requests) == 1, text[:10]
     went, reason, _ = sent(hook(serve(302, location=other.url).url))
     assert not went and "HTTP 302" in reason and other.requests == []
     for address in ("file:///etc/passwd", "ftp://127.0.0.1/x", "no address"):
@@ -241,6 +243,32 @@ def test_mail_goes_out_and_what_is_refused_for_good_is_not_tried_again(mail):
     assert not went and "451" in reason and len(paused) == 2
     went, reason, _ = sent(settings | {"security": "starttls"}, tries=1)
     assert not went and "STARTTLS" in reason.upper()
+
+
+def mail_by(port, **changes):
+    return {
+        "name": "mail", "kind": "smtp", "host": "127.0.0.1", "port": port, "security": "none",
+        "sender": "a@example.org", "recipients": ["team@example.org"],
+    } | changes  # fmt: skip
+
+
+def test_a_mail_server_that_hangs_or_answers_nonsense_costs_its_limit_and_no_more():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        went, reason, _ = sent(mail_by(silent.getsockname()[1]), tries=1, timeout_s=0.3)
+        assert not went and "1 tries" in reason and time.monotonic() - started < 4
+
+    def babble():
+        for _ in range(2):
+            connection, _ = babbling.accept()
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(b"hello\r\n\xff\xff\r\n" * 100)
+                connection.recv(100)
+
+    with socket.create_server(("127.0.0.1", 0)) as babbling:
+        threading.Thread(target=babble, daemon=True).start()
+        went, reason, _ = sent(mail_by(babbling.getsockname()[1]), tries=1)
+        assert not went and reason.startswith("1 tries; SMTP")
 
 
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # apprise's own import

@@ -11,9 +11,11 @@ import time
 import pytest
 
 from jaxbench.measure.environment import ROOT
+from jaxbench.regress import run
 from jaxbench.regress.alert_config import Alerts
 from jaxbench.regress.alerts import Book
 from jaxbench.regress.history import INDEX, History
+from jaxbench.regress.suite import Suite
 from tests.regress.test_alerts import NOON, Post, hours
 from tests.regress.test_alerts import record as finding
 from tests.regress.test_history import record
@@ -125,3 +127,31 @@ def test_a_kill_at_any_moment_leaves_whole_runs_and_an_index_that_is_made_again(
     assert len(history.list()) == count
     history.add(record(20_000))
     assert len(history.list()) == count + 1
+
+
+def running(*words, folder):
+    command = [sys.executable, "experiments/benchmarks.py", "run", "--suite=tiny", *words]
+    command += [f"--history={folder / 'history'}", f"--workdir={folder / 'work'}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_run_of_another_machine_is_refused_without_a_flag_and_a_damaged_one_is_named(tmp_path):
+    history = History(tmp_path / "history")
+    id = history.add(record(1))
+    done = running(f"--compare_with={id[:12]}", folder=tmp_path)
+    assert done.returncode == 2 and "was run on machine abc" in done.stderr and "--other_machine" in done.stderr
+    [path] = history.files()
+    path.write_bytes(path.read_bytes()[:50])
+    done = running(f"--compare_with={id[:12]}", "--other_machine", folder=tmp_path)
+    assert done.returncode == 2 and "is damaged or no run" in done.stderr
+    assert not (tmp_path / "work" / "samples.jsonl").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp_path):
+    suite = Suite(model="tiny", cases=[{"name": "words", "workload": "tokenizing"}], requires={"memory_bytes": 0})
+    with run._alone(tmp_path / "work"):
+        with pytest.raises(ValueError, match="another run works there now; wait for its end"):
+            run.run(suite, compare_with=None, device="cpu", workdir=tmp_path / "work", say=lambda text: None)
+    assert not (tmp_path / "work").exists()
+    with run._alone(tmp_path / "work"):  # the lock went with its holder
+        pass

@@ -93,14 +93,44 @@ def test_the_index_is_made_again_where_it_is_damaged_or_stale(kept):
 
 def test_a_backup_brings_back_what_was_lost_and_changes_nothing_that_is_there(kept, tmp_path):
     copy = tmp_path / "copy"
-    assert kept.backup(copy) == 3 and kept.backup(copy) == 0
+    assert kept.backup(copy).count == 3 and kept.backup(copy).count == 0
     lost, kept_file = kept.files()[0], kept.files()[1]
     lost.unlink()
     kept_file.write_text(kept_file.read_text().replace("of | before", "changed"))
-    assert kept.restore(copy) == 1 and len(kept.list()) == 3
+    assert kept.restore(copy) == history.Copied(1, ()) and len(kept.list()) == 3
     assert "changed" in kept_file.read_text()
     with pytest.raises(ValueError, match="holds no runs; wanted a folder that `history backup` wrote"):
         kept.restore(tmp_path / "none")
+
+
+def test_a_damaged_run_never_replaces_its_copy_and_is_put_aside_for_it(kept, tmp_path):
+    copy, (first, second, _) = tmp_path / "copy", kept.files()
+    kept.backup(copy)
+    whole = first.read_bytes()
+    first.write_bytes(whole[:40])
+    (copy / second.relative_to(kept.folder)).write_text("{")  # damaged there: the one here is whole
+    name = str(first.relative_to(kept.folder))
+    assert kept.backup(copy) == history.Copied(1, (name,)) and (copy / name).read_bytes() == whole
+    assert kept.restore(copy) == history.Copied(1, (name,)) and first.read_bytes() == whole
+    assert first.with_name(f"{first.name}.damaged").read_bytes() == whole[:40] and kept.verify() == {}
+    second.unlink()
+    (copy / second.relative_to(kept.folder)).write_text("{")
+    assert kept.restore(copy).count == 0 and not second.exists()
+
+
+def test_what_became_of_regressions_and_what_verdicts_are_worth_are_copied_and_lose_nothing(kept, tmp_path):
+    copy, events = tmp_path / "copy", kept.folder / history.EVENTS
+    events.write_text("one\ntwo\n")
+    qualified = kept.qualify({"about": {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}})
+    assert kept.backup(copy).count == 5
+    events.write_text("one\n")
+    assert kept.backup(copy) == history.Copied(0, (history.EVENTS,))
+    qualified.write_text("{")
+    assert kept.restore(copy) == history.Copied(2, (f"qualified/{qualified.name}",))
+    assert events.read_text() == "one\ntwo\n" and kept.damaged() == []
+    events.write_text("one\ntwo\nthree\n")
+    assert kept.restore(copy).count == 0 and kept.backup(copy).count == 1
+    assert (copy / history.EVENTS).read_text() == "one\ntwo\nthree\n"
 
 
 def test_a_report_says_the_same_in_every_form(tmp_path):
@@ -114,6 +144,21 @@ def test_a_report_says_the_same_in_every_form(tmp_path):
     assert 'tests="2" failures="1" skipped="1"' in xml and 'name="decode.tokens_per_s"' in xml
     assert (tmp_path / "report.csv").read_text().splitlines()[1].startswith("decode.tokens_per_s,regression,critical")
     assert report.table(run).row_count == 2
+
+
+def test_a_report_has_the_forms_that_the_suite_asks_for_and_says_what_verdicts_are_worth(tmp_path):
+    qualified = {
+        "real": [0, 60],
+        "drawn": [3, 300],
+        "power": {"1.2": [9, 10]},
+        "smallest": {"decode.tokens_per_s": 0.15},
+    }
+    run = record(1, suite={"reports": ["csv", "xml"]}, qualified=qualified)
+    assert report.write(run, tmp_path) == ["report.csv", "report.xml"]
+    header, row = (tmp_path / "report.csv").read_text().splitlines()
+    assert (header.split(",")[-1], row.split(",")[-1]) == ("smallest_effect", "0.15")
+    xml = (tmp_path / "report.xml").read_text()
+    assert "<properties>" in xml and "false alarms in 0.0 % (0 of 60" in xml and "20 % slower in 90.0 %" in xml
 
 
 def test_a_run_without_a_base_lists_what_was_measured(tmp_path):

@@ -39,7 +39,7 @@ def test_what_rsync_would_read_otherwise_is_refused(target):
 
 def test_a_machine_without_rsync_says_so_in_one_line(kept, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    for call in (lambda: remote_copy.send(kept.runs, "h:x"), lambda: remote_copy.fetch("h:x", kept.folder)):
+    for call in (lambda: remote_copy.send(kept.folder, "h:x"), lambda: remote_copy.fetch("h:x", kept.folder)):
         with pytest.raises(ValueError, match="--backup=h:x names a host, and rsync is not installed here"):
             call()
 
@@ -47,29 +47,43 @@ def test_a_machine_without_rsync_says_so_in_one_line(kept, monkeypatch):
 @WITH_RSYNC
 def test_runs_go_to_another_folder_once_and_come_back(kept, tmp_path):
     target = tmp_path / "copy"
-    assert remote_copy.send(kept.runs, str(target)) == 3 and remote_copy.send(kept.runs, str(target)) == 0
+    assert remote_copy.send(kept.folder, str(target)) == 3 and remote_copy.send(kept.folder, str(target)) == 0
     assert {path.suffix for path in target.rglob("*") if path.is_file()} == {".json"}
     kept.tag(kept.list()[0].id, "v1")
-    assert remote_copy.send(kept.runs, str(target)) == 1
+    assert remote_copy.send(kept.folder, str(target)) == 1
+    assert len(list(target.rglob("*.json.before"))) == 1  # the run as it was untagged
     fetched = tmp_path / "fetched"
     fetched.mkdir()
     assert remote_copy.fetch(str(target), fetched) == 3
     kept.files()[0].unlink()
-    assert kept.restore(fetched) == 1 and kept.load("v1")["tag"] == "v1"
+    assert kept.restore(fetched).count == 1 and kept.load("v1")["tag"] == "v1"
 
 
 @WITH_RSYNC
 def test_a_history_without_runs_copies_none_and_a_failure_names_what_rsync_said(kept, tmp_path):
-    assert remote_copy.send(tmp_path / "none" / "runs", str(tmp_path / "copy")) == 0
+    assert remote_copy.send(tmp_path / "none", str(tmp_path / "copy")) == 0
     (tmp_path / "file").touch()
     with pytest.raises(remote_copy.CopyFailed, match="rsync ended with"):
-        remote_copy.send(kept.runs, str(tmp_path / "file"))
+        remote_copy.send(kept.folder, str(tmp_path / "file"))
+
+
+@WITH_RSYNC
+def test_a_damaged_run_is_left_out_and_alerts_and_qualifications_go_too(kept, tmp_path):
+    target, first = tmp_path / "copy", kept.files()[0]
+    (kept.folder / "alerts.jsonl").write_text("{}\n")
+    kept.qualify({"about": {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}})
+    assert remote_copy.send(kept.folder, str(target)) == 5
+    whole = first.read_bytes()
+    first.write_bytes(whole[:30])
+    assert remote_copy.send(kept.folder, str(target), left_out=kept.damaged()) == 0
+    assert (target / first.relative_to(kept.folder)).read_bytes() == whole
+    assert {"alerts.jsonl", "h-cpu-quick.json"} <= {path.name for path in target.rglob("*")}
 
 
 def test_a_copy_that_fails_ends_the_command_with_1_and_a_folder_is_copied_to_without_rsync(
     kept, tmp_path, monkeypatch, capsys
 ):
-    def failing(runs, target):
+    def failing(folder, target, *, left_out):
         raise remote_copy.CopyFailed(f"--backup={target}: rsync ended with 255 (no route)")
 
     def flags(target):
@@ -81,4 +95,4 @@ def test_a_copy_that_fails_ends_the_command_with_1_and_a_folder_is_copied_to_wit
     with pytest.raises(cli.GateFailed, match="--backup=host:folder: rsync ended with 255"):
         history_commands.backup()
     flags(str(tmp_path / "copy"))
-    assert history_commands.backup() == cli.EXIT_OK and "3 runs copied" in capsys.readouterr().out
+    assert history_commands.backup() == cli.EXIT_OK and "3 files copied" in capsys.readouterr().out

@@ -7,12 +7,15 @@ import sys
 import pytest
 import yaml
 
+from jaxbench import config
+from jaxbench.regress.alert_config import Alerts
 from tests.structure import ROOT
 from tests.test_cli import shell_environment
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}")
-CALL = re.compile(r"experiments/benchmarks\.py (run|history \w+)((?:[ \\\n]+(?:--\S+|\"\$\{\w+\[@\]\}\"))*)")
+NIGHTLY, PERFORMANCE = (ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("nightly", "performance"))
+CALL = re.compile(r"experiments/benchmarks\.py (run|history \w+|alerts \w+)((?:[ \\\n]+(?:--\S+|\"\$\{\w+\[@\]\}\"))*)")
 
 
 def workflow(path) -> dict:
@@ -25,11 +28,22 @@ def steps(path) -> list[dict]:
     return [step for job in workflow(path)["jobs"].values() for step in job["steps"]]
 
 
-def test_the_workflows_are_those_of_tests_pull_requests_and_nights():
-    assert [path.stem for path in FILES] == ["nightly", "performance", "tests"]
-    assert "pull_request" in workflow(FILES[1])[True] and "pull_request_target" not in workflow(FILES[1])[True]
-    [daily] = workflow(FILES[0])[True]["schedule"]
-    assert re.fullmatch(r"\d+ \d+ \* \* \*", daily["cron"])
+def test_the_workflows_are_those_of_tests_pull_requests_nights_and_mornings():
+    assert [path.stem for path in FILES] == ["alerts", "nightly", "performance", "tests"]
+    assert "pull_request" in workflow(PERFORMANCE)[True] and "pull_request_target" not in workflow(PERFORMANCE)[True]
+    for path in FILES[:2]:
+        [daily] = workflow(path)[True]["schedule"]
+        assert re.fullmatch(r"\d+ \d+ \* \* \*", daily["cron"])
+
+
+def test_what_sends_alerts_has_every_secret_that_a_channel_may_name():
+    """A night that cannot reach its channels would end before it measures."""
+    files = (config.load(path, (), Alerts) for path in (ROOT / "configs/alerts").glob("*.yaml"))
+    wanted = {name for file in files for channel in file.channels for name in channel.secrets()}
+    assert "JAXBENCH_WEBHOOK_URL" in wanted
+    for path in FILES[:2]:
+        [environment] = [step["env"] for step in steps(path) if "ALERTS" in step.get("env", {})]
+        assert wanted <= environment.keys(), path.stem
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -55,7 +69,7 @@ def test_no_expression_reaches_a_shell(path):
     assert [step["run"] for step in steps(path) if "${{" in step.get("run", "")] == []
 
 
-@pytest.mark.parametrize("path", FILES[:2], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [NIGHTLY, PERFORMANCE], ids=lambda path: path.stem)
 def test_what_compares_commits_has_the_whole_history(path):
     [checkout] = [step for step in steps(path) if step.get("uses", "").startswith("actions/checkout@")]
     assert checkout["with"]["fetch-depth"] == 0
@@ -63,11 +77,11 @@ def test_what_compares_commits_has_the_whole_history(path):
 
 def test_the_commands_of_the_workflows_and_their_flags_exist():
     calls: dict[str, set[str]] = {}
-    for path in FILES[:2]:
+    for path in FILES[:3]:
         for step in steps(path):
             for command, given in CALL.findall(step.get("run", "")):
                 calls.setdefault(command, set()).update(re.findall(r"--(\w+)", given))
-    assert calls.keys() == {"run", "history prune", "history verify", "history backup"}
+    assert calls.keys() == {"run", "history prune", "history verify", "history backup", "alerts send"}
     assert {"suite", "compare_with", "alerts", "history", "detailed_report"} <= calls["run"]
     for command, names in calls.items():
         words = [sys.executable, "experiments/benchmarks.py", *command.split(), "--help"]
@@ -77,8 +91,8 @@ def test_the_commands_of_the_workflows_and_their_flags_exist():
 
 
 def test_the_suites_and_the_alerts_of_the_workflows_are_there():
-    [night] = workflow(FILES[0])["jobs"].values()
-    text = FILES[0].read_text() + FILES[1].read_text()
+    [night] = workflow(NIGHTLY)["jobs"].values()
+    text = NIGHTLY.read_text() + PERFORMANCE.read_text()
     suites = {night["env"]["SUITE"], *re.findall(r"--suite=(\w+)", text)}
     assert [name for name in suites if not (ROOT / "configs" / "benchmarks" / f"{name}.yaml").is_file()] == []
     [alerts] = re.findall(r"PERFORMANCE_ALERTS \|\| '(\w+)'", text)

@@ -9,9 +9,11 @@ clock alone says something, and memory is the device's; medians of each launch a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,17 +87,24 @@ def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[st
         arms.append("titans")
     except ValueError as error:
         missing["titans"] = str(error)
-    file, versions = RecordFile(workdir / RESULTS_NAME), {}
+    results = workdir / RESULTS_NAME
+    if results.exists():  # of an earlier run, whose launches would stand beside these
+        results.replace(workdir / f"earlier-{RESULTS_NAME}")
+    file, versions = RecordFile(results), {}
     for launch_index in range(settings.launches):
-        for arm in process.turn(arms, launch_index):
-            found = _measured(settings, arm, launch_index, workdir, versions, device)
-            file.append(*(_record(settings, row, device, versions[arm]) for row in found))
-            rows += found
+        for arm in process.turn(list(arms), launch_index):
+            with _leaving_out(arm, arms, missing):
+                found = _measured(settings, arm, launch_index, workdir, versions, device)
+                file.append(*(_record(settings, row, device, versions[arm]) for row in found))
+                rows += found
         print(f"    launch {launch_index + 1} of {settings.launches}", file=sys.stderr, flush=True)
-    for arm in arms:
+    for arm in list(arms):
         for network, read in _cases(settings, arm):
             for length in settings.memory_lengths:
-                memory.append(_peak(settings.batch, length, arm, network, read, workdir, device))
+                with _leaving_out(arm, arms, missing):
+                    row = _peak(settings.batch, length, arm, network, read, workdir, device)
+                    file.append(_peak_record(settings, row, device))
+                    memory.append(row)
     summary = {
         "about": environment.describe(threads=1) | {"missing": missing, "arms": versions, "device": device},
         "settings": settings.model_dump(mode="json"),
@@ -107,6 +116,19 @@ def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[st
     }
     outputs.write_json(workdir / "summary.json", summary)
     return summary
+
+
+@contextlib.contextmanager
+def _leaving_out(arm: str, arms: list[str], missing: dict[str, str]) -> Iterator[None]:
+    """The peer, where it fails, is named and measured no further; jaxbench's own arms may not fail."""
+    try:
+        yield
+    except ValueError as error:
+        if arm != "titans":
+            raise
+        missing[arm] = str(error)[:500]
+        if arm in arms:
+            arms.remove(arm)
 
 
 def _cases(settings: Speed, arm: str) -> list[tuple[Network, str]]:
@@ -132,10 +154,12 @@ def _python(arm: str) -> str | Path:
 
 def _worker(arm: str, workdir: Path, device: str, *, is_malloc_tuned: bool = True) -> Worker:
     library, log = "XLA" if arm == "flax" else "PyTorch", workdir / "logs" / f"{arm}.log"
-    environment = process.environment(device, threads=1, library=library)
+    threads = 1 if device == "cpu" else environment.usable_cores()  # beside a GPU they compile, and wait
+    variables = process.environment(device, threads=threads, library=library)
     if not is_malloc_tuned:
-        environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
-    return Worker(arm, WORKER, environment=environment, log=log, timeout_s=TIMEOUT_S, python=_python(arm))
+        variables = {name: value for name, value in variables.items() if not name.startswith("MALLOC_")}
+    how = {"environment": variables, "log": log, "threads": threads, "timeout_s": TIMEOUT_S, "python": _python(arm)}
+    return Worker(arm, WORKER, **how)
 
 
 def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
@@ -167,8 +191,19 @@ def _record(settings: Speed, row: dict, device: str, versions: dict[str, str]) -
     return Record(
         metric="memory_tokens_per_s", value=tokens / verdicts.median(row["seconds"]), unit="tokens/s",
         samples=tuple(tokens / each for each in row["seconds"]), launch=1 + row["launch"], device=device,
+        commit=environment.commit(),
         arm=" ".join(row[name] for name in ("arm", "network", "read", "part")), workload=workload, versions=versions,
         detail={name: row[name] for name in ("scan", "temp_bytes") if name in row},
+    )  # fmt: skip
+
+
+def _peak_record(settings: Speed, row: dict, device: str) -> Record:
+    """Peak memory of one case."""
+    workload = Workload(kind="train", dtype="float32", batch=settings.batch, prompt_tokens=row["length"])
+    arm = " ".join(row[name] for name in ("arm", "network", "read"))
+    metric = "peak_memory_bytes" if device == "cpu" else "device_peak_bytes"
+    return Record(
+        metric=metric, value=float(row["peak_bytes"]), unit="bytes", arm=arm, workload=workload, device=device
     )  # fmt: skip
 
 
@@ -221,7 +256,7 @@ def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
         row = dict(case)
         for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
             row[name] = tokens / verdicts.median([verdicts.median(r[field]) for r in same])
-        rates.append(row)
+        rates.append(row | {"scan": same[0]["scan"]} if "scan" in same[0] else row)
     return rates
 
 
@@ -229,7 +264,10 @@ def _ratios(rows: list[dict]) -> list[dict]:
     """Speed-ups of jaxbench's arms over titans-pytorch, with 95 % t-intervals over launches."""
     peers = {(r["network"], r["part"], r["launch"]): r for r in rows if r["arm"] == "titans"}
     ratios = []
-    for case, same in _by_case([r for r in rows if r["arm"] != "titans" and peers]):
+    beside = [r for r in rows if r["arm"] != "titans" and (r["network"], r["part"], r["launch"]) in peers]
+    for case, same in _by_case(beside):
+        if len(same) < 2:  # the peer failed in all launches but one
+            continue
         row = case | {"bar": BARS[case["part"]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
             pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
@@ -244,7 +282,7 @@ def _memory_ratios(memory: list[dict]) -> list[dict]:
     return [
         row | {"ratio": peers[row["network"], row["length"]] / row["peak_bytes"], "bar": BARS["memory"]}
         for row in memory
-        if row["arm"] != "titans" and peers
+        if row["arm"] != "titans" and (row["network"], row["length"]) in peers
     ]
 
 
@@ -276,4 +314,6 @@ def tables(summary: dict[str, Any]) -> list[Any]:
         megabytes = f"{point['temp_bytes'] / 2**20:.1f}"
         slope.add_row(f"{point['length']:,}", f"{point[clock]:.3f}", megabytes)
     shown = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    plain = {row["scan"] for row in summary["rates"] if row.get("scan", "triton") != "triton"}
+    shown += [f"titans-pytorch ran without its Triton scan, {reason}" for reason in sorted(plain)]
     return shown + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

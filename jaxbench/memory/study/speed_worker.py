@@ -6,6 +6,7 @@ its own (`make peers`), where nothing that jaxbench needs is installed. The prot
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -33,10 +34,16 @@ class Session:
         """Import the engine, whose arrays lie on a device; the resident set is then what memory counts from."""
         importlib.import_module(MODULES[self.engine])
         self.device = device
+        # No TF32, in no engine: a GPU's products of float32 are of float32.
         if self.engine == "flax":
-            importlib.import_module("jax").devices()
+            jax = importlib.import_module("jax")
+            jax.config.update("jax_default_matmul_precision", "highest")
+            jax.devices()
         else:
-            importlib.import_module("torch").set_num_threads(self.threads)
+            torch = importlib.import_module("torch")
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+            torch.set_num_threads(self.threads)
         versions = {name: importlib.metadata.version(name) for name in PACKAGES[self.engine]}
         self.level = worker.resident_bytes()
         return {"versions": versions}
@@ -134,12 +141,22 @@ def _titans_call(network: dict, part: str, batch: int, length: int, device: str)
 
     if device == "cpu":
         return made(), {}
+    reason = _why_no_scan(made)
+    if not reason:
+        return made(use_accelerated_scan=True), {"scan": "triton"}
+    gc.collect()  # what the attempt held is not the peer's memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return made(), {"scan": f"plain: {reason}"}
+
+
+def _why_no_scan(made: Callable[..., Callable[[], None]]) -> str:
+    """Why titans-pytorch's Triton scan does not start here, or an empty string."""
     try:
-        call = made(use_accelerated_scan=True)
-        call()
-        return call, {"scan": "triton"}
+        made(use_accelerated_scan=True)()
     except Exception as error:  # its kernels want a compiler, or lengths that are powers of two
-        return made(), {"scan": f"plain: {type(error).__name__}: {error}"[:200]}
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return ""
 
 
 def _passes(model: Any, x: Any, part: str, device: str) -> Callable[[], None]:

@@ -19,6 +19,10 @@ from scipy import stats
 from jaxbench.regress import change_points, metrics, report
 from jaxbench.regress.alerts import Alert, Book
 from jaxbench.regress.history import History, read, work_of
+from jaxbench.regress.site import primary
+from jaxbench.regress.site.primary import Spread, Tile
+
+MOST_NOTES, MOST_CHARACTERS = 5, 300  # of a run, and of a note, that a mark of the trends shows
 
 
 class Run(NamedTuple):
@@ -64,6 +68,9 @@ class Content(NamedTuple):
 
     runs: list[Run]  # newest first
     newest: list[tuple[Run, dict[str, Any]]]  # of each group: the run and its record
+    tiles: dict[str, list[Tile]]  # id of a newest run -> its primary series
+    spreads: dict[str, list[Spread]]  # the same: how far their launches differ
+    notes: dict[str, dict[str, Any]]  # ids of runs with a tag or notes -> these
     compared: list[str]  # ids of runs with findings, newest first
     series: list[Series]
     points: dict[str, dict[str, list[Any]]]  # file of a series -> columns
@@ -80,7 +87,7 @@ def gather(history: History) -> Content:
     Raises:
       ValueError: it holds no run that can be read.
     """
-    runs, damaged, records, newest = [], {}, {}, {}
+    runs, damaged, records, newest, notes = [], {}, {}, {}, {}
     points: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
     units: dict[tuple[str, ...], metrics.Metric] = {}
     parity: dict[str, dict[str, Any]] = {}
@@ -95,6 +102,8 @@ def gather(history: History) -> Content:
         newest[run.group] = (run, record)
         if record["findings"]:
             records[run.id] = _shown(record)
+        if run.tag or record.get("notes"):
+            notes[run.id] = {"tag": run.tag, "notes": _short(record.get("notes", ()))}
         if record.get("parity"):
             parity[run.host] = {"run": run, "cases": record["parity"]}
         for name, sides in record["series"].items():
@@ -111,7 +120,9 @@ def gather(history: History) -> Content:
     by_age = sorted(newest.values(), key=lambda each: each[0].time_utc, reverse=True)
     runs.sort(key=lambda run: (run.time_utc, run.id), reverse=True)
     return Content(
-        runs, by_age, [run.id for run in runs if run.id in records], [each for each, _ in made],
+        runs, by_age, {run.id: primary.tiles(record) for run, record in by_age},
+        {run.id: primary.spreads(record) for run, record in by_age}, notes,
+        [run.id for run in runs if run.id in records], [each for each, _ in made],
         {each.file: columns for each, columns in made}, records, Book(history.folder).alerts()[::-1],
         list(parity.values()), history.qualifications(), damaged,
     )  # fmt: skip
@@ -132,16 +143,28 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     margins = record["suite"].get("margins", {})
     rows = []
     for each in report.findings_of(record):
-        metric = metrics.of_run(record, each.series)
-        kind = metrics.metric_of(each.series).kind
-        margin = margins.get(each.series) or margins.get(each.series.rpartition(".")[2]) or margins.get(kind)
-        margin = margin or metrics.MARGINS[kind].model_dump()
+        metric, margin = metrics.of_run(record, each.series), _margin(margins, each.series)
         rows.append([
             each.series, each.verdict, each.level, _finite(each.worse), _finite(each.low), _finite(each.high),
             report.number(each.base, metric.unit), report.number(each.head, metric.unit), report.interval(each),
             report.verdict(each), margin["warning"], margin["critical"],
         ])  # fmt: skip
     return {"rows": rows, "why": report.explanation(record), "notes": list(record["notes"]), "sides": record["sides"]}
+
+
+def _margin(margins: Mapping[str, Mapping[str, float]], series: str) -> Mapping[str, float]:
+    """As Suite.margin says, also for a suite with keys that are not known here."""
+    name, kind = series.rpartition(".")[2], metrics.metric_of(series).kind
+    own = {key: margin.model_dump() for key, margin in metrics.OWN_MARGINS.items()}
+    found = margins.get(series) or margins.get(name) or own.get(name) or margins.get(kind)
+    return found or metrics.MARGINS[kind].model_dump()
+
+
+def _short(notes: Sequence[object]) -> list[str]:
+    """Notes as a mark shows them: few, and none long."""
+    texts = [str(note) for note in notes]
+    shown = [text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..." for text in texts[:MOST_NOTES]]
+    return shown + [f"{len(texts) - MOST_NOTES} more"] * (len(texts) > MOST_NOTES)
 
 
 def _finite(value: float) -> float | None:

@@ -1,5 +1,5 @@
 // Pages of a history. Data comes as scripts, which a page that was opened from a folder may load too.
-const at = id => document.getElementById(id), BENCH = {points: {}, runs: {}, layers: []};
+const at = id => document.getElementById(id), BENCH = {points: {}, runs: {}, notes: {}, layers: []};
 const text = (tag, words, name) => {
   const made = document.createElement(tag);
   made.textContent = words;
@@ -38,8 +38,54 @@ const number = (value, unit) => {
   return `${+(value / size).toPrecision(4)} ${prefix}${unit === 'count' || unit === 'ratio' ? '' : unit}`.trim();
 };
 
+const plain = words => words.replace(/[&<>]/g, sign => ({'&': '&amp;', '<': '&lt;', '>': '&gt;'})[sign]);  // Plotly's texts are markup
+const lines = words => (words.replace(/\s+/g, ' ').match(/.{1,76}(?: |$)|\S{76}/g) ?? []).map(plain);  // it breaks none by itself
+
+const isByCommit = () => at('axis').getAttribute('aria-pressed') === 'true';
+const LABEL = 84;  // pixels of a commit's label with the space beside it
+function runAxis(points) {  // where runs stand, and the axis that says so
+  if (!isByCommit()) return {x: points.time, xaxis: {type: 'date'}};
+  const x = points.run.map((_, i) => i), room = Math.max(1, Math.floor((at('chart').clientWidth - 100) / LABEL));
+  const step = Math.ceil(x.length / room), shown = x.filter(i => (x.length - 1 - i) % step === 0);
+  const brief = commit => plain(commit.slice(0, 7)) + (commit.length > 7 && commit.includes('+') ? '+' : '');
+  return {x, xaxis: {type: 'linear', tickmode: 'array', tickvals: shown, tickangle: 0,
+    ticktext: shown.map(i => brief(points.commit[i])), title: {text: 'commits, a run each, the newest on the right'}}};
+}
+
+const noted = points => points.run.map((id, i) => ({i, ...BENCH.notes[id]})).filter(each => each.notes);
+const saidOf = each => [each.tag && `tag ${each.tag}`, ...each.notes].filter(Boolean);
+function noteList(points) {
+  const found = noted(points).reverse(), list = document.createElement('ul'), made = document.createElement('details');
+  for (const each of found.slice(0, 50)) list.append(text('li', `${points.time[each.i]} ${points.commit[each.i]}: ${saidOf(each).join('; ')}`));
+  made.append(text('summary', `Tags and notes of ${found.length} runs${found.length > 50 ? ', the newest 50' : ''}`), list);
+  made.open = at('notes').querySelector('details')?.open ?? false;
+  return found.length ? [made] : [];
+}
+
+function trend(points, about) {  // a series' chart: data and layout
+  const {x, xaxis} = runAxis(points), found = noted(points);
+  const hover = points.run.map((run, i) => plain(points.commit[i]) + '<br>' + plain(run));
+  const line = {type: 'scatter', mode: 'lines+markers', x, y: points.median, customdata: hover,
+    hovertemplate: '%{y}<br>%{customdata}<extra></extra>', line: {color: shade('--link')}, name: 'median'};
+  const band = name => ({type: 'scatter', mode: 'lines', x, hoverinfo: 'skip', line: {width: 0},
+    y: points[name].map((value, i) => value ?? points.median[i]), connectgaps: true});
+  const shapes = points.changes.map(([index]) => ({type: 'line', xref: 'x', yref: 'paper', x0: x[index],
+    x1: x[index], y0: 0, y1: 1, line: {color: shade('--bad'), width: 1.5, dash: 'dot'}}));
+  const data = [band('low'), {...band('high'), fill: 'tonexty', fillcolor: shade('--line') + '90'}, line];
+  const yaxis = {title: {text: plain(about.unit)}, rangemode: at('scale').checked ? 'tozero' : 'normal'};
+  const layout = {height: 420, showlegend: false, shapes, margin: {t: 20, r: 20}, xaxis, yaxis};
+  if (!found.length) return [data, layout];
+  const marks = {type: 'scatter', mode: 'markers', yaxis: 'y2', x: found.map(each => x[each.i]), y: found.map(() => 0), name: 'notes',
+    marker: {size: 9, color: shade('--soft'), symbol: found.map(each => each.tag ? 'diamond' : 'triangle-up')},
+    customdata: found.map(each => [hover[each.i], ...saidOf(each).flatMap(lines)].join('<br>')),
+    hovertemplate: '%{customdata}<extra></extra>'};
+  // a strip of their own, where no point of the series hides them
+  const strip = {domain: [0, 0.06], range: [-1, 1], visible: false, fixedrange: true, anchor: 'x'};
+  return [[...data, marks], {...layout, xaxis: {...xaxis, anchor: 'y2'}, yaxis: {...yaxis, domain: [0.07, 1]}, yaxis2: strip}];
+}
+
 async function trends() {
-  await script('data/index.js');
+  await Promise.all([script('data/index.js'), script('data/notes.js')]);
   const asked = new URLSearchParams(location.hash.slice(1)), hosts = [...new Set(BENCH.series.map(each => each.host))];
   at('host').append(new Option('all', ''), ...hosts.map(host => new Option(host, host)));
   if (hosts.includes(asked.get('host'))) at('host').value = asked.get('host');
@@ -56,36 +102,35 @@ async function trends() {
   };
   const show = async () => {
     const file = at('series').value, about = BENCH.series.find(each => each.file === file);
-    at('changes').replaceChildren();
-    if (!about) { at('about').textContent = 'No series fits.'; return; }
+    if (!about) {
+      at('about').textContent = 'No series fits.';
+      for (const id of ['changes', 'notes']) at(id).replaceChildren();
+      return;
+    }
     await script(`data/series-${file}.js`);
     if (at('series').value !== file) return;
-    const points = BENCH.points[file], hover = points.run.map((run, i) => `${points.commit[i]}<br>${run}`);
+    const points = BENCH.points[file], list = document.createElement('ul');
     at('about').textContent = `${about.name}, ${about.unit || 'no unit'}, ${about.higher_is_better ? 'higher' : 'lower'} is better; ` +
       `${points.time.length} runs, the newest ${number(points.median.at(-1), about.unit)}.`;
-    const line = {type: 'scatter', mode: 'lines+markers', x: points.time, y: points.median, customdata: hover,
-      hovertemplate: '%{y}<br>%{customdata}<extra></extra>', line: {color: shade('--link')}, name: 'median'};
-    const band = name => ({type: 'scatter', mode: 'lines', x: points.time, hoverinfo: 'skip', line: {width: 0},
-      y: points[name].map((value, i) => value ?? points.median[i]), connectgaps: true});
-    const shapes = points.changes.map(([index]) => ({type: 'line', xref: 'x', yref: 'paper', x0: points.time[index],
-      x1: points.time[index], y0: 0, y1: 1, line: {color: shade('--bad'), width: 1.5, dash: 'dot'}}));
-    const data = [band('low'), {...band('high'), fill: 'tonexty', fillcolor: shade('--line') + '90'}, line];
-    await draw('chart', data, {height: 420, showlegend: false, shapes, margin: {t: 20, r: 20},
-      yaxis: {title: {text: about.unit}, rangemode: at('scale').checked ? 'tozero' : 'normal'}});
-    const list = document.createElement('ul');
     for (const [index, before, after] of points.changes)
       list.append(text('li', `${points.time[index]} ${points.commit[index]}: ${number(before, about.unit)} to ${number(after, about.unit)}`));
-    if (points.changes.length) at('changes').append(text('h3', 'Changes'), list);
+    at('changes').replaceChildren(...(points.changes.length ? [text('h3', 'Changes'), list] : []));
+    at('notes').replaceChildren(...noteList(points));
+    await draw('chart', ...trend(points, about));
   };
   const step = by => { at('series').selectedIndex = Math.max(0, Math.min(at('series').length - 1,
     at('series').selectedIndex + by)); show(); };
+  const turn = () => { at('axis').setAttribute('aria-pressed', !isByCommit()); show(); };
+  let waiting;
   for (const id of ['filter', 'host', 'changed']) at(id).addEventListener('input', fill);
   for (const id of ['series', 'scale']) at(id).addEventListener('change', show);
+  at('axis').addEventListener('click', turn);
+  addEventListener('resize', () => { clearTimeout(waiting); waiting = setTimeout(() => isByCommit() && show(), 200); });
+  const keys = {'/': () => at('filter').focus(), j: () => step(1), k: () => step(-1), c: turn};
   document.addEventListener('keydown', event => {
-    if (event.target.matches('input[type=search]') || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key === '/') { event.preventDefault(); at('filter').focus(); }
-    if (event.key === 'j') step(1);
-    if (event.key === 'k') step(-1);
+    if (event.target.matches('input[type=search]') || event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
+    event.preventDefault();  // a list would look for a series that begins with the letter
+    keys[event.key]();
   });
   fill();
 }
@@ -104,7 +149,7 @@ function compare() {
     at('about').textContent = `${record.rows.length} series, ${record.rows.length - rows.length} that did not change are left out. ` +
       record.notes.join(' ');
     at('why').replaceChildren(...record.why.map(line => text('li', line)));
-    const places = rows.filter(row => row[ROW.worse] !== null), y = places.map(row => row[ROW.name]);
+    const places = rows.filter(row => row[ROW.worse] !== null), y = places.map(row => plain(row[ROW.name]));
     const percent = value => 100 * value;
     const colour = row => shade({regression: '--bad', improvement: '--good'}[row[ROW.verdict]] ?? '--soft');
     const margin = (name, width) => ({type: 'scatter', mode: 'markers', x: places.map(row => percent(row[ROW[name]])), y,

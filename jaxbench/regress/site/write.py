@@ -83,6 +83,7 @@ def texts(found: contents.Content, layers: Sequence[dict[str, Any]] = ()) -> dic
         file = "index.html" if name == "overview" else f"{name}.html"
         made[file] = pages.get_template(f"{name}.html").render(values)
     made["data/index.js"] = _assigned("series", [each._asdict() for each in found.series])
+    made["data/notes.js"] = _assigned("notes", found.notes)
     for file, columns in found.points.items():
         made[f"data/series-{file}.js"] = _assigned(f"points[{json.dumps(file)}]", columns)
     for id, record in found.records.items():
