@@ -100,12 +100,12 @@ def define_import() -> None:
     from jaxbench.regress import imported
 
     define_folder()
-    flags.DEFINE_multi_string("input", None, "a file; may be repeated", required=True)
-    flags.DEFINE_enum("format", None, list(imported.FORMATS), "which tool wrote it", required=True)
+    flags.DEFINE_multi_string("input", None, "a file, or a folder of figures; may be repeated", required=True)
+    flags.DEFINE_enum("format", None, list(imported.FORMATS), "what wrote it", required=True)
 
 
 def import_() -> int:
-    """Keep runs of another tool, or of comparisons; what is there already is not kept twice."""
+    """Keep runs of another tool, of comparisons, or of any committed result; what is there is not kept twice."""
     from jaxbench.regress import imported
 
     history, runs = folder(), []
@@ -255,7 +255,7 @@ COMMANDS = {
     "list": cli.Command(define_folder, list_, "List the runs."),
     "show": cli.Command(_define_named, show, "Show a run."),
     "trend": cli.Command(define_trend, trend, "Show a series on this machine over the runs."),
-    "import": cli.Command(define_import, import_, "Keep runs of pytest-benchmark, github-action-benchmark or compare."),
+    "import": cli.Command(define_import, import_, "Keep runs of other tools, of compare, or of results."),
     "export": cli.Command(define_export, export, "Every point as CSV."),
     "table": cli.Command(define_table, table, "A run's primary series as Markdown, in a document too."),
     "tag": cli.Command(define_tag, tag, "Name a run, which is then kept for ever."),

@@ -1,39 +1,75 @@
-"""Runs of other tools as runs of the history: pytest-benchmark, github-action-benchmark, and jaxbench's comparisons.
+"""Runs of other tools and committed results as runs of the history.
 
-Series of other tools have no metric of ours: a run carries the unit of each and which way is better. None of them
-gates: they have no base beside them. (S file.)
+pytest-benchmark, github-action-benchmark, jaxbench's comparisons, and the figures in any folder of results. Their
+series have no metric of ours: a run carries the unit of each and which way is better. None of them gates: they have no
+base beside them. (S file.)
 """
 
 from __future__ import annotations
 
+import csv
 import datetime
 import hashlib
+import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxbench.measure import records, verdicts
 from jaxbench.regress.history import SCHEMA
 
 SKIPPED = {records.RUN, records.LAUNCH_DONE, "digest", "parity"}
-RATE = re.compile(r"(/s|/sec|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
+RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+ENVIRONMENT = ("about", "environment", "machine")  # keys under which a result says where it comes from
+# Keys of what was asked for, of raw values that figures beside them sum up, and of curves: they name rows at most.
+NO_FIGURES = {
+    *ENVIRONMENT, "versions", "settings", "config", "configuration", "suite", "training", "trained", "tuning", "reader",
+    "shape", "heads", "pattern", "kernels", "mesh", "workload", "seed", "seeds", "learning_rate", "rounds", "repeats",
+    "bar", "samples", "launches", "runs", "load_average", "pressure", "reliability", "percentiles", "step", "schema",
+    "roc", "part", "batch", "batch_size", "clients", "running", "factor", "level", "fpr",
+}  # fmt: skip
+NO_NAMES = {"unit", "command", "reason", "note", "file", "id", "status"}  # texts that do not say which row it is
+REPEATS = {"line", "seed", "launch", "round"}  # rows that differ in these alone are one figure, measured again
+DIMENSIONS = (  # numbers that say which row it is, the first of them first, and before any other number
+    "line", "length", "num_tokens", "tokens", "batch", "batch_size", "clients", "running", "factor", "over", "to",
+    "depth", "strength", "level", "fpr", "share", "part", "ratio", "seed", "launch", "round",
+)  # fmt: skip
+LONGEST_NAME = 60  # characters of a row's text that names it
+MOST_LAUNCHES = 16  # longer lists are windows or questions, and give their median alone
+UNITS = (
+    (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?(?:s|second)$", r"\1/s"), (r"(?:^|_)(?:s|seconds|s_a_[a-z]+)$", "s"),
+    (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?minute$", r"\1/min"), (r"(?:^|_)(ms|us|ns)$", r"\1"),
+    (r"(?:^|_)bytes$", "bytes"), (r"(?:^|_)mb$", "MB"), (r"(?:^|_)flops(?:_per_[a-z]+)?$", "FLOP"),
+    (r"(?:^|(?<!\d)_)bits(?:_per_[a-z]+)?$", "bits"), (r"(?:^|_)ratios?$", "ratio"), (r"(?:^|_)count$", "count"),
+    (r"^share(?=[ _]|$)|_share$", "share"),
+)  # fmt: skip
+Figure = tuple[tuple[str, ...], list[float], str]  # keys on the way to it, its values, its unit where the file says one
+
+
+class Figures(NamedTuple):
+    """What one file of a committed result says."""
+
+    file: Path
+    environment: Mapping[str, Any]  # empty where it does not say where it comes from
+    series: Mapping[str, list[float]]
+    units: Mapping[str, tuple[str, bool]]
 
 
 def read_runs(path: Path, format: str) -> list[dict[str, Any]]:
-    """Runs of a file.
+    """Runs of a file, or of a folder of figures.
 
     Raises:
       ValueError: it cannot be read, or is of another format.
     """
     try:
         found = list(FORMATS[format](path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"--input={path} is no file of {format} ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise ValueError(f"--input={path} is no file of {format} ({type(error).__name__}: {said})") from error
     if not found:
         raise ValueError(f"--input={path} holds no run of {format}")
     return found
@@ -71,20 +107,23 @@ def comparison(path: Path) -> Iterable[dict[str, Any]]:
     for run_id, found in rows.items():
         series: dict[str, dict[int, float]] = defaultdict(dict)
         units, parity = {}, []
+        several = len({record.config_id for record in found} - {""}) > 1  # each then has series of its own
         for record in found:
             if record.metric == "parity":
                 parity.append({name: record.detail[name] for name in ("case", "backend", "passed", "gates")})
             if record.metric in SKIPPED or record.value is None or record.status != "ok":
                 continue
-            words = (record.arm, record.workload.label().replace(" ", "-"), record.metric)
+            config = record.config_id if several else ""
+            words = (config, record.arm, record.workload.label().replace(" ", "-"), record.metric)
             name = ".".join(word for word in words if word not in ("", "none"))
             series[name][record.launch] = record.value
             units[name] = (record.unit, _is_rate(record.unit))
         if series:
             last = max(found, key=lambda record: record.time_utc)
             yield run_of(
-                time_utc=last.time_utc, host=last.host, commit=last.commit, subject=f"comparison {path.parent.name}",
-                suite=last.config_id, series={name: list(each.values()) for name, each in series.items()}, units=units,
+                time_utc=last.time_utc, host=last.host or machine.get("host", ""), commit=last.commit,
+                subject=f"comparison {path.parent.name}", suite=last.config_id,
+                series={name: list(each.values()) for name, each in series.items()}, units=units,
                 note=f"imported from {path.parent.name}/{path.name}, run {run_id or 'without id'}", device=last.device,
                 machine={name: machine[name] for name in ("cpu", "threads", "versions") if name in machine},
                 parity=parity, suite_name="comparison", model_sha256=last.model_sha256,
@@ -124,9 +163,221 @@ def github_action_benchmark(path: Path) -> Iterable[dict[str, Any]]:
             )  # fmt: skip
 
 
+def figures(path: Path) -> Iterable[dict[str, Any]]:
+    """Runs of a committed result, a folder or one file: its comparisons, and a run of each commit and machine.
+
+    A figure is a number in a JSON file, or in a CSV file where its folder has no JSON with figures.
+    """
+    folder = path if path.is_dir() else path.parent
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in CONTENTS] if path.is_dir() else [path]
+    parts, told = [], set()
+    for file in sorted(files, key=lambda file: file.suffix == ".csv"):
+        if compared := _compared(file):
+            yield from compared
+            told.add(file.parent)
+        elif file.suffix != ".csv" or file.parent not in told:
+            parts.append(_figures_of(file, folder))
+            if parts[-1].series and file.suffix != ".csv":
+                told.add(file.parent)
+    speaks = {part.file.parent: part.environment for part in parts if part.file.stem == "environment"}
+    groups: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for part in (part for part in parts if part.series):
+        part = part._replace(environment=part.environment or speaks.get(part.file.parent, {}))
+        groups[_word(part.environment.get("commit")), _word(part.environment.get("host"))].append(part)
+    for (commit, host), group in groups.items():
+        yield _run_of_figures(group, folder, commit, host)
+
+
 FORMATS: dict[str, Callable[[Path], Iterable[dict[str, Any]]]] = {
-    "comparison": comparison, "pytest-benchmark": pytest_benchmark, "github-action-benchmark": github_action_benchmark,
+    "comparison": comparison, "figures": figures, "pytest-benchmark": pytest_benchmark,
+    "github-action-benchmark": github_action_benchmark,
 }  # fmt: skip
+
+
+def _compared(file: Path) -> list[dict[str, Any]]:
+    """Runs of a file of a comparison's records; none where it is another."""
+    if file.name != records.RESULTS_NAME:
+        return []
+    try:
+        return list(comparison(file))
+    except (ValueError, KeyError):  # other rows are read as figures; a damaged file is named there
+        return []
+
+
+def _figures_of(file: Path, folder: Path) -> Figures:
+    """What a file says.
+
+    Raises:
+      ValueError: it is damaged, or of a kind that holds no figures.
+    """
+    if file.suffix not in CONTENTS:
+        raise ValueError(f"{file.name} is no folder, and no file of {', '.join(CONTENTS)}")
+    try:
+        content = CONTENTS[file.suffix](file.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{file.relative_to(folder)} is damaged: {error}") from error
+    rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
+    if file.stem == "environment" and isinstance(content, dict):
+        return Figures(file, content, {}, {})
+    stem = file.relative_to(folder).with_suffix("").parts
+    series: dict[str, list[float]] = defaultdict(list)
+    units = {}
+    for keys, values, said in _leaves(content if isinstance(content, dict) else rows, stem):
+        name, unit = ".".join(keys), said or _unit(keys[len(stem) :])
+        series[name] += values
+        units[name] = (unit, _is_rate(unit))
+    few = {name: each if len(each) <= MOST_LAUNCHES else [verdicts.median(each)] for name, each in series.items()}
+    return Figures(file, _environment(content), few, units)
+
+
+def _run_of_figures(group: Sequence[Figures], folder: Path, commit: str, host: str) -> dict[str, Any]:
+    """The run of files of one commit and machine."""
+    title = next((part for part in folder.resolve().parts[::-1] if DATE.match(part)), folder.resolve().name)
+    newest = max(int(part.file.stat().st_mtime) for part in group)
+    day = title[:10] if DATE.match(title) else datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    about, names = group[0].environment, ", ".join(str(part.file.relative_to(folder)) for part in group)
+    return run_of(
+        time_utc=day, host=host, commit=commit, subject=f"figures of {title}",
+        suite=DATE.sub("", title).strip("-") or "figures",
+        series={name: values for part in group for name, values in part.series.items()},
+        units={name: unit for part in group for name, unit in part.units.items()},
+        note=f"imported from {title}: {names}", device="gpu" if about.get("nvidia_smi") else "cpu",
+        machine={name: about[name] for name in ("cpu", "threads", "versions") if name in about},
+    )  # fmt: skip
+
+
+def _environment(content: Any) -> dict[str, Any]:
+    """Machine and commit of a file, as it says them under `about`, `environment` or `machine`, in any nesting."""
+    found: dict[str, Any] = {}
+    for key in ENVIRONMENT if isinstance(content, dict) else ():
+        if isinstance(inner := content.get(key), dict):
+            found |= inner | _environment(inner)
+    return found
+
+
+def _leaves(content: Any, keys: tuple[str, ...], unit: str = "") -> Iterator[Figure]:
+    """Figures under a value of a file."""
+    if _is_number(content):
+        yield keys, [float(content)], unit
+    elif isinstance(content, dict):
+        said = content.get("unit")
+        for key, value in content.items():
+            if key not in NO_FIGURES:
+                yield from _leaves(value, (*keys, key), said if key == "value" and isinstance(said, str) else "")
+    elif isinstance(content, list) and content:
+        if all(map(_is_number, content)):
+            yield from _of_numbers([float(each) for each in content], keys)
+        elif all(isinstance(each, dict) for each in content):
+            yield from _of_rows(content, keys)
+        else:
+            for index, each in enumerate(content):
+                yield from _leaves(each, (*keys, str(index)))
+
+
+def _of_numbers(values: list[float], keys: tuple[str, ...]) -> Iterator[Figure]:
+    """Figures of a list: an estimate with its interval, the end of a curve, or one figure measured several times."""
+    if len(values) == 3 and values[1] <= values[0] <= values[2]:
+        for name, value in zip(((), ("low",), ("high",)), values):
+            yield (*keys, *name), [value], ""
+    else:
+        yield keys, values[-1:] if "_every_" in keys[-1] else values, ""
+
+
+def _of_rows(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[Figure]:
+    """Figures of a table; of steps the last alone."""
+    if all("step" in row for row in rows):
+        yield from _leaves(rows[-1], keys)
+        return
+    naming, is_unique = _naming(rows)
+    for index, row in enumerate(rows):
+        said = {key: row[key] for key in naming if key not in REPEATS and row.get(key) not in (None, "")}
+        words = [value if isinstance(value, str) else f"{key}={value}" for key, value in said.items()]
+        name = ",".join(words if is_unique else [*words, str(index)])
+        left = {key: value for key, value in row.items() if key not in (*naming, *REPEATS)}
+        yield from _leaves(left, (*keys, name) if name else keys)
+
+
+def _naming(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """Keys that say which row it is: its short texts, and as few numbers as tell all rows apart; whether they do."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in NO_NAMES and row[key] is not None))
+    held = {key: [row[key] for row in rows if row.get(key) is not None] for key in keys}
+    naming = [key for key in keys if all(map(_is_name, held[key]))]
+    known = [key for key in DIMENSIONS if key in keys and all(map(_is_number, held[key]))]
+    counted = [key for key in keys if all(isinstance(each, int) for each in held[key]) and not _unit([key])]
+    distinct = lambda keys: len({tuple(map(row.get, keys)) for row in rows})
+    count = distinct(naming)
+    for key in dict.fromkeys((*known, *counted)):
+        if (more := distinct([*naming, key])) > count:
+            naming, count = [*naming, key], more
+    return naming, count == len(rows)
+
+
+def _is_name(value: Any) -> bool:
+    """True for a short text that is no date and no hash."""
+    is_short = isinstance(value, str) and len(value) <= LONGEST_NAME
+    return is_short and not DATE.match(value) and not re.fullmatch(r"[0-9a-f]{8,}\+?", value)
+
+
+def _is_number(value: Any) -> bool:
+    """True for a number that a float holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _unit(keys: Sequence[str]) -> str:
+    """Unit that the last key with one ends in; "" where none has."""
+    for key in reversed(keys):
+        for pattern, unit in UNITS:
+            if found := re.search(pattern, re.sub(r"_(low|high|mean|p\d+)$", "", key)):
+                return found.expand(unit)
+    return ""
+
+
+def _json_lines(text: str) -> list[Any]:
+    """Values of a JSON-lines file.
+
+    Raises:
+      ValueError: a line is none.
+    """
+    found = []
+    for place, line in enumerate(text.split("\n"), start=1):
+        try:
+            found += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {place} is no JSON ({error})") from error
+    return found
+
+
+def _csv_rows(text: str) -> list[dict[str, Any]]:
+    """Rows of a CSV file, with numbers where their texts are some.
+
+    Raises:
+      ValueError: a row has more fields than the header.
+    """
+    found = []
+    for place, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), start=1):
+        if None in row:
+            raise ValueError(f"row {place} has more fields than the header: {row[None]}")
+        found.append({key: _value(each) for key, each in row.items()})
+    return found
+
+
+def _value(text: str | None) -> Any:
+    """What a field of a CSV file says; None where it is empty."""
+    for kind in (int, float):
+        try:
+            return kind(text or "")
+        except ValueError:
+            continue
+    return text or None
+
+
+CONTENTS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".jsonl": _json_lines, ".csv": _csv_rows}
+
+
+def _word(value: Any) -> str:
+    """The first word of what a result says, where it says one."""
+    words = str(value or "").split()
+    return words[0] if words and words[0] != "-" else "unknown"
 
 
 def _seconds(stats: Mapping[str, Any]) -> list[float]:

@@ -128,6 +128,18 @@ CASES = [
     history("import|--format=github-action-benchmark|--input=x.js", "--input=x.js", x_js="window.BENCHMARK_DATA = ["),
     history("import|--format=comparison|--input=x.jsonl", "--input=x.jsonl holds no run of comparison", x_jsonl=""),
     history("import|--format=comparison|--input=x.jsonl", "x.jsonl line 1 is not a record", x_jsonl="{}\n{}\n"),
+    history("import|--format=figures|--input=none", "--input=none is no file of figures", "none is no folder"),
+    history("import|--format=figures|--input=x.json", "No such file or directory: 'x.json'"),
+    history("import|--format=figures|--input=x.json", "x.json is damaged: Expecting", x_json='{"a": 1'),
+    history("import|--format=figures|--input=x.json", "x.json holds no run of figures", x_json='{"seed": 1}'),
+    history("import|--format=figures|--input=x.jsonl", "x.jsonl is damaged: line 2 is no JSON", x_jsonl="{}\n{\n"),
+    history("import|--format=figures|--input=x.csv", "row 1 has more fields than the header", x_csv="a\n1,2\n"),
+    history("import|--format=figures|--input=configs/lm", "--input=configs/lm holds no run of figures"),
+    Case(
+        ("benchmarks.py", "history", "import", "--format=figures", "--input=d"),
+        ("--input=d", "b.json is damaged"),
+        {"d/a.json": '{"x": 1}', "d/b.json": ""},
+    ),  # fmt: skip
     history("export", "--output"),
     history("export|--output=o.csv", "there is no run to export"),
     alerts("lst", "'lst' is no command", "nearest is list"),

@@ -2,17 +2,21 @@
 
 import datetime
 import json
+import math
+import re
 
 import pytest
 
 from jaxbench.regress.alerts import Book
-from jaxbench.regress.history import History
+from jaxbench.regress.history import History, without_raw
 from jaxbench.regress.judge import Finding
-from jaxbench.regress.site import content, write
+from jaxbench.regress.site import content, primary, write
 from tests.browser import Browser, needs_browser
+from tests.regress import records
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 NASTY = "</script><script>window.broken = 1</script> <b>&"
+TICKS = "[...document.querySelectorAll('#chart .xtick text')]"
 
 
 def run(day, *, level="", worse=0.02, num_series=3, value=None):
@@ -40,13 +44,16 @@ def made(tmp_path_factory):
     """Twenty days, of which the last brought a regression and the counts rose on the tenth."""
     history = History(tmp_path_factory.mktemp("kept") / "history")
     for day in range(19):
-        history.add(run(day))
+        id = history.add(run(day))
+        if day == 5:
+            history.tag(id, "release 1")
     last = run(19, level="critical", worse=0.4, value=60.0)
     Book(history.folder).note(last, history.add(last), now=START)
     share = [0, 59]
     about = {"machine": {"host": "abc", "cpu": "A CPU", "threads": 2, "commit": "c"}, "device": "cpu", "suite": "quick"}
+    smallest = {"case1.tokens_per_s": 0.3, "case0.tokens_per_s": 0.18, "case2.load_s": math.inf}
     history.qualify({"about": about, "launches": 177, "real": share, "drawn": [1, 300], "power": {"1.2": [9, 10]},
-                     "smallest": {"case0.tokens_per_s": 0.18}})  # fmt: skip
+                     "smallest": smallest})  # fmt: skip
     folder = tmp_path_factory.mktemp("site") / "pages"
     write.write(folder, history)
     return history, folder
@@ -64,6 +71,90 @@ def test_a_history_is_told_by_machine_and_suite_with_its_changes(made):
     rate = next(each for each in found.series if each.name == "case0.tokens_per_s")
     low, median, high = (found.points[rate.file][name][0] for name in ("low", "median", "high"))
     assert low < median < high and found.alerts[0].cases == ("case0", "case1", "case2")
+
+
+def test_a_tile_says_how_much_worse_a_primary_series_is_with_its_interval_and_verdict():
+    found = [
+        records.finding(records.RATE, "regression", "critical", 0.4),
+        records.finding(records.LOAD, "improvement", worse=-0.3),
+    ]
+    [tile] = primary.tiles(records.record(found))
+    assert tile.series == records.RATE and tile.value == "14 tokens/s" and tile.shade == "slower"
+    assert tile.said == "worse by +40.0 [+38.0, +42.0] %" and tile.verdict == "regression, critical"
+
+
+def test_a_tile_of_a_run_without_a_base_says_how_far_its_launches_lie_apart():
+    alone = records.record(records.quiet(), findings=[])
+    [tile] = primary.tiles(alone)
+    assert tile == (records.RATE, "10 tokens/s", "9 tokens/s to 11 tokens/s in 3 launches", "", "")
+    assert primary.tiles(without_raw(alone))[0].said == "its launches are no longer kept"
+    del alone["series"][records.RATE]
+    assert primary.tiles(alone)[0].value == "not measured"
+
+
+def test_regressions_are_the_first_tiles_and_a_suite_of_other_keys_has_tiles_too():
+    record = run(0)
+    record["findings"][2] |= {"verdict": "regression", "level": "warning", "worse": 0.2}
+    assert [each.series for each in primary.tiles(record)] == [f"case{i}.tokens_per_s" for i in (2, 0, 1)]
+    record["suite"]["primary"] = ["case1.tokens_per_s", "gone.tokens_per_s"]
+    assert [each.series for each in primary.tiles(record)] == ["case1.tokens_per_s"]
+    assert primary.tiles(record | {"suite": {}, "findings": []}) == []
+
+
+def test_names_of_series_on_tiles_are_escaped(tmp_path):
+    history, record, name = History(tmp_path), run(0), f"{NASTY}.tokens_per_s"
+    record["suite"]["primary"], record["series"][name] = [name], record["series"]["case0.tokens_per_s"]
+    history.add(record)
+    texts = write.texts(content.gather(history))
+    for page in ("index.html", "machine.html"):
+        assert "&lt;b&gt;&amp;.tokens_per_s" in texts[page] and "<script>window" not in texts[page]
+
+
+def test_the_spread_of_launches_is_a_standard_deviation_of_logarithms():
+    record = run(0)
+    for index, sides in enumerate(([1.0, math.exp(0.1)], [2.0], [1.0, 1.0])):
+        record["series"][f"case{index}.tokens_per_s"]["head"]["launches"] = sides
+    record["series"]["case0.tokens_per_s"]["base"] = {"median": 1.0, "launches": [1.0, math.exp(0.2)]}
+    found = primary.spreads(record)
+    assert [each.series.partition(".")[0] for each in found] == ["case0", "case2", "case1"]
+    assert found[0].head == pytest.approx(0.1 / math.sqrt(2)) and found[0].base == pytest.approx(0.2 / math.sqrt(2))
+    assert found[1].head == 0.0 and found[2] == ("case1.tokens_per_s", 1, None, None)
+
+
+def test_the_overview_and_the_machine_show_tiles_spreads_and_the_smallest_slow_downs(made):
+    texts = write.texts(content.gather(made[0]))
+    tiles = re.search(r'<div class="cards primary">(.*?)\n</div>\n', texts["index.html"], re.DOTALL)[1]
+    assert tiles.count('class="card"') == 3 and tiles.count("worse by +40.0 [+39.0, +41.0] %<br>regression") == 3
+    machine = texts["machine.html"]
+    places = [machine.index(f"<td>{words}</td>") for words in ("18 %", "30 %", "none")]
+    assert places == sorted(places) and machine.index("case0.tokens_per_s") < places[0]
+    spread = machine[machine.index('id="spread"') :]
+    assert spread.count("<td>1.5 %</td><td>–</td>") == 3  # of 0.99, 1 and 1.02
+
+
+def test_runs_with_notes_or_a_tag_are_marked_and_long_notes_are_cut(tmp_path):
+    history = History(tmp_path)
+    plain, tagged, long = (
+        history.add(run(day) | {"notes": notes}) for day, notes in ((0, []), (1, []), (2, ["a" * 1000] * 9))
+    )
+    history.tag(tagged, "release 1")
+    found = content.gather(history).notes
+    assert plain not in found and found[tagged] == {"tag": "release 1", "notes": []}
+    assert len(found[long]["notes"]) == 6 and len(found[long]["notes"][0]) < 400 and found[long]["notes"][5] == "4 more"
+
+
+def test_the_margins_shown_are_those_that_judged(tmp_path):
+    history, record = History(tmp_path), run(0)
+    names = ("case0.parity_error", "case1.parity_error", "case0.tokens_per_s", "case1.tokens_per_s", "case0.load_s")
+    record["findings"] = [records.finding(name)._asdict() for name in names]
+    margin = {"warning": 0.3, "critical": 0.6}
+    record["suite"]["margins"] = {"case1.parity_error": margin, "tokens_per_s": margin}
+    id = history.add(record)
+    rows = content.gather(history).records[id]["rows"]
+    assert {row[0]: tuple(row[-2:]) for row in rows} == {
+        names[0]: (9.0, 999.0), names[1]: (0.3, 0.6), names[2]: (0.3, 0.6), names[3]: (0.3, 0.6),
+        names[4]: (0.15, 0.25),
+    }  # fmt: skip
 
 
 def test_a_case_that_was_changed_is_another_series(tmp_path):
@@ -148,6 +239,47 @@ def test_trends_are_drawn_and_driven_by_the_keyboard(made, browser):
         press(browser, letter)
     browser.wait("document.getElementById('series').length === 1")
     browser.wait("document.getElementById('changes').textContent.includes('c10: 1000 FLOP to 1200 FLOP')")
+    assert not browser.problems and browser.run("window.broken") is None
+
+
+@needs_browser
+def test_trends_stand_by_commit_too_with_labels_that_fit(made, browser):
+    opened(browser, made[1], "trends.html", "document.querySelectorAll('#chart .scatterlayer .trace').length >= 3")
+    assert "c19" not in browser.run(f"{TICKS}.map(each => each.textContent)")
+    press(browser, "c")
+    for width in (1200, 500):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        browser.wait(f"at('chart').clientWidth < {width} && {TICKS}.at(-1)?.textContent === 'c19'")
+        browser.wait(f"{TICKS}.length {'> 6' if width == 1200 else '< 6'}")
+        edges = browser.run(f"{TICKS}.map(each => each.getBoundingClientRect()).map(each => [each.left, each.right])")
+        assert all(left[1] < right[0] for left, right in zip(edges, edges[1:]))
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    assert browser.run("at('chart').data[2].x") == list(range(20))
+    assert browser.run("at('axis').getAttribute('aria-pressed')") == "true"
+    browser.run("at('axis').click()")
+    browser.wait("at('chart').data[2].x[0].startsWith('2026-01-01')")
+    assert not browser.problems
+
+
+@needs_browser
+def test_notes_and_tags_of_runs_are_marks_that_say_them_as_they_are(made, browser):
+    opened(browser, made[1], "trends.html", "document.querySelectorAll('#chart .xy2 .point').length === 20")
+    assert browser.run("at('chart').data[3].marker.symbol.filter(each => each === 'diamond').length") == 1
+    x, y = browser.run(
+        "(box => [box.x + box.width / 2, box.y + box.height / 2])"
+        "((at('chart').scrollIntoView(), document.querySelectorAll('#chart .xy2 .point')[5].getBoundingClientRect()))"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 3, y=y - 3)
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.wait("document.querySelector('#chart .hoverlayer').textContent.includes('tag release 1')")
+    said = browser.run("document.querySelector('#chart .hoverlayer').textContent")
+    assert said.startswith("c5") and NASTY in said
+    browser.run("document.querySelector('#notes summary').click()")
+    press(browser, "c")
+    browser.wait("at('chart').data[3].x[5] === 5")
+    assert browser.run("document.querySelector('#notes details').open")
+    told = browser.run("at('notes').innerText")
+    assert told.count(NASTY) == 20 and "tag release 1" in told
     assert not browser.problems and browser.run("window.broken") is None
 
 

@@ -88,7 +88,8 @@ def test_a_run_may_be_named_by_its_file_so_that_a_committed_one_is_checked_anywh
     assert f"Run `{copy}`" in capsys.readouterr().out
 
 
-def test_the_table_of_the_documentation_is_that_of_the_run_that_is_committed():
-    [path] = (trees.ROOT / "experiments" / "results" / "2026-11-26-performance-history").glob("*.json")
-    made = tables.table(history.read(path), path.stem)
-    assert tables.is_current(trees.ROOT / "docs" / "performance_history.md", made)
+@pytest.mark.parametrize(("document", "suite"), [("docs/performance_history.md", "quick"), ("README.md", "standard")])
+def test_the_table_of_a_document_is_that_of_the_run_that_is_committed(document, suite):
+    runs = (trees.ROOT / "experiments" / "results" / "2026-11-26-performance-history").glob("*.json")
+    [(path, found)] = [(path, run) for path in runs if (run := history.read(path))["suite_name"] == suite]
+    assert tables.is_current(trees.ROOT / document, tables.table(found, path.stem))
