@@ -31,6 +31,7 @@ ARGMAX_BLOCK = 256  # values whose largest is found before the largest of all
 # Where a single row's decode step reads kernels as (out, in): its products are then row sums that take in what comes
 # before them, 0.88 ms a token of SmolLM2-135M's shape on an H200 in place of 1.11 (docs/gpu.md).
 TURNED_ON = ("gpu",)
+TURNED = (".kernel", ".codes", ".scales", ".zeros")  # parameters (in, out): floats, and integers with their scales
 
 
 class DecodeState(NamedTuple):
@@ -201,7 +202,7 @@ class Generator(prompts.GeneratorBase):
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)  # Flax's and Equinox's are pytrees
         self._leaves = [leaf for _, leaf in leaves]
         self._is_kernel = [
-            getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(".kernel") for path, leaf in leaves
+            getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(TURNED) for path, leaf in leaves
         ]
         self._turned: list[Array] | None = None
         self._has_room: bool | None = None  # for turned kernels; asked once

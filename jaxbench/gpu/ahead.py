@@ -146,7 +146,9 @@ def generation_programs(
         model = nnx.eval_shape(lambda: transformer.Transformer(model_config, compute))
     else:
         held = packed_weights.random_model(model_config, weights)
-        model = weight_only.build(held, dtype=dtype, implementation=products, attention=attention)
+        graph, state = nnx.split(weight_only.build(held, dtype=dtype, implementation=products, attention=attention))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        model = nnx.merge(graph, shapes)  # of shapes alone, as floats are
     generator = sample.Generator(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
     # What a generator asks JAX's default platform for, which is not the one compiled for
     generator._cache_dtype = dtype

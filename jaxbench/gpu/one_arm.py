@@ -186,7 +186,9 @@ def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> 
     build, how = importlib.import_module(f"{package}.quantization.weight_only").build, form.products
     model = packed_weights.random_model(config, form.weights)
     if form.products == "pallas":
-        packed_weights.check_kernel(model)  # or XLA's products would pass for the kernel's
+        from jaxbench.quantization import weight_only_pallas
+
+        packed_weights.check_kernel(model, weight_only_pallas.misfit)  # or XLA's products would pass for the kernel's
     return build(model, dtype=form.dtype, implementation=how, attention=form.attention, **place)
 
 

@@ -1,12 +1,13 @@
-"""Decoders of random weights with few bits, for speeds alone."""
+"""Decoders of random weights with few bits, for speeds alone (S file)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
-from jaxbench.quantization import packing, quantize, weight_only_pallas
+from jaxbench.quantization import packing, quantize
 from jaxbench.quantization.recipe import QuantizedModel, Recipe
 
 # A scale an output, and one for 32 inputs.
@@ -33,13 +34,15 @@ def random_model(config: TransformerConfig, weights: str) -> QuantizedModel:
     return made._replace(config=config, matrices=repeated(made.matrices), params=repeated(made.params))
 
 
-def check_kernel(model: QuantizedModel) -> None:
-    """Check that the Pallas kernel takes every matrix of a decoder's layers.
+def check_kernel(model: QuantizedModel, misfit: Callable[[packing.Form], str]) -> None:
+    """Check that a kernel takes every matrix of a decoder's layers.
+
+    misfit: weight_only_pallas.misfit, which says why it does not take one.
 
     Raises:
       ValueError: it does not, and XLA would compute the product.
     """
     for name, matrix in model.matrices.items():
-        reason = weight_only_pallas.misfit(packing.Form(matrix.grid, matrix.codes.shape[1]))
+        reason = misfit(packing.Form(matrix.grid, matrix.codes.shape[1]))
         if reason and name.startswith("layers."):
             raise ValueError(f"--products=pallas: no kernel for {name}: {reason}")

@@ -53,10 +53,21 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
         is_taken = lax.optimization_barrier(jnp.bool_(True))
         return lax.cond(is_taken, product, lambda *_: jnp.zeros(shape, x.dtype), *arrays)
 
-    return lax.platform_dependent(*arrays, cpu=alone, default=product)
+    def one(*arrays: Array) -> Array:
+        return _product(arrays[0], Weights(weights.form, *arrays[1:]), is_alone=x.size == x.shape[-1])
+
+    return lax.platform_dependent(*arrays, cpu=alone, cuda=one, default=product)
 
 
-def _product(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows O"]:
+def _sum(rows: Float[Array, "R I"], kernel: Float[Array, "I O"], *, is_alone: bool) -> Float[Array, "R O"]:
+    """Product in float32; of one row as a sum, which XLA:GPU fuses with what makes the floats: a product's it writes."""
+    if is_alone:
+        return jnp.sum(rows[0, :, None].astype(jnp.float32) * kernel.astype(jnp.float32), axis=0)[None]
+    precision = PRECISIONS.get(rows.dtype.name)
+    return jnp.dot(rows, kernel, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _product(x: Float[Array, "*rows I"], weights: Weights, *, is_alone: bool = False) -> Float[Array, "*rows O"]:
     form, outputs = weights.form, weights.codes.shape[1]
     grouped = x.reshape(-1, form.inputs // form.group, form.per_byte, form.span)
     codes = weights.codes.reshape(-1, form.span, outputs)
@@ -65,8 +76,7 @@ def _product(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*row
     for place in range(form.per_byte):
         kernel = values(codes, scales, zeros, form=form, place=place).astype(x.dtype)
         rows = grouped[:, :, place].reshape(len(grouped), -1)
-        precision = PRECISIONS.get(x.dtype.name)
-        total += jnp.dot(rows, kernel.reshape(-1, outputs), precision=precision, preferred_element_type=jnp.float32)
+        total += _sum(rows, kernel.reshape(-1, outputs), is_alone=is_alone)
     return total.astype(x.dtype).reshape(*x.shape[:-1], outputs)
 
 

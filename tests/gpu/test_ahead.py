@@ -205,7 +205,8 @@ if {kind!r} == "train":
     made = ahead.train_program(settings, "h200")
 else:
     sample.TURNED_ON = {turned!r}
-    made = ahead.generation_programs(settings.decoder(None), "bfloat16", 1, 16, 32, "h200").decode
+    weights = {kind!r} if {kind!r} != "decode" else "float"
+    made = ahead.generation_programs(settings.decoder(None), "bfloat16", 1, 16, 32, "h200", weights).decode
 print(made.memory_analysis().alias_size_in_bytes)
 print(made.as_text())
 """
@@ -273,6 +274,13 @@ def test_a_decode_program_updates_its_cache_in_place(decode):
 def test_the_same_look_finds_weights_written_anew_where_kernels_are_not_turned():
     _, found = compiled("decode", turned=())
     assert [group for group in body(found).groups if group.bytes_written >= KERNEL_BYTES]
+
+
+@needs_plugin
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_decode_step_of_one_row_reads_integers_and_writes_no_floats_of_them(weights):
+    found = body(compiled(weights)[1])
+    assert [group for group in found.groups if group.bytes_written >= KERNEL_BYTES // 2] == []
 
 
 @needs_plugin

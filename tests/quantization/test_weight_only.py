@@ -117,6 +117,14 @@ def test_products_are_those_of_the_dequantised_weights_on_both_backends(case):
 
 
 @each_case
+def test_one_row_as_a_sum_as_on_a_gpu_has_the_same_product(case):
+    x, weights = jnp.asarray(inputs_of(case)[:1]), packed_matmul.put(packing.pack(matrix(case)))
+    found = packed_matmul._product(x, weights, is_alone=True)
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(found, packed_matmul.matmul(x, weights), rtol=1e-5, atol=1e-5)
+
+
+@each_case
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_kernels_interpreted_compute_the_references_products(case, kernel):
     x = jnp.asarray(inputs_of(case))
