@@ -60,7 +60,7 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
 
 
 def _sum(rows: Float[Array, "R I"], kernel: Float[Array, "I O"], *, is_alone: bool) -> Float[Array, "R O"]:
-    """Product in float32; of one row as a sum, which XLA:GPU fuses with what makes the floats: a product's it writes."""
+    """Product in float32; of one row as a sum, which XLA:GPU fuses with what makes the floats."""
     if is_alone:
         return jnp.sum(rows[0, :, None].astype(jnp.float32) * kernel.astype(jnp.float32), axis=0)[None]
     precision = PRECISIONS.get(rows.dtype.name)

@@ -119,7 +119,7 @@ def _said(findings: Sequence[Finding]) -> bool:
 
 
 def _smallest(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> dict[str, float]:
-    """Smallest share that a run with as many launches as it may have decides in nine of ten cases; median of all runs."""
+    """Smallest share that a run with all its launches decides in nine of ten cases; median of all runs."""
     most, alpha = max(suite.looks), suite.alpha / len(suite.looks)
     found: dict[str, list[float]] = {name: [] for name in pairs}
     for first in range(0, min(map(len, pairs.values())) - most + 1, most):

@@ -52,8 +52,16 @@ def run(
         another process runs there.
     """
     check(suite, device)
+    head = trees.here()
+    sides, notes = {HEAD: head}, []
+    if compare_with is not None:
+        try:
+            sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
+        except trees.NotBuilt as error:
+            notes.append(f"the base is left out: {error}")
+            say(notes[-1])
     with _alone(workdir):
-        return _run(suite, compare_with, device, workdir, stored, name, qualified, say)
+        return _run(suite, sides, notes, device, workdir, stored, name, qualified, say)
 
 
 @contextlib.contextmanager
@@ -75,17 +83,9 @@ def _alone(workdir: Path) -> Iterator[None]:
 
 
 def _run(
-    suite: Suite, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None, name: str,
-    qualified: Mapping[str, Any] | None, say: Callable[[str], Any],
+    suite: Suite, sides: Mapping[str, trees.Tree], notes: list[str], device: str, workdir: Path,
+    stored: Mapping[str, Any] | None, name: str, qualified: Mapping[str, Any] | None, say: Callable[[str], Any],
 ) -> Outcome:  # fmt: skip
-    head = trees.here()
-    sides, notes = {HEAD: head}, []
-    if compare_with is not None:
-        try:
-            sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
-        except trees.NotBuilt as error:
-            notes.append(f"the base is left out: {error}")
-            say(notes[-1])
     plan = planned(suite, sides, device, workdir)
     launches, findings, confirmed = Launches(plan, say), [], {}
     started, before = time.monotonic(), launches.finished()

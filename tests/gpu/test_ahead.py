@@ -279,8 +279,8 @@ def test_the_same_look_finds_weights_written_anew_where_kernels_are_not_turned()
 @needs_plugin
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_decode_step_of_one_row_reads_integers_and_writes_no_floats_of_them(weights):
-    found = body(compiled(weights)[1])
-    assert [group for group in found.groups if group.bytes_written >= KERNEL_BYTES // 2] == []
+    floats = 4 * LAYERS * WIDTH * (4 * WIDTH + 2 * 512)
+    assert body(compiled(weights)[1]).bytes_written < floats / 3  # as products they are written whole, and more
 
 
 @needs_plugin
