@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -25,6 +26,7 @@ from jaxbench.measure import environment
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.pretrained import assets, weights
 from jaxbench.pretrained.small_tokenizers import ByteTokenizer
+from jaxbench.regress import workload_cases
 from jaxbench.training.train_config import TrainConfig
 
 VALUES = flags.FLAGS
@@ -105,6 +107,7 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
       ValueError: a request ends with an error.
     """
     from jaxbench.serve import settings
+    from jaxbench.serve.request import Request
 
     most, length = max(counts("clients")), VALUES.prompt_tokens + VALUES.new_tokens
     segment = min(256, VALUES.prompt_tokens)
@@ -115,47 +118,26 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
         )
     )  # fmt: skip
     random = np.random.default_rng(0)
-    answered(engine, random.integers(0, config.vocab_size, (1, VALUES.prompt_tokens)))
+
+    def run(clients: int) -> dict[str, Any]:
+        rows = random.integers(0, config.vocab_size, (clients, VALUES.prompt_tokens)).tolist()
+        return workload_cases.answered(engine, Request, rows, VALUES.new_tokens)
+
+    run(1)
     for clients in counts("clients"):
-        runs = [
-            answered(engine, random.integers(0, config.vocab_size, (clients, VALUES.prompt_tokens)))
-            for _ in range(SPREAD)
-        ]
+        runs = sorted((run(clients) for _ in range(SPREAD)), key=lambda each: each["seconds"])
+        gaps = [float(np.median(each["token_s"])) for each in runs]
         sizes = {"batch": clients, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
-        about = {
-            "workload": Workload(kind="decode", dtype=dtype, **sizes),
-            "detail": {"slots": most, "segment": segment},
-        }
-        rates, fastest = tuple(clients * VALUES.new_tokens / each[0] for each in runs), min(runs)
-        yield Record(metric="serve_tokens_per_s", value=max(rates), unit="tokens/s", samples=rates, **about)
-        for name, place in (("first_token_s", 1), ("token_gap_s", 2)):
-            samples = tuple(each[place] for each in runs)
-            yield Record(metric=name, value=fastest[place], unit="s", samples=samples, **about)
-
-
-def answered(engine, rows: np.ndarray) -> tuple[float, float, float]:
-    """Seconds until all requests are answered; medians of the first token's and of those between two tokens.
-
-    Raises:
-      ValueError: a request ends with an error.
-    """
-    from jaxbench.serve.request import Request
-
-    started, last, first, gaps = time.perf_counter(), {}, [], []
-    for number, row in enumerate(rows.tolist()):
-        engine.add(Request(str(number), tuple(row), VALUES.new_tokens))
-    while engine.is_busy:
-        events = engine.step()
-        now = time.perf_counter()
-        for event in events:
-            if event.error is not None:
-                raise ValueError(f"one_workload: request {event.id} ended with {event.error}")
-            if event.id in last:
-                gaps.append(now - last[event.id])
-            else:
-                first.append(now - started)
-            last[event.id] = now
-    return time.perf_counter() - started, float(np.median(first)), float(np.median(gaps))
+        workload = Workload(kind="decode", dtype=dtype, **sizes)
+        for name, unit, samples in (
+            ("serve_tokens_per_s", "tokens/s", [clients * VALUES.new_tokens / each["seconds"] for each in runs]),
+            ("first_token_s", "s", [each["first_token_s"] for each in runs]),
+            ("token_gap_s", "s", gaps),
+        ):
+            yield Record(
+                metric=name, value=samples[0], unit=unit, samples=tuple(samples), workload=workload,
+                detail={"slots": most, "segment": segment},
+            )  # fmt: skip
 
 
 def folder_of(config: TransformerConfig, work: Path) -> Path:

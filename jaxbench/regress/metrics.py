@@ -29,6 +29,8 @@ class Margin(Base):
 
     warning: float = pydantic.Field(ge=0)
     critical: float = pydantic.Field(ge=0)
+    # Which way is better, for a reader of a suite: it has to agree with METRICS, where every metric's stands.
+    direction: Literal["higher", "lower"] | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Margin:

@@ -224,7 +224,20 @@ class Suite(Base):
                     f"suite: margins.{key}; wanted CASE.METRIC, a metric ({', '.join(METRICS)}) or a kind "
                     f"({', '.join(metrics.MARGINS)})"
                 )
+            self._check_direction(key)
         return self
+
+    def _check_direction(self, key: str) -> None:
+        """Check which way a margin says is better.
+
+        Raises:
+          ValueError: the metric's is the other, or a kind has metrics of both.
+        """
+        said, metric = self.margins[key].direction, METRICS.get(key.rpartition(".")[2])
+        own = None if metric is None else "higher" if metric.higher_is_better else "lower"
+        if said not in (None, own):
+            wanted = f"{own} is better" if own else "a kind has metrics of both directions; leave it out"
+            raise ValueError(f"suite: margins.{key}.direction={said}: {wanted}")
 
     def margin(self, series: str) -> Margin:
         """How far a series may move: as the suite says by series or metric, else the metric's own, else its kind's."""

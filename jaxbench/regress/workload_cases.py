@@ -144,28 +144,37 @@ class Serving:
         """All requests to their last token; their prompts are new each time, so that the cache knows none."""
         case, size = self.case, self.engine.runner.vocab_size
         rows = self.random.integers(0, size, (case["requests"], case["prompt_tokens"])).tolist()
-        started = time.perf_counter()
-        for number, row in enumerate(rows):
-            self.engine.add(self.request(str(number), tuple(row), case["new_tokens"]))
-        first: list[float] = []
-        last: dict[str, float] = {}
-        gaps: list[float] = []
-        while self.engine.is_busy:
-            events = self.engine.step()
-            now = time.perf_counter()
-            for event in events:
-                if event.error is not None:
-                    raise ValueError(f"serving: request {event.id} ended with {event.error}")
-                if event.id in last:
-                    gaps.append(now - last[event.id])
-                else:
-                    first.append(now - started)
-                last[event.id] = now
-        seconds = time.perf_counter() - started
-        return {
-            "first_token_s": float(np.median(first)), "end_to_end_s": seconds, "seconds": seconds,
-            "tokens": case["requests"] * case["new_tokens"], "token_s": gaps,
-        }  # fmt: skip
+        found = answered(self.engine, self.request, rows, case["new_tokens"])
+        return found | {"tokens": case["requests"] * case["new_tokens"]}
+
+
+def answered(engine: Any, request: Any, rows: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Seconds until the engine has answered requests that arrive together, of the median first token, and token gaps.
+
+    request: jaxbench.serve.request.Request of the tree that the engine is of.
+
+    Raises:
+      ValueError: a request ends with an error.
+    """
+    started = time.perf_counter()
+    for number, row in enumerate(rows):
+        engine.add(request(str(number), tuple(row), new_tokens))
+    first: list[float] = []
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    while engine.is_busy:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise ValueError(f"serving: request {event.id} ended with {event.error}")
+            if event.id in last:
+                gaps.append(now - last[event.id])
+            else:
+                first.append(now - started)
+            last[event.id] = now
+    seconds = time.perf_counter() - started
+    return {"first_token_s": float(np.median(first)), "end_to_end_s": seconds, "seconds": seconds, "token_s": gaps}
 
 
 class Parity:

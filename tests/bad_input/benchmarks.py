@@ -80,6 +80,10 @@ CASES = [
     of(f"{TINY}|--workdir=a.txt", "--workdir=a.txt cannot be a folder", a_txt="a"),
     suite("margins: {speed: {warning: 0.1, critical: 0.2}}\n", "margins.speed; wanted CASE.METRIC"),
     suite("margins: {timed: {warning: 0.3, critical: 0.2}}\n", "warning=0.3 is above critical=0.2"),
+    suite(
+        "margins: {first_token_s: {warning: 0.1, critical: 0.2, direction: higher}}\n",
+        "direction=higher: lower is better",
+    ),
     suite("margins: {timed: {warning: -1, critical: 0.2}}\n", "warning", "-1"),
     suite("primary: [a.speed]\n", "primary=a.speed; wanted CASE.METRIC, cases a"),
     suite("primary: [b.tokens_per_s]\n", "primary=b.tokens_per_s"),

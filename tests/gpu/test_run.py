@@ -15,52 +15,13 @@ import pytest
 
 from jaxbench import terminal
 from jaxbench.gpu import run
-from jaxbench.gpu.stages import Stage
 from jaxbench.measure import records
 from jaxbench.measure.records import Record, RecordFile, Workload
+from tests.gpu.small_stages import counting, measuring, python, runs, stage, writing
 from tests.structure import ROOT
 
 PATIENCE_S = 120.0  # for what another process does at once, unless the machine stands still
 RATE = Record(metric="decode_tokens_per_s", value=5.0, unit="tokens/s", arm="flax", workload=Workload(kind="decode"))
-
-
-def stage(name, command, **fields):
-    return Stage(**{"name": name, "about": "x", "command": command, "limit_s": 600} | fields)
-
-
-def python(code):
-    """Return the command of a program; {work} and {device} in it are places."""
-    return shlex.join(["python", "-c", code])
-
-
-def braced(text):
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-def writing(name, text):
-    """Return a program that writes a file of its folder."""
-    return f"open({'{work}/' + name!r}, 'a').write({braced(text)!r}); "
-
-
-def measuring(*found):
-    """Return a program that writes records as compare.py does."""
-    return writing(records.RESULTS_NAME, "".join(each.model_dump_json(exclude_defaults=True) + "\n" for each in found))
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch):
-    """Return a function that runs stages; their commit is `commit` of its keywords."""
-
-    def call(*stages, commit="abc", device="cpu", budget_s=3600.0, resume=False):
-        monkeypatch.setattr(run.environment, "commit", lambda: commit)
-        place = run.Place(device, True, tmp_path / "results", tmp_path / "work")
-        return run.run(stages, place, budget_s=budget_s, resume=resume, say=said.append)
-
-    said = call.said = []
-    call.results = tmp_path / "results"
-    call.kept = lambda: RecordFile(call.results / records.RESULTS_NAME).read()
-    call.named = lambda: {each.arm: each for each in call.kept() if each.metric == run.STAGE}
-    return call
 
 
 def is_gone(pid):
@@ -78,60 +39,6 @@ def wait_for(condition):
 
 
 # What is kept
-
-
-def test_files_that_a_stage_returns_come_back_in_parts_where_they_are_large(call, monkeypatch):
-    monkeypatch.setattr(run, "PART_BYTES", 4)
-    small, large = writing("a.txt", "abc"), writing("b.txt", "abcdefghij")
-    call(stage("one", python(small + large), returned=("a.txt", "b.txt", "none.txt")))
-    found = {path.name: path.read_text() for path in call.results.glob("one-*")}
-    parts = {"one-b.txt.part0": "abcd", "one-b.txt.part1": "efgh", "one-b.txt.part2": "ij"}
-    assert found == {"one-a.txt": "abc"} | parts
-    shorter = python("open('{work}/b.txt', 'w').write('xy')")
-    call(stage("one", shorter, returned=("b.txt",)), resume=True, commit="def")
-    assert {path.name for path in call.results.glob("one-b*")} == {"one-b.txt"}
-
-
-def test_a_training_gives_its_rate_and_loss_and_other_summaries_nothing(call):
-    training = '{"backend": "flax", "tokens_per_s": 12.5, "validation_loss": NaN, "mfu": 0.25, "steps": 3}'
-    call(
-        stage("a", python(writing("summary.json", training))),
-        stage("b", python(writing("summary.json", '{"rows": []}'))),
-    )
-    found = {each.metric: (each.value, each.arm) for each in call.kept() if each.metric != run.STAGE}
-    assert found == {"train_tokens_per_s": (12.5, "flax"), "train_mfu": (0.25, "flax")}
-    rows = run._of_training({"backend": "flax", "tokens_per_s": 0.0, "mfu": 0.0, "validation_loss": 2.5})
-    assert [(each.metric, each.value) for each in rows] == [("train_validation_loss", 2.5)]  # no step was timed
-
-
-def test_a_stage_that_repeats_is_run_again_by_a_resumed_call(call):
-    stages = counting("once"), counting("again").model_copy(update={"repeats": True})
-    call(*stages)
-    call(*stages, resume=True)
-    assert (runs(call, "once"), runs(call, "again")) == (1, 2)
-
-
-def test_a_file_of_an_earlier_call_is_not_given_back_again(call):
-    first = stage("one", python(writing("a.txt", "abc")), returned=("a.txt",))
-    call(first)
-    (call.results / "one-a.txt").write_text("mine")
-    os.utime(call.results.parent / "work/one/a.txt", (1, 1))
-    call(stage("one", python("print(1)"), returned=("a.txt",)), resume=True, commit="def")
-    assert (call.results / "one-a.txt").read_text() == "mine"
-
-
-def test_a_stage_that_reads_texts_is_skipped_without_any(call, monkeypatch):
-    place = run.Place("gpu", False, call.results, call.results.parent / "work")
-    reading = stage("a", python("print(open('{data}/x.txt').read())"))
-    run.run([reading], place, budget_s=100, resume=False, say=call.said.append)
-    assert (call.named()["a"].status, call.named()["a"].reason) == (
-        "skipped",
-        "needs texts: name their folder by --data",
-    )
-    (call.results.parent / "x.txt").write_text("hello")
-    place = place._replace(data=str(call.results.parent))
-    run.run([reading], place, budget_s=100, resume=True, say=call.said.append)
-    assert call.named()["a"].status == "ok" and "hello" in (call.results / "log.txt").read_text()
 
 
 def test_a_failing_stage_keeps_those_before_and_after(call):
@@ -341,16 +248,6 @@ def test_a_stage_whose_packages_are_missing_is_skipped_and_the_rest_runs(call):
 
 
 # A second call
-
-
-def counting(name, code=""):
-    """Return a stage that leaves a mark each time it runs."""
-    return stage(name, python(writing("runs", "x") + code))
-
-
-def runs(call, name):
-    path = call.results.parent / "work" / name / "runs"
-    return len(path.read_text()) if path.exists() else 0
 
 
 def test_resuming_leaves_out_what_ended_well_and_runs_the_rest(call):

@@ -103,7 +103,8 @@ def test_worsening_of_a_rate_is_that_of_its_time(head, base, higher):
 
 
 def test_margins_are_those_of_the_series_the_metric_or_the_kind():
-    margins = {"decode.first_token_s": {"warning": 0.5, "critical": 0.6}, "memory": {"warning": 0.1, "critical": 0.2}}
+    first = {"warning": 0.5, "critical": 0.6, "direction": "lower"}
+    margins = {"decode.first_token_s": first, "memory": {"warning": 0.1, "critical": 0.2}}
     suite = Suite(cases=[CASE], margins=margins)
     assert suite.margin(TIME).warning == 0.5 and suite.margin(RATE).warning == 0.15
     assert suite.margin("decode.peak_memory_bytes").warning == 0.1
@@ -119,6 +120,14 @@ def test_margins_are_those_of_the_series_the_metric_or_the_kind():
         ({"primary": ["decode.speed"]}, "primary=decode.speed; wanted CASE.METRIC"),
         ({"margins": {"speed": {"warning": 0.1, "critical": 0.2}}}, "margins.speed; wanted CASE.METRIC"),
         ({"margins": {"timed": {"warning": 0.3, "critical": 0.2}}}, "warning=0.3 is above critical=0.2"),
+        (
+            {"margins": {"tokens_per_s": {"warning": 0.1, "critical": 0.2, "direction": "lower"}}},
+            "margins.tokens_per_s.direction=lower: higher is better",
+        ),
+        (
+            {"margins": {"timed": {"warning": 0.1, "critical": 0.2, "direction": "lower"}}},
+            "margins.timed.direction=lower: a kind has metrics of both directions",
+        ),
     ],
 )
 def test_a_suite_that_contradicts_itself_is_refused(changes, words):
