@@ -59,6 +59,10 @@ def train(
     step_config = settings.step_config()
     state = optimizer_step.init_state(model, params, step_config)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2, say=say)
+    # A run that ends early leaves the weights of a while ago.
+    leave = functools.partial(
+        artifact.save, workdir / WEIGHTS, shape, held=held, bits=artifact.FINE_BITS, local=True
+    )  # fmt: skip
     try:
         found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)
         done = 0 if found is None else found.step
@@ -69,7 +73,7 @@ def train(
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
         judge, taught = Judge(settings, shape, state.graph, held_out), _teacher(settings, held)
         progress(done)
-        started, figures, written = time.monotonic(), {}, -math.inf
+        started, written = time.monotonic(), -math.inf
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
             ratio, arrays = material.draw(materials, seed=settings.seed, step=step)
@@ -84,14 +88,16 @@ def train(
                 loss = next(value for name, value in figures.items() if name.endswith("_loss"))
                 checkpoints.save(step + 1, _kept(state), {}, loss=loss)
                 if step + 1 == settings.steps or time.monotonic() - written > WRITE_S:
-                    _write(workdir, settings, shape, held, state, figures, earlier, step + 1)
+                    leave(_trained(state, settings), about=_about(step + 1, figures, earlier))
                     written = time.monotonic()
         checkpoints.wait()
     finally:
         checkpoints.close()
-    if not (workdir / WEIGHTS).exists():
-        _write(workdir, settings, shape, held, state, figures, earlier, settings.steps)
-    return _trained(state, settings)
+    trained = _trained(state, settings)
+    if not _is_written(workdir / WEIGHTS, settings.steps):  # killed between its last checkpoint and its weights
+        last = [each["held_out"] for each in records.read() if "held_out" in each][-1:]
+        leave(trained, about=_about(settings.steps, dict(*last), earlier))
+    return trained
 
 
 def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict[str, np.ndarray]:
@@ -106,15 +112,15 @@ def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict
     return trained
 
 
-def _write(
-    workdir: Path, settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint,
-    state: optimizer_step.TrainState, figures: Mapping[str, float], earlier: artifact.Trained | None, step: int,
-) -> None:  # fmt: skip
-    """Write the weights of now, so that a run which ends early leaves some."""
+def _about(step: int, figures: Mapping[str, float], earlier: artifact.Trained | None) -> dict[str, Any]:
+    """What a file of weights says of its training."""
     about = {"steps": step, "held_out": dict(figures)}
-    about |= {} if earlier is None else {"start": {**earlier.about, "id": earlier.id}}
-    trained = _trained(state, settings)
-    artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
+    return about if earlier is None else about | {"start": {**earlier.about, "id": earlier.id}}
+
+
+def _is_written(path: Path, steps: int) -> bool:
+    """True where the weights behind so many steps are there."""
+    return path.exists() and artifact.describe(path)["about"]["steps"] == steps
 
 
 def _own(

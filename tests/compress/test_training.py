@@ -78,11 +78,16 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_bits(whole, held, tmp_path
     assert [each["step"] for each in records(tmp_path) if "loss" in each] == [1, 2, 3]
     written = tmp_path / training.WEIGHTS
     assert artifact.describe(written)["about"]["steps"] == 2  # what there was, for a run that nobody takes up again
+    early = written.read_bytes()
     trained, said = run(held, tmp_path)
     assert [line.split(":")[0] for line in said] == ["step 4"]
     for name, value in whole[0].items():
         np.testing.assert_array_equal(trained[name], value, err_msg=name)
-    assert artifact.describe(written)["about"]["steps"] == 4
+    about, late = artifact.describe(written)["about"], written.read_bytes()
+    assert about["steps"] == 4 and about["held_out"]
+    written.write_bytes(early)  # as a kill behind the last checkpoint leaves it
+    run(held, tmp_path)
+    assert written.read_bytes() == late
     losses = [[each["loss"] for each in records(folder) if "loss" in each] for folder in (whole[2], tmp_path)]
     assert losses[0] == losses[1]
 
