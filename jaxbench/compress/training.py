@@ -29,6 +29,7 @@ from jaxbench.pretrained import weights
 from jaxbench.training import optimizer_step, schedules
 from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
+from jaxbench.training.step_config import StepConfig
 
 WRITE_S = 120.0  # between two writings of the weights, which take seconds
 RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
@@ -51,9 +52,7 @@ def train(
     """
     shape = settings.shape(held.config)
     earlier = _earlier(settings, shape, held)
-    sums = "".join(each.sum for each in (*materials, *held_out))
-    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{sums}"
-    store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
+    store.claim(workdir, _identity(settings, held, (*materials, *held_out), earlier))
     params = starting_params(shape, held.params, seed=settings.seed) | _own(earlier, shape, held, settings.seed)
     model = compressor.build(shape, params, dtype=settings.precision)
     step_config = settings.step_config()
@@ -69,8 +68,7 @@ def train(
         records = Records(workdir / RECORDS)
         records.keep_until(done)  # what a killed run wrote behind its last checkpoint
         state = state if found is None else _loaded(state, found.arrays)
-        run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
-        step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
+        step_fn, key = _step_fn(step_config), prng.key_from_seed(settings.seed)
         judge, taught = Judge(settings, shape, state.graph, held_out), _teacher(settings, held)
         progress(done)
         started, written = time.monotonic(), -math.inf
@@ -85,8 +83,7 @@ def train(
                 figures = judge(state.params)
                 records.add([{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
                 say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-                loss = next(value for name, value in figures.items() if name.endswith("_loss"))
-                checkpoints.save(step + 1, _kept(state), {}, loss=loss)
+                checkpoints.save(step + 1, _kept(state), {}, loss=_loss(figures))
                 if step + 1 == settings.steps or time.monotonic() - written > WRITE_S:
                     leave(_trained(state, settings), about=_about(step + 1, figures, earlier))
                     written = time.monotonic()
@@ -95,9 +92,32 @@ def train(
         checkpoints.close()
     trained = _trained(state, settings)
     if not _is_written(workdir / WEIGHTS, settings.steps):  # killed between its last checkpoint and its weights
-        last = [each["held_out"] for each in records.read() if "held_out" in each][-1:]
-        leave(trained, about=_about(settings.steps, dict(*last), earlier))
+        leave(trained, about=_about(settings.steps, _last_held_out(records), earlier))
     return trained
+
+
+def _identity(
+    settings: TrainingConfig, held: weights.Checkpoint, texts: Sequence[Material], earlier: artifact.Trained | None
+) -> str:
+    """What two runs share that may go on from each other's checkpoints; more steps are the same run."""
+    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{''.join(each.sum for each in texts)}"
+    return same if earlier is None else f"{same}-{earlier.id}"
+
+
+def _step_fn(step_config: StepConfig) -> Callable[..., Any]:
+    """The compiled step, which donates its state."""
+    run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
+    return jax.jit(run, donate_argnums=0)
+
+
+def _loss(figures: Mapping[str, float]) -> float:
+    """The held-out loss that checkpoints are compared by: the first."""
+    return next(value for name, value in figures.items() if name.endswith("_loss"))
+
+
+def _last_held_out(records: Records) -> dict[str, float]:
+    """The newest held-out figures of a run; none where it has none yet."""
+    return next((each["held_out"] for each in reversed(records.read()) if "held_out" in each), {})
 
 
 def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict[str, np.ndarray]:
