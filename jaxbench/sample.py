@@ -224,16 +224,22 @@ class Generator(prompts.GeneratorBase):
         self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None, *, decodes: bool
     ) -> Programs:
         known = self.programs.get(bucket, Programs(None, None))
-        prefill = jax.jit(functools.partial(self._prefill, bucket.num_slots))
-        arguments = self._shapes(bucket, states, table)
+        arguments, run = self._shapes(bucket, states, table), functools.partial(self._prefill, bucket.num_slots)
+        place = self._place(lambda: jax.eval_shape(run, *arguments))
+        prefill = jax.jit(run, out_shardings=place)
         decode = known.decode or self._decode_of(bucket.batch_size, bucket.num_slots)
         if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
             weights, is_turned = self._decode_weights(bucket.batch_size), self._turns(bucket.batch_size)
-            program = jax.jit(functools.partial(self._decode, is_turned=is_turned), donate_argnums=1)
+            decode_fn = functools.partial(self._decode, is_turned=is_turned)
+            program = jax.jit(decode_fn, donate_argnums=1, out_shardings=place)
             decode = program.lower(weights, state, limit).compile()
         self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
         return self.programs[bucket]
+
+    def _place(self, shapes: Callable[[], DecodeState]) -> Any:
+        """Sharding of a state, a tree for a tree of shapes; None = the compiler's choice, as on one device."""
+        return None
 
     @property
     def _weights(self) -> tuple:

@@ -61,6 +61,8 @@ def test_torch_and_its_reference_stay_in_proofs_studies_and_workers():
         "compress/study",
         "gpu/one_arm.py",  # workers: one backend, or its rates, in a process
         "gpu/rates.py",
+        "gpu/attention_rates.py",
+        "gpu/randperm.py",
     )
     allowed = [ROOT / "jaxbench" / room for room in rooms]
     others = [path for path in sources("jaxbench") if not any(map(path.is_relative_to, allowed))]

@@ -66,7 +66,12 @@ def unavailable() -> str:
 
 
 def device(target: str) -> Any:
-    """Device of a GPU that is not attached, one of TARGETS, for shardings.
+    """Device of a GPU that is not attached, for shardings; see devices."""
+    return devices(target, 1)[0]
+
+
+def devices(target: str, count: int) -> list[Any]:
+    """Devices of GPUs of one host that are not attached, one of TARGETS, for shardings.
 
     Raises:
       ValueError: the target is unknown, or JAX has no CUDA plugin, or one that did not start.
@@ -79,7 +84,7 @@ def device(target: str) -> Any:
 
     proto = PROTO.format(**TARGETS[target]._asdict())
     try:
-        return topologies.get_topology_desc(target, "cuda", topology="1x1x1", target_config=proto).devices[0]
+        return list(topologies.get_topology_desc(target, "cuda", topology=f"1x1x{count}", target_config=proto).devices)
     except NotImplementedError as error:
         hint = "where there is no GPU, set JAX_PLATFORMS=cpu before JAX is imported"
         raise ValueError(f"gpu: JAX's CUDA plugin did not start for {target}; {hint}") from error
@@ -89,7 +94,7 @@ def train_program(settings: TrainConfig, target: str) -> Any:
     """Training step of a configuration, compiled for one GPU (jax.stages.Compiled); its state is donated.
 
     Raises:
-      ValueError: as `device`; the vocabulary is left to a tokenizer; or the configuration asks for a mesh.
+      ValueError: as `devices`; the vocabulary is left to a tokenizer; or the configuration asks for a mesh.
     """
     import jax
     import jax.numpy as jnp
@@ -119,56 +124,102 @@ def train_program(settings: TrainConfig, target: str) -> Any:
 
 def generation_programs(
     model_config: TransformerConfig, dtype: str, batch: int, prompt_tokens: int, new_tokens: int, target: str,
-    weights: str = "float", products: str = "xla",
+    weights: str = "float", products: str = "xla", num_devices: int = 1,
 ) -> Any:  # fmt: skip
-    """Prefill and decode of a greedy sample.Generator for these sizes, compiled for one GPU (prompts.Programs).
+    """Prefill and decode of a greedy generator for these sizes, compiled for GPUs (prompts.Programs).
 
     They are the programs of the sizes' bucket; the compiler knows no bound of the decode loop.
 
     Args:
       weights: float, or one of packed_weights.RECIPES for the layers' matrices.
       products: of those, see weight_only_pallas.matmul.
+      num_devices: GPUs that the decoder is split over (parallel/decoding.py).
 
     Raises:
-      ValueError: as `device`.
+      ValueError: as `devices`, or as decoding.shardings.
     """
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
-    from jaxbench import prompts, sample, transformer
-    from jaxbench.quantization import weight_only
+    from jaxbench import prompts, sample
+    from jaxbench.parallel import decoding
 
-    place = _place(target)
-    attention = "dense" if dtype == "float32" else "cudnn"
-    if weights == "float":
-        compute = transformer.Compute(dtype=dtype, implementation=attention)
-        model = nnx.eval_shape(lambda: transformer.Transformer(model_config, compute))
-    else:
-        held = packed_weights.random_model(model_config, weights)
-        graph, state = nnx.split(weight_only.build(held, dtype=dtype, implementation=products, attention=attention))
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        model = nnx.merge(graph, shapes)  # of shapes alone, as floats are
-    generator = sample.Generator(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
+    place = _place(target, num_devices)
+    model = _decoder(model_config, dtype, weights, products)
+    kind = sample.Generator
+    if num_devices > 1:
+        model, kind = _split(model, model_config, place.mesh), decoding.Generator
+    generator = kind(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
     # What a generator asks JAX's default platform for, which is not the one compiled for
     generator._cache_dtype = dtype
     is_turned = batch == 1 and "gpu" in sample.TURNED_ON
     bucket = prompts.bucket(batch, prompt_tokens, new_tokens)
     arguments = generator._shapes(bucket, generator._padded_states(None, batch, bucket.batch_size), None)
-    prefill = jax.jit(functools.partial(generator._prefill, bucket.num_slots))
+    run = functools.partial(generator._prefill, bucket.num_slots)
+    where = generator._place(lambda: jax.eval_shape(run, *arguments))
+    prefill = jax.jit(run, out_shardings=where)
     state = jax.eval_shape(prefill, *arguments)
     leaves, shared = generator._weights
-    leaves = jax.eval_shape(generator._turn, leaves) if is_turned else leaves
-    decode = jax.jit(functools.partial(generator._decode, is_turned=is_turned), donate_argnums=1)
+    leaves = _turned(generator, leaves) if is_turned else leaves
+    decode_fn = functools.partial(generator._decode, is_turned=is_turned)
+    decode = jax.jit(decode_fn, donate_argnums=1, out_shardings=where)
     rest = (leaves, shared), state, jax.ShapeDtypeStruct((), jnp.int32)
     return prompts.Programs(_compiled(prefill, place, *arguments), _compiled(decode, place, *rest))
 
 
-def _place(target: str) -> Any:
-    """Sharding that puts an array on the target; a mesh of one device, as other shardings need an attached one."""
+def _decoder(config: TransformerConfig, dtype: str, weights: str, products: str) -> Any:
+    """A decoder of shapes alone."""
+    import jax
+    from flax import nnx
+
+    from jaxbench import transformer
+    from jaxbench.quantization import weight_only
+
+    attention = "dense" if dtype == "float32" else "cudnn"
+    if weights == "float":
+        compute = transformer.Compute(dtype=dtype, implementation=attention)
+        return nnx.eval_shape(lambda: transformer.Transformer(config, compute))
+    held = packed_weights.random_model(config, weights)
+    graph, state = nnx.split(weight_only.build(held, dtype=dtype, implementation=products, attention=attention))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state))
+
+
+def _split(model: Any, config: TransformerConfig, mesh: Any) -> Any:
+    """A decoder of shapes, split over a mesh."""
+    import jax
+    from flax import nnx
+
+    from jaxbench.parallel import decoding
+
+    graph, state = nnx.split(model)
+
+    def at(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return nnx.merge(graph, jax.tree.map(at, state, decoding.shardings(state, config, mesh)))
+
+
+def _turned(generator: Any, leaves: list) -> list:
+    """Shapes of turned kernels, split as the kernels are."""
     import jax
 
-    return jax.sharding.NamedSharding(jax.sharding.Mesh([device(target)], ("x",)), jax.sharding.PartitionSpec())
+    def at(shape: Any, leaf: Any, turns: bool) -> jax.ShapeDtypeStruct:
+        where = leaf.sharding
+        if turns and where is not None:
+            spec = (*where.spec, None, None)[:2]
+            where = jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec(*reversed(spec)))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+
+    return list(map(at, jax.eval_shape(generator._turn, leaves), leaves, generator._is_kernel))
+
+
+def _place(target: str, count: int = 1) -> Any:
+    """Sharding that puts an array on each of the targets; a mesh even of one, as others need an attached device."""
+    import jax
+
+    from jaxbench.mesh import MODEL
+
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(devices(target, count), (MODEL,)), jax.sharding.PartitionSpec())
 
 
 def _compiled(program: Any, place: Any, *arguments: Any) -> Any:
@@ -195,6 +246,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "products", "xla", packed_weights.PRODUCTS, "of weights of few bits: by XLA or by a Pallas kernel"
     )
+    flags.DEFINE_integer("devices", 1, "prefill and decode: GPUs that the decoder is split over", lower_bound=1)
     flags.DEFINE_string("output", None, "file for the optimised HLO")
 
 
@@ -207,7 +259,7 @@ def main() -> int:
         program = train_program(settings, values.target)
     else:
         sizes = values.batch, values.prompt_tokens, values.new_tokens
-        how = {"weights": values.weights, "products": values.products}
+        how = {"weights": values.weights, "products": values.products, "num_devices": values.devices}
         programs = generation_programs(settings.decoder(None), values.dtype, *sizes, values.target, **how)
         program = getattr(programs, values.program)
     text, memory, out = program.as_text(), program.memory_analysis(), terminal.console()

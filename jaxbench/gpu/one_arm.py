@@ -3,18 +3,23 @@
     python -m jaxbench.gpu.one_arm --workload=train --config=configs/lm/gpt2_124m.yaml --output=results.jsonl
     python -m jaxbench.gpu.one_arm --workload=train --backend=torch --set=step.torch_compile=true
     python -m jaxbench.gpu.one_arm --workload=decode --config=configs/lm/smollm2_135m.yaml --batch=1 --weights=int8
+    python -m jaxbench.gpu.one_arm --workload=memory_ladder --config=configs/lm/llama_1b.yaml --steps=3
+    python -m jaxbench.gpu.one_arm --workload=largest_batch --config=configs/lm/llama_1b.yaml
     python -m jaxbench.gpu.one_arm --workload=ladder --config=configs/lm/smollm2_135m.yaml --prompt_tokens=2048
 
 What a short lease has time for. It says how fast one arm is; that it is faster than another is for
 experiments/compare.py, which alternates them. Weights and tokens are random. Steps are timed in groups, the device
 waited for behind each group, and a rate is that of the fastest group; `samples` has all. A ladder decodes in one form
-after another, each with one thing changed: number type, fused attention, weights of 8 and of 4 bits.
+after another, each with one thing changed: number type, fused attention, weights of 8 and of 4 bits, and where there
+are several devices these over all of them (tensor parallel). A memory ladder takes steps with one way of saving memory
+after another; the largest batch is found by compiling, and steps are taken with it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +29,7 @@ from absl import flags
 
 from jaxbench import cli, initial, outputs, process_environment
 from jaxbench.config import TransformerConfig
-from jaxbench.gpu import packed_weights
+from jaxbench.gpu import packed_weights, train_memory
 from jaxbench.measure import environment
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.text.dataset import Batch
@@ -32,6 +37,7 @@ from jaxbench.training import observe
 from jaxbench.training.train_config import TrainConfig
 
 GROUPS = 3
+TRAININGS, DECODINGS = ("train", "memory_ladder", "largest_batch"), ("decode", "ladder")
 VALUES = flags.FLAGS
 
 
@@ -39,12 +45,7 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
     """Rate, MFU, memory and compile time of a run's step, as records without their common fields."""
     engine, wait = make_engine(settings, config)
     batch, seq_len = settings.batch_size, settings.data.seq_len
-    rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, seq_len + 1)).astype(np.int32)
-    positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (batch, seq_len))
-    arrays = Batch(
-        np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]), np.ascontiguousarray(positions),
-        np.ones((batch, seq_len), bool), np.ones((batch, seq_len), np.int32),
-    )  # fmt: skip
+    arrays = random_batch(settings, config)
     losses = [engine.fetch(engine.step(arrays, settings.learning_rate)).loss for _ in range(3)]
     wait()
     seconds = []
@@ -55,7 +56,7 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
         losses.append(engine.fetch(metrics).loss)
         wait()
         seconds.append((time.perf_counter() - start) / VALUES.steps)
-    workload = Workload(kind="train", dtype=settings.step.precision, batch=batch, prompt_tokens=seq_len)
+    workload = train_memory.sizes(settings)
     rates, memory = [batch * seq_len / each for each in seconds], engine.memory()
     detail = {"losses": losses, "device_kind": engine.device_kind()}
     found = [
@@ -67,6 +68,17 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
         used = observe.utilisation(config, seq_len, tokens_per_s=max(rates), peak=peak)
         found += [Record(metric=f"train_{name}", value=value, unit="ratio") for name, value in used.items()]
     return [record.model_copy(update={"workload": workload}) for record in found]
+
+
+def random_batch(settings: TrainConfig, config: TransformerConfig) -> Batch:
+    """A batch of a run, of random tokens."""
+    batch, seq_len = settings.batch_size, settings.data.seq_len
+    rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, seq_len + 1)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (batch, seq_len))
+    return Batch(
+        np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]), np.ascontiguousarray(positions),
+        np.ones((batch, seq_len), bool), np.ones((batch, seq_len), np.int32),
+    )  # fmt: skip
 
 
 def make_engine(settings: TrainConfig, config: TransformerConfig) -> tuple[Any, Callable[[], None]]:
@@ -95,15 +107,17 @@ class Form(NamedTuple):
     attention: str
     weights: str = "float"  # int8 and int4: the layers' matrices, the rest is of dtype
     products: str = "xla"  # of such weights
+    devices: int = 1  # that heads, widths and vocabulary are split over
 
     @property
     def name(self) -> str:
         """Short, unique in a ladder."""
         kernel = "" if self.weights == "float" else f" {self.products}"
-        return f"{self.dtype} {self.attention} {self.weights}{kernel}"
+        parts = "" if self.devices == 1 else f" tensor={self.devices}"
+        return f"{self.dtype} {self.attention} {self.weights}{kernel}{parts}"
 
 
-def forms(dtype: str) -> list[Form]:
+def forms(dtype: str, num_kv_heads: int) -> list[Form]:
     """What --workload, --weights and --products ask for, in the order in which it is measured."""
     fused = "fused" if VALUES.device == "gpu" else "dense"
     if VALUES.workload == "ladder":
@@ -111,7 +125,12 @@ def forms(dtype: str) -> list[Form]:
         ways = packed_weights.PRODUCTS if VALUES.device == "gpu" else ("xla",)
         plain = [Form("float32", "dense"), Form("bfloat16", "dense"), Form("bfloat16", fused)]
         packed = [Form("bfloat16", fused, bits, way) for way in ways for bits in packed_weights.RECIPES]
-        return list(dict.fromkeys(plain + packed))
+        import jax
+
+        # A Pallas kernel is of one device, and a head is not split.
+        count = math.gcd(jax.device_count(), num_kv_heads)
+        over_all = [Form("bfloat16", fused, each, devices=count) for each in ("float", *packed_weights.RECIPES)]
+        return list(dict.fromkeys(plain + packed + over_all))
     attention = "fused" if VALUES.backend == "torch" else fused if dtype != "float32" else "dense"
     return [Form(dtype, attention, VALUES.weights, VALUES.products)]
 
@@ -166,6 +185,12 @@ def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable
 
         model = built(config, form, "jaxbench")
         size, to_host = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))), np.asarray
+        make = sample.Generator
+        if form.devices > 1:
+            from jaxbench.parallel import decoding
+
+            decoding.split(model, config, jax.devices()[: form.devices])
+            make = decoding.Generator
     else:
         from torch_ref import sample
 
@@ -173,8 +198,8 @@ def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable
         compiled = {"torch_compile": "step"} if VALUES.compile else {}
         model = built(config, form, "torch_ref", **place, **compiled).eval().requires_grad_(False)
         size, to_host = sum(tensor.nbytes for tensor in model.parameters()), lambda tokens: tokens.cpu().numpy()
-    sampling = sample.SamplingParams(temperature=0.0)
-    return sample.Generator(model, eos_id=None, sampling=sampling), to_host, size
+        make = sample.Generator
+    return make(model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0)), to_host, size
 
 
 def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> Any:
@@ -204,7 +229,9 @@ def main() -> int:
     if settings.model.vocab_size is None:
         raise ValueError(f"one_arm: --config={VALUES.config} leaves model.vocab_size to its tokenizer; --set a size")
     config = settings.decoder(settings.model.vocab_size)
-    if VALUES.workload != "train":
+    if VALUES.workload in TRAININGS:
+        check_training()
+    else:
         check_decode(config, settings.step.precision)
     output = outputs.check_file(VALUES.output, overwrite=True)
     process_environment.ensure(VALUES.device, library=cli.array_library())
@@ -217,14 +244,33 @@ def main() -> int:
             RecordFile(output).append(record.model_copy(update=common | own))
             print(f"{arm} {record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
 
-    if VALUES.workload == "train":
+    limit = None if VALUES.memory_mib is None else VALUES.memory_mib * 2**20
+    if VALUES.workload == "memory_ladder":
+        how = {"steps": VALUES.steps, "device": VALUES.device, "limit": limit}
+        for record in train_memory.ladder(settings, config, random_batch(settings, config), **how):
+            keep(record.arm, [record])
+        return cli.EXIT_OK
+    if VALUES.workload == "largest_batch":
+        settings, found = train_memory.largest(settings, config, limit=limit)
+        keep(VALUES.backend, [found])
+    if VALUES.workload in TRAININGS:
         keep(VALUES.backend, train(settings, config))
         return cli.EXIT_OK
-    wanted = forms(settings.step.precision)
+    wanted = forms(settings.step.precision, config.num_kv_heads)
     for form in wanted:
         arm = VALUES.backend if len(wanted) == 1 else f"{VALUES.backend} {form.name}"
         keep(arm, decode(config, form))
     return cli.EXIT_OK
+
+
+def check_training() -> None:
+    """Check that what is measured is Flax's where it is Flax's alone.
+
+    Raises:
+      ValueError: another backend.
+    """
+    if VALUES.workload != "train" and VALUES.backend != "flax":
+        raise ValueError(f"--workload={VALUES.workload} is Flax's; got --backend={VALUES.backend}")
 
 
 def check_decode(config: TransformerConfig, dtype: str) -> None:
@@ -252,8 +298,11 @@ if __name__ == "__main__":
     cli.define_config("configs/lm/gpt2_124m.yaml")
     cli.define_backend(choices=("flax", "torch"))
     cli.define_device("gpu")
-    flags.DEFINE_enum("workload", "train", ["train", "decode", "ladder"], "what is measured")
+    flags.DEFINE_enum("workload", "train", [*TRAININGS, *DECODINGS], "what is measured")
     flags.DEFINE_integer("steps", 10, "training steps of a group", lower_bound=1)
+    flags.DEFINE_integer(
+        "memory_mib", None, "limit of memory_ladder and largest_batch (unset: what the device has)", lower_bound=1
+    )
     flags.DEFINE_integer("batch", 1, "rows that are decoded", lower_bound=1)
     flags.DEFINE_integer("prompt_tokens", 64, "tokens of a prompt", lower_bound=1)
     flags.DEFINE_integer("new_tokens", 128, "tokens that are generated", lower_bound=2)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +109,8 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
     from jaxbench.serve import settings
     from jaxbench.serve.request import Request
 
-    most, length = max(counts("clients")), VALUES.prompt_tokens + VALUES.new_tokens
-    segment = min(256, VALUES.prompt_tokens)
-    engine = settings.load_engine(
-        settings.EngineConfig(
-            model=str(folder_of(config, work)), kernels="xla", weights=dtype, segment=segment, slot_tokens=length,
-            cache_tokens=max(128, most * length), limits={"max_running": most, "max_batch_tokens": most + segment},
-        )
-    )  # fmt: skip
+    most, sizes = max(counts("clients")), engine_settings(dtype)
+    engine = settings.load_engine(settings.EngineConfig(model=str(folder_of(config, work)), **sizes))
     random = np.random.default_rng(0)
 
     def run(clients: int) -> dict[str, Any]:
@@ -127,8 +121,7 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
     for clients in counts("clients"):
         runs = sorted((run(clients) for _ in range(SPREAD)), key=lambda each: each["seconds"])
         gaps = [float(np.median(each["token_s"])) for each in runs]
-        sizes = {"batch": clients, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
-        workload = Workload(kind="decode", dtype=dtype, **sizes)
+        workload = of_clients(clients, dtype)
         for name, unit, samples in (
             ("serve_tokens_per_s", "tokens/s", [clients * VALUES.new_tokens / each["seconds"] for each in runs]),
             ("first_token_s", "s", [each["first_token_s"] for each in runs]),
@@ -136,18 +129,36 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
         ):
             yield Record(
                 metric=name, value=samples[0], unit=unit, samples=tuple(samples), workload=workload,
-                detail={"slots": most, "segment": segment},
+                detail={"slots": most, "segment": sizes["segment"]},
             )  # fmt: skip
 
 
-def folder_of(config: TransformerConfig, work: Path) -> Path:
-    """A checkpoint of random weights with a tokenizer of bytes, written once."""
-    folder = work / f"model-{config_id(config)}"
+def engine_settings(dtype: str) -> dict[str, Any]:
+    """What is set of an engine by XLA, so that a slot is free for each client of --clients."""
+    most, length = max(counts("clients")), VALUES.prompt_tokens + VALUES.new_tokens
+    segment = min(256, VALUES.prompt_tokens)
+    return {
+        "kernels": "xla", "weights": dtype, "segment": segment, "slot_tokens": length,
+        "cache_tokens": max(128, most * length),
+        "limits": {"max_running": most, "max_batch_tokens": most + segment},
+    }  # fmt: skip
+
+
+def of_clients(clients: int, dtype: str) -> Workload:
+    """Shape of a measurement with so many clients."""
+    sizes = {"batch": clients, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
+    return Workload(kind="decode", dtype=dtype, **sizes)
+
+
+def folder_of(config: TransformerConfig, work: Path, *, tokenizer: Any = None) -> Path:
+    """A checkpoint of random weights with a tokenizer, written once; None = a tokenizer of bytes."""
+    tokenizer = tokenizer or ByteTokenizer()
+    folder = work / f"model-{config_id(config, extra={'tokenizer': type(tokenizer).__name__})}"
     if not folder.exists():
         params = {name: value.astype(np.float32) for name, value in initial.initial_params(config, 0).items()}
         with outputs.whole_folder(folder) as made:
             weights.save_checkpoint(made, config, params)
-            ByteTokenizer().save(made)
+            tokenizer.save(made)
     return folder
 
 
@@ -166,31 +177,58 @@ def counts(flag: str) -> list[int]:
 WORKLOADS = {"features": features, "compression": compression, "serving": serving}
 
 
+def decoder_of(
+    settings: TrainConfig, *, row_tokens: int, least_vocab: int = ByteTokenizer.vocab_size
+) -> TransformerConfig:
+    """The decoder's shape, for rows of so many tokens and a tokenizer of so many or more.
+
+    Raises:
+      ValueError: its vocabulary is the tokenizer's or smaller, its context is too short, or the number type is a
+        training's.
+    """
+    dtype = settings.step.precision
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"--config={VALUES.config}: step.precision={dtype} is a training's; wanted float32 or bfloat16"
+        )
+    if settings.model.vocab_size is None or settings.model.vocab_size < least_vocab:
+        raise ValueError(
+            f"--config={VALUES.config} has model.vocab_size={settings.model.vocab_size}; wanted {least_vocab} or more, "
+            "for a tokenizer"
+        )
+    config = settings.decoder(settings.model.vocab_size)
+    if row_tokens > config.max_seq_len:
+        raise ValueError(
+            f"--config={VALUES.config}: {row_tokens} tokens a row; the model's context is {config.max_seq_len}"
+        )
+    return config
+
+
 def check(settings: TrainConfig) -> TransformerConfig:
     """The decoder's shape.
 
     Raises:
-      ValueError: its vocabulary is the tokenizer's or smaller than that of bytes, its context is too short for what the
-        flags ask for, or the number type is a training's.
+      ValueError: it does not fit what the flags ask for, or one of them has no number where it should.
     """
-    dtype = settings.step.precision
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"one_workload: step.precision={dtype} is a training's; wanted float32 or bfloat16")
-    if settings.model.vocab_size is None or settings.model.vocab_size < ByteTokenizer.vocab_size:
-        raise ValueError(
-            f"one_workload: --config={VALUES.config} has model.vocab_size={settings.model.vocab_size}; wanted "
-            f"{ByteTokenizer.vocab_size} or more, for a tokenizer of bytes"
-        )
-    config = settings.decoder(settings.model.vocab_size)
     given = VALUES.context_tokens if VALUES.workload == "features" else VALUES.prompt_tokens
     wanted = {"compression": 0, "serving": given + VALUES.new_tokens, "features": given + VALUES.new_tokens + AROUND}
-    if wanted[VALUES.workload] > config.max_seq_len:
-        raise ValueError(
-            f"one_workload: {wanted[VALUES.workload]} tokens a row; the model's context is {config.max_seq_len}"
-        )
+    config = decoder_of(settings, row_tokens=wanted[VALUES.workload])
     for flag in ("batches", "clients"):
         counts(flag)
     return config
+
+
+def keep(found: Iterable[Record], output: Path) -> list[Record]:
+    """Append records as they come, with what all of a call share, and say each; the records as they are kept."""
+    common = {"arm": "flax", "device": VALUES.device, "commit": environment.commit()}
+    common["versions"] = environment.versions()
+    kept = []
+    for record in found:
+        detail = record.detail | {"config": VALUES.config, "set": list(VALUES.set)}
+        kept.append(record.model_copy(update=common | {"detail": detail}))
+        RecordFile(output).append(kept[-1])
+        print(f"{record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
+    return kept
 
 
 def main() -> int:
@@ -199,12 +237,7 @@ def main() -> int:
     config = check(settings)
     output = outputs.check_file(VALUES.output, overwrite=True)
     process_environment.ensure(VALUES.device)
-    common = {"arm": "flax", "device": VALUES.device, "commit": environment.commit()}
-    common["versions"] = environment.versions()
-    for record in WORKLOADS[VALUES.workload](config, settings.step.precision, output.parent):
-        detail = record.detail | {"config": VALUES.config, "set": list(VALUES.set)}
-        RecordFile(output).append(record.model_copy(update=common | {"detail": detail}))
-        print(f"{record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
+    keep(WORKLOADS[VALUES.workload](config, settings.step.precision, output.parent), output)
     return cli.EXIT_OK
 
 

@@ -25,7 +25,7 @@ SHIPPED_WEIGHTS = ".safetensors"
 # Not on the machine, or too old there; plain Python or for CPython 3.12. Versions are those of constraints.txt.
 WHEELS = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "confusable-homoglyphs", "gguf",
-    "platformdirs", "plotly", "narwhals", "ruptures", "tensorboardX",
+    "platformdirs", "plotly", "narwhals", "ruptures", "tensorboardX", "starlette", "uvicorn", "httptools",
 )  # fmt: skip
 # What the neural memory is compared with, and what it needs beside PyTorch; versions are those of `make peers`.
 TITANS = (

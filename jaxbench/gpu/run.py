@@ -39,7 +39,9 @@ SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
     "watermark_overhead", "layer_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal", "device_peak_bytes",
     "train_validation_loss", "memory_tokens_per_s", "responses_per_minute", "compress_tokens_per_s",
-    "serve_tokens_per_s", "token_gap_s", "parity",
+    "detect_tokens_per_s", "attention_forward_flops_per_s", "attention_forward_backward_flops_per_s",
+    "serve_tokens_per_s", "token_gap_s", "first_token_p99_s", "token_s", "token_gap_p99_s", "server_processor",
+    "clients_processor", "serve_errors", "parity",
 )  # fmt: skip
 
 

@@ -27,7 +27,9 @@ RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, 
 class Workload(Base):
     """What was run: the shape of one measurement."""
 
-    kind: Literal["none", "load", "inference", "prefill", "decode", "train", "gemm", "read", "control"] = "none"
+    kind: Literal["none", "load", "inference", "prefill", "decode", "train", "gemm", "attention", "read", "control"] = (
+        "none"
+    )
     dtype: str = ""  # float32, bfloat16, float64
     batch: int = pydantic.Field(default=0, ge=0)  # rows
     prompt_tokens: int = pydantic.Field(default=0, ge=0)  # tokens a row before generation (train: sequence length)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ class LargestBatch(NamedTuple):
 def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> LargestBatch:
     """Largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
 
-    Doubles until a batch is too large, then halves the gap.
+    Bytes grow with the rows almost by a line, so that four sizes settle it: two, the one that the line through them
+    meets the limit at, and the next. Where they do not, the gap is halved every second time.
 
     Args:
       bytes_of: batch size -> bytes that a run needs; must not fall as the batch grows.
@@ -57,13 +59,31 @@ def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int,
             f"batch size: a step of {multiple} rows needs {tried[multiple]} bytes, the limit is {limit_bytes}; shorten "
             "data.seq_len, or set step.remat.policy=block"
         )
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    low, high, previous = 1, None, None  # the largest that fits, the smallest that does not, the one tried before low
+    for attempt in itertools.count():
+        if high is not None and high - low <= 1:
+            break
+        at = _expected(low, high, previous, tried, limit_bytes, multiple)
+        middle = (low + high) // 2 if high is not None and attempt % 2 else at
+        if fits(middle):
+            low, previous = middle, low
+        else:
+            high = middle
     return LargestBatch(low * multiple, tried[low * multiple], limit_bytes, tried)
+
+
+def _expected(
+    low: int, high: int | None, previous: int | None, tried: dict[int, int], limit_bytes: int, multiple: int
+) -> int:
+    """Where the line through the two nearest sizes meets the limit, above `low` and below `high`."""
+    other = high if high is not None else previous
+    if other is None:
+        return 2 * low
+    rise = tried[other * multiple] - tried[low * multiple]
+    slope = rise / (other - low)
+    at = low + int((limit_bytes - tried[low * multiple]) / slope) if slope > 0 else 2 * low
+    # A line through neighbours may leap: no further than sixteen times the rows.
+    return max(low + 1, min(at, 16 * low if high is None else high - 1))
 
 
 def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Extension = Extension()) -> int:

@@ -206,16 +206,17 @@ if {kind!r} == "train":
 else:
     sample.TURNED_ON = {turned!r}
     weights = {kind!r} if {kind!r} != "decode" else "float"
-    made = ahead.generation_programs(settings.decoder(None), "bfloat16", 1, 16, 32, "h200", weights).decode
+    sizes = "bfloat16", 1, 16, 32, "h200", weights, "xla", {devices}
+    made = ahead.generation_programs(settings.decoder(None), *sizes).decode
 print(made.memory_analysis().alias_size_in_bytes)
 print(made.as_text())
 """
 
 
-def compiled(kind: str, turned: tuple[str, ...] = ("gpu",)) -> tuple[int, list[kernels.Computation]]:
+def compiled(kind: str, turned: tuple[str, ...] = ("gpu",), devices: int = 1) -> tuple[int, list[kernels.Computation]]:
     """Compile a tiny program; return the bytes of arguments that it writes its results over, and what it runs."""
     path = str(ROOT / "configs/lm/gpt2_124m.yaml")
-    program = PROGRAM.format(path=path, changes=TINY, kind=kind, turned=turned)
+    program = PROGRAM.format(path=path, changes=TINY, kind=kind, turned=turned, devices=devices)
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -281,6 +282,20 @@ def test_the_same_look_finds_weights_written_anew_where_kernels_are_not_turned()
 def test_a_decode_step_of_one_row_reads_integers_and_writes_no_floats_of_them(weights):
     floats = 4 * LAYERS * WIDTH * (4 * WIDTH + 2 * 512)
     assert body(compiled(weights)[1]).bytes_written < floats / 3  # as products they are written whole, and more
+
+
+@needs_plugin
+@pytest.mark.parametrize("weights", ["decode", "int8", "int4"])
+def test_a_decode_step_over_two_gpus_reads_half_of_the_weights_and_moves_none(weights, decode):
+    found = body(compiled(weights, devices=2)[1])
+    alone = body(decode[1] if weights == "decode" else compiled(weights)[1])
+    assert found.bytes_read < 0.8 * alone.bytes_read  # tiny: activations and the cache are a part of it
+    sums = {kind: count for kind, count in found.kinds.items() if kind.startswith("all-") and "done" not in kind}
+    # Two a layer, one for the logits, two for the first norm's mean and variance; a token's embedding is gathered.
+    assert sum(count for kind, count in sums.items() if kind.startswith("all-reduce")) == 2 * LAYERS + 3
+    assert sum(count for kind, count in sums.items() if kind.startswith("all-gather")) == 1
+    assert {kind.split("-start")[0] for kind in sums} == {"all-reduce", "all-gather"}
+    assert all(group.bytes_written < KERNEL_BYTES for group in found.groups if group.kind.startswith("all-"))
 
 
 @needs_plugin

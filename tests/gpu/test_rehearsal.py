@@ -18,7 +18,8 @@ STAGES = [stage.name for stage in config.load(ROOT / "configs/gpu/stages.yaml", 
 NO_PYTHON = 77  # exit code of .ci/gpu_rehearsal
 WITHOUT_TORCH = {
     "one_train", "one_decode_1b", "one_decode_135m", "one_decode_graph", "rates", "one_train_float8", "marked",
-    "rates_other", "ladder", "proof_packed", "memory_titans", "serving", "compression", "features",
+    "rates_other", "ladder", "proof_packed", "memory_titans", "serving", "serving_http", "compression", "features",
+    "detection", "attention_rates", "ladder_wide", "train_1b_memory", "train_1b_largest",
 }  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def test_every_stage_is_rehearsed_and_gives_figures(tmp_path):
         "float32 dense float", "bfloat16 dense float", "bfloat16 dense int8 xla", "bfloat16 dense int4 xla",
     )]  # fmt: skip
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    split = {form: rungs[f"flax bfloat16 dense {form} tensor=2"] for form in ("float", "int8 xla", "int4 xla")}
+    assert split == {form: rungs[f"flax bfloat16 dense {form}"] for form in split}
 
 
 @pytest.mark.timeout(600)

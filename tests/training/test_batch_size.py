@@ -3,6 +3,8 @@
 import functools
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from jaxbench.parity import cases
 from jaxbench.training import batch_size, optimizer_step
@@ -16,7 +18,25 @@ from jaxbench.training.train_config import TrainConfig
 def test_the_largest_batch_within_the_limit_is_found(limit, multiple, wanted):
     found = batch_size.find_optimal_batch_size(lambda n: 10 + 10 * n, limit_bytes=limit, multiple=multiple)
     assert found.batch_size == wanted and found.run_bytes == 10 + 10 * wanted
-    assert len(found.tried) <= 9 and all(n % multiple == 0 for n in found.tried)
+    assert len(found.tried) <= 4 and all(n % multiple == 0 for n in found.tried)
+
+
+@given(
+    steps=st.lists(st.integers(0, 1000), min_size=1, max_size=60), limit=st.integers(1, 40_000),
+    multiple=st.sampled_from((1, 4)),
+)  # fmt: skip
+def test_bytes_that_grow_by_no_line_end_at_the_same_batch(steps, limit, multiple):
+    needed = [1 + sum(steps[: count + 1]) for count in range(len(steps))]
+
+    def bytes_of(rows):
+        count = rows // multiple
+        return needed[count - 1] if count <= len(needed) else 10**6 + count
+
+    fitting = [count for count in range(1, len(needed) + 1) if needed[count - 1] <= limit]
+    assume(fitting)
+    found = batch_size.find_optimal_batch_size(bytes_of, limit_bytes=limit, multiple=multiple)
+    assert found.batch_size == max(fitting) * multiple
+    assert len(found.tried) <= 16  # twice the halvings of sixty rows
 
 
 def run_bytes(model, step, rows, *, seq_len, **settings):

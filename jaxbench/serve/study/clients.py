@@ -85,20 +85,47 @@ def running(name: str, model: Path, log: Path, *, settings: Sequence[str] = ()) 
     command = [part.format(port=port, model=model) for part in ARMS[name]] + [f"--set={each}" for each in settings]
     if not Path(command[0]).exists():
         raise ValueError(f"--arms: {name} needs {command[0]}, which is not there; `make peers` builds it")
-    started = time.monotonic()
+    with started(name, command, log, port=port, path=READY.get(name, "/ready")) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    name: str, command: Sequence[str], log: Path, *, port: int, path: str = "/ready", limit_s: float = 300.0,
+    grace_s: float = 60.0,
+) -> Iterator[Server]:  # fmt: skip
+    """A server in a fresh process, once its path answers; it is ended whatever happens.
+
+    limit_s: that it has to start. grace_s: from asking it to end until it is killed.
+
+    Raises:
+      ValueError: it does not start; the last lines of its log are in the message.
+    """
+    began = time.monotonic()
     with open(log, "ab") as file, subprocess.Popen(command, stdout=file, stderr=file, cwd=process.ROOT) as server:
         try:
-            while not _answers(f"http://{HOST}:{port}{READY.get(name, '/ready')}"):
-                if server.poll() is not None or time.monotonic() - started > 300:
-                    raise ValueError(f"{name} did not start; {log} says why")
+            while not _answers(f"http://{HOST}:{port}{path}"):
+                code, is_late = server.poll(), time.monotonic() - began > limit_s
+                if code is not None or is_late:
+                    why = f"not ready in {limit_s:g} s" if code is None else f"exit code {code}"
+                    raise ValueError(f"{name} did not start: {why}; {log} ends: {last_lines(log)}")
                 time.sleep(0.1)
-            yield Server(port, server.pid, time.monotonic() - started)
+            yield Server(port, server.pid, time.monotonic() - began)
         finally:
             server.terminate()
             try:
-                server.wait(60)
+                server.wait(grace_s)
             except subprocess.TimeoutExpired:
+                pass
+            finally:  # also where the wait is interrupted; nothing where it has ended
                 server.kill()
+
+
+def last_lines(log: Path, count: int = 3) -> str:
+    """The last lines of a log that are neither blank nor of a request, such as whether it is ready."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    told = [line[:300] for line in lines if line and '"event": "http"' not in line]
+    return " | ".join(told[-count:]) or "nothing was written"
 
 
 def _answers(url: str) -> bool:

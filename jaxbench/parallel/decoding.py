@@ -1,0 +1,83 @@
+"""Tensor-parallel decoding: one decoder over several devices, its heads, widths and vocabulary split.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. Programs are sample.py's and follow the parameters: a device
+multiplies by its part of a kernel, and two sums over devices a layer put the parts together. Keys and values lie split
+by rows' heads, tokens on every device. One row is what this is for: several rows move between devices in every layer,
+since the cache has all heads of a row side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxbench import parameters, sample, sharding, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.mesh import MODEL
+
+HELD = r"\.(kernel|codes|scales|zeros)"  # a matrix: floats, or integers and what gives them their size
+
+
+def split(model: transformer.Transformer, config: TransformerConfig, devices: Sequence[jax.Device]) -> None:
+    """Place a decoder's parameters over devices, in place; floats or packed weights (quantization/weight_only.py).
+
+    Build it without projection_groups: kernels would be put side by side in every step.
+
+    Raises:
+      ValueError: the devices do not divide the key-value heads.
+    """
+    if config.num_kv_heads % len(devices):
+        raise ValueError(f"decoding: num_kv_heads={config.num_kv_heads} over {len(devices)} devices; wanted a divisor")
+    state = nnx.state(model)
+    nnx.update(
+        model, jax.device_put(state, shardings(state, config, sharding.make_mesh({MODEL: len(devices)}, devices)))
+    )
+
+
+def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
+    """Sharding of every parameter of a decoder's state, arrays or shapes, as the same tree."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    named = {parameters.dotted(path): leaf for path, leaf in leaves}
+    table = sharding.decoder_table(config, stored=None, out=MODEL, heads=MODEL, width=None)
+    rules = [(pattern.replace(r"\.kernel", HELD), spec) for pattern, spec in table]
+    places = sharding.parameter_shardings({name: leaf.shape for name, leaf in named.items()}, rules, mesh)
+    # XLA:GPU looks a single row up by a slice: of a table that is split by its rows it would first gather all.
+    places["embed.embedding"] = NamedSharding(mesh, P(None, MODEL))
+    for name, leaf in named.items():
+        if name.endswith((".scales", ".zeros")) and leaf.shape[0] == 1:  # one for all inputs, however these are split
+            codes = places[f"{name.rpartition('.')[0]}.codes"].spec
+            places[name] = NamedSharding(mesh, P(None, *codes[1:]))
+    return jax.tree.unflatten(structure, [places[name] for name in named])
+
+
+class Generator(sample.Generator):
+    """A generator of a decoder that `split` placed."""
+
+    @property
+    def _mesh(self) -> Mesh:
+        return next(leaf.sharding.mesh for leaf in self._leaves if isinstance(leaf.sharding, NamedSharding))
+
+    def _place(self, shapes: Callable[[], sample.DecodeState]) -> Any:
+        state, whole, by_head = shapes(), NamedSharding(self._mesh, P()), NamedSharding(self._mesh, P(MODEL))
+        keys, values = (jax.tree.map(lambda _: by_head, part) for part in (state.cache.keys, state.cache.values))
+        place = jax.tree.map(lambda _: whole, state)
+        return place._replace(cache=place.cache._replace(keys=keys, values=values))
+
+    def _prefill(self, *arguments: Any) -> sample.DecodeState:
+        with self._whole_residual():
+            return super()._prefill(*arguments)
+
+    def _decode(self, *arguments: Any, **options: Any) -> sample.DecodeState:
+        with self._whole_residual():
+            return super()._decode(*arguments, **options)
+
+    def _whole_residual(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the residual stream on every device: split as the embedding is, it would be gathered by every layer."""
+        whole = NamedSharding(self._mesh, P())
+        return sharding.activations({"residual": lambda x: jax.lax.with_sharding_constraint(x, whole)})
