@@ -2,12 +2,14 @@
 # make test      the whole test suite
 #
 # Variables: VENV=folder of the environment, PYTHON=interpreter that creates it, NO_VENV=1 to use the packages of PYTHON,
-#            ARGS="--device=gpu --resume" for the command that runs, CONFIG=configs/suites/full.yaml for make compare.
+#            ARGS="--device=gpu --resume" for the command that runs, CONFIG=configs/suites/full.yaml for make compare,
+#            WORKERS=processes of make test.
 VENV ?= .venv
 PYTHON ?= python3
 NO_VENV ?=
 CONFIG ?= configs/suites/default.yaml
 ARGS ?=
+WORKERS ?= 2
 
 ifeq ($(NO_VENV),1)
   PY := $(PYTHON)
@@ -54,9 +56,10 @@ gpu: environment  ## what waits for a GPU, stage by stage in 9 minutes (without 
 gpu_pack: environment  ## code and wheels in one folder, for a GPU machine without a network: out/gpu-pack
 	@$(PY) experiments/gpu.py --pack=out/gpu-pack $(ARGS)
 
-test: assets  ## the test suite
+# A file's tests stay in one process, whose fixtures and compiled programs they share.
+test: assets  ## the test suite, in two processes (WORKERS=0: in one, for --pdb)
 	@echo "==> tests"
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: environment  ## style and structure, seconds
 	@echo "==> ruff and the structure tests"

@@ -246,6 +246,9 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         with _observed():
             return main() or EXIT_OK
     except KeyboardInterrupt:
+        # With `python -m` an interrupt that came through an exec of text, such as a NamedTuple's, would end the process
+        # by SIGINT in place of the exit code; the next exec makes CPython forget it (pythonrun.c, run_eval_code_obj).
+        exec("")
         return _complain(f"interrupted; {_kept[0] if _kept else 'finished outputs are kept'}", EXIT_INTERRUPT, "")
     except GateFailed as failure:
         return _complain(str(failure), EXIT_GATE, "failed: ")

@@ -248,3 +248,14 @@ def test_an_error_of_the_program_itself_keeps_its_traceback():
 
     with pytest.raises(KeyError, match="a bug"):
         cli.run(main, argv=["main.py"])
+
+
+def test_an_interrupt_inside_an_import_ends_with_the_exit_code_of_one(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "from jaxbench import cli\n\n\ndef main():\n    exec('raise KeyboardInterrupt')\n\n\ncli.run(main)\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True
+    )
+    assert done.returncode == cli.EXIT_INTERRUPT and done.stderr.startswith(b"interrupted; ")

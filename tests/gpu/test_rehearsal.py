@@ -71,6 +71,7 @@ def test_long_trainings_are_rehearsed_and_give_back_their_losses(tmp_path):
 @pytest.mark.parametrize("version", ["jax==0.11.2", "jax>=0.12"])
 def test_the_stages_without_torch_are_rehearsed_under_other_versions_of_jax(version, tmp_path):
     settings = {**os.environ, "PYTHONWARNINGS": "default"}
+    del settings["PIP_NO_INDEX"]  # the environment is made here, where it is not in the cache
     command = [ROOT / ".ci/gpu_rehearsal", version, tmp_path / "results", "--budget_s=800"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=settings)
     if done.returncode == NO_PYTHON:
