@@ -13,6 +13,7 @@ import pytest
 
 from jaxbench import cli
 from jaxbench.pretrained import assets
+from tests.bad_input import harness
 from tests.structure import ROOT
 
 TINY = "configs/suites/tiny.yaml"
@@ -235,7 +236,7 @@ def test_exit_codes_follow_the_outcome(outcome, code, line, capsys, monkeypatch)
         return outcome
 
     monkeypatch.delenv("JAXBENCH_DEBUG", raising=False)
-    with pytest.raises(SystemExit) as end:
+    with harness.one_main(), pytest.raises(SystemExit) as end:
         cli.run(main, argv=["main.py"])
     assert end.value.code == code
     printed = capsys.readouterr().err
@@ -246,7 +247,7 @@ def test_an_error_of_the_program_itself_keeps_its_traceback():
     def main():
         raise KeyError("a bug")
 
-    with pytest.raises(KeyError, match="a bug"):
+    with harness.one_main(), pytest.raises(KeyError, match="a bug"):
         cli.run(main, argv=["main.py"])
 
 

@@ -7,6 +7,7 @@ case finds in it. A case passes when the command ends with exit code 2, one line
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -82,18 +83,22 @@ def call(case: Case, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / script), *words])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before, known = listing(folder), set(flags.FLAGS)
-    variables = dict(os.environ)
-    handlers = _signal_handlers()
-    started = time.process_time()
-    try:
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        _restore(known, variables, handlers)
+    before, started = listing(folder), time.process_time()
+    with one_main(), pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
     shown = capsys.readouterr()
     changed = {name for name, *_ in before ^ listing(folder)}
     return Refusal(ended.value.code, shown.out, shown.err, time.process_time() - started, tuple(sorted(changed)))
+
+
+@contextlib.contextmanager
+def one_main() -> Iterator[None]:
+    """Undo what a main leaves in its process, or the next one meets it."""
+    known, variables, handlers = set(flags.FLAGS), dict(os.environ), _signal_handlers()
+    try:
+        yield
+    finally:
+        _restore(known, variables, handlers)
 
 
 def _signal_handlers() -> dict:
@@ -103,7 +108,7 @@ def _signal_handlers() -> dict:
 
 
 def _restore(known: set[str], variables: dict[str, str], handlers: dict) -> None:
-    """Undo what a main leaves in its process: flags, variables and signal handlers."""
+    """Put back flags, variables and signal handlers."""
     import signal
 
     for name in set(flags.FLAGS) - known:
