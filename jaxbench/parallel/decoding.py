@@ -32,16 +32,18 @@ def split(model: transformer.Transformer, config: TransformerConfig, devices: Se
     Raises:
       ValueError: the devices do not divide the key-value heads.
     """
-    if config.num_kv_heads % len(devices):
-        raise ValueError(f"decoding: num_kv_heads={config.num_kv_heads} over {len(devices)} devices; wanted a divisor")
-    state = nnx.state(model)
-    nnx.update(
-        model, jax.device_put(state, shardings(state, config, sharding.make_mesh({MODEL: len(devices)}, devices)))
-    )
+    state, mesh = nnx.state(model), sharding.make_mesh({MODEL: len(devices)}, devices)
+    nnx.update(model, jax.device_put(state, shardings(state, config, mesh)))
 
 
 def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
-    """Sharding of every parameter of a decoder's state, arrays or shapes, as the same tree."""
+    """Sharding of every parameter of a decoder's state, arrays or shapes, as the same tree.
+
+    Raises:
+      ValueError: the mesh's devices do not divide the key-value heads.
+    """
+    if config.num_kv_heads % mesh.size:
+        raise ValueError(f"decoding: num_kv_heads={config.num_kv_heads} over {mesh.size} devices; wanted a divisor")
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     named = {parameters.dotted(path): leaf for path, leaf in leaves}
     table = sharding.decoder_table(config, stored=None, out=MODEL, heads=MODEL, width=None)

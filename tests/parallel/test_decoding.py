@@ -86,4 +86,4 @@ def test_a_step_sums_over_devices_twice_a_layer_and_for_the_logits_and_gathers_t
 
 def test_heads_that_the_devices_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="num_kv_heads=4 over 3 devices"):
-        decoding.split(None, CONFIG, jax.devices()[:3])
+        decoding.split(transformer.build(CONFIG, initial.initial_params(CONFIG, 0)), CONFIG, jax.devices()[:3])
