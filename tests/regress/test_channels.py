@@ -259,16 +259,20 @@ def test_a_mail_server_that_hangs_or_answers_nonsense_costs_its_limit_and_no_mor
         assert not went and "1 tries" in reason and time.monotonic() - started < 4
 
     def babble():
-        for _ in range(2):
-            connection, _ = babbling.accept()
-            with contextlib.suppress(OSError), connection:
-                connection.sendall(b"hello\r\n\xff\xff\r\n" * 100)
-                connection.recv(100)
+        with contextlib.suppress(OSError):  # of the end below
+            for _ in range(2):
+                connection, _ = babbling.accept()
+                with contextlib.suppress(OSError), connection:
+                    connection.sendall(b"hello\r\n\xff\xff\r\n" * 100)
+                    connection.recv(100)
 
     with socket.create_server(("127.0.0.1", 0)) as babbling:
-        threading.Thread(target=babble, daemon=True).start()
+        thread = threading.Thread(target=babble, daemon=True)
+        thread.start()
         went, reason, _ = sent(mail_by(babbling.getsockname()[1]), tries=1)
-        assert not went and reason.startswith("1 tries; SMTP")
+        babbling.shutdown(socket.SHUT_RDWR)  # or the thread would accept from whatever has this descriptor next
+        thread.join(20)
+        assert not thread.is_alive() and not went and reason.startswith("1 tries; SMTP")
 
 
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # apprise's own import
