@@ -224,6 +224,8 @@ class Generator(prompts.GeneratorBase):
         self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None, *, decodes: bool
     ) -> Programs:
         known = self.programs.get(bucket, Programs(None, None))
+        if known.prefill is not None and (known.decode is not None or not decodes):
+            return known
         arguments, run = self._shapes(bucket, states, table), functools.partial(self._prefill, bucket.num_slots)
         place = self._place(lambda: jax.eval_shape(run, *arguments))
         prefill = jax.jit(run, out_shardings=place)

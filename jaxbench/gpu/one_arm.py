@@ -107,7 +107,7 @@ class Form(NamedTuple):
     attention: str
     weights: str = "float"  # int8 and int4: the layers' matrices, the rest is of dtype
     products: str = "xla"  # of such weights
-    devices: int = 1  # that heads, widths and vocabulary are split over
+    devices: int = 1  # that heads, feed-forward width and embedding are split over
 
     @property
     def name(self) -> str:
@@ -185,12 +185,10 @@ def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable
 
         model = built(config, form, "jaxbench")
         size, to_host = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))), np.asarray
-        make = sample.Generator
         if form.devices > 1:
             from jaxbench.parallel import decoding
 
             decoding.split(model, config, jax.devices()[: form.devices])
-            make = decoding.Generator
     else:
         from torch_ref import sample
 
@@ -198,7 +196,7 @@ def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable
         compiled = {"torch_compile": "step"} if VALUES.compile else {}
         model = built(config, form, "torch_ref", **place, **compiled).eval().requires_grad_(False)
         size, to_host = sum(tensor.nbytes for tensor in model.parameters()), lambda tokens: tokens.cpu().numpy()
-        make = sample.Generator
+    make = sample.Generator if form.devices == 1 else decoding.Generator
     return make(model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0)), to_host, size
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel decoding: one decoder over several devices, its heads, widths and vocabulary split.
+"""Tensor-parallel decoding: one decoder over several devices, its heads, feed-forward width and embedding split.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. Programs are sample.py's and follow the parameters: a device
 multiplies by its part of a kernel, and two sums over devices a layer put the parts together. Keys and values lie split

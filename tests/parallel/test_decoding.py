@@ -84,6 +84,18 @@ def test_a_step_sums_over_devices_twice_a_layer_and_for_the_logits_and_gathers_t
     assert counted == {"all-reduce": 2 * CONFIG.num_layers + 1, "all-gather": 1}
 
 
+def test_prompts_of_sizes_that_are_known_trace_nothing_again(monkeypatch):
+    _, together = generators(CONFIG, 2, dtype="float32")
+    first = tokens_of(together)
+
+    def refuse(*_, **__):
+        raise AssertionError("traced again")
+
+    for name in ("_prefill", "_decode"):
+        monkeypatch.setattr(together, name, refuse)
+    assert (tokens_of(together) == first).all()
+
+
 def test_heads_that_the_devices_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="num_kv_heads=4 over 3 devices"):
         decoding.split(transformer.build(CONFIG, initial.initial_params(CONFIG, 0)), CONFIG, jax.devices()[:3])
