@@ -5,6 +5,8 @@ tensor is multiplied by a scale before rounding, so that the largest magnitude t
 type's largest value (the delayed scaling of NVIDIA's Transformer Engine). A linear layer takes its three scales as one
 more parameter, `scales`, whose "gradient" is what this step saw: `jax.grad` then carries it out of any loop or
 rematerialised block. Differs from Transformer Engine: while no step has been seen, a tensor's own magnitude decides.
+Such scales are a column [3 1]: a tensor has to be read as a whole before it can be rounded. Scales that are known
+beforehand are a row [3], and what computes a tensor rounds it too (docs/gpu.md); `with_scales` chooses.
 
 Axis letters: WORKSPACE.md; R rows, I and O a layer's in and out, M steps remembered, 3 = input, kernel, gradient.
 """
@@ -12,13 +14,15 @@ Axis letters: WORKSPACE.md; R rows, I and O a layer's in and out, M steps rememb
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
+
+from jaxbench import narrow_products
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 TYPES = (FORWARD, FORWARD, BACKWARD)  # input, kernel, output's gradient
@@ -67,9 +71,26 @@ def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str,
     return {name: jnp.where(peak > 0, limits / jnp.where(peak > 0, peak, 1.0), 0.0) for name, peak in peaks.items()}
 
 
-def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3"]]:
+def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3 1"]]:
     """Scales of 0, with which every tensor's own magnitude decides: for evaluation, which keeps no history."""
-    return {name: jnp.zeros(len(TYPES), jnp.float32) for name in names(params)}
+    return {name: jnp.zeros((len(TYPES), 1), jnp.float32) for name in names(params)}
+
+
+def with_scales(
+    gradients: Callable[[dict[str, Array]], tuple[Array, tuple[Any, dict[str, Array]]]],
+    scales: Mapping[str, Float[Array, "3"]],
+) -> tuple[Array, tuple[Any, dict[str, Float[Array, "3"]]]]:
+    """Loss, gradients and largest magnitudes that gradients(scales) computes: as a row each where all have been seen.
+
+    Else as a column each, in another part of the program, which the first step takes.
+    """
+
+    def own(scales: dict[str, Array]) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        loss, (grads, seen) = gradients({name: scale[:, None] for name, scale in scales.items()})
+        return loss, (grads, {name: peaks[:, 0] for name, peaks in seen.items()})
+
+    is_seen = jnp.all(jnp.stack(list(scales.values())) > 0)
+    return lax.cond(is_seen, gradients, own, dict(scales))
 
 
 def remember(
@@ -80,30 +101,34 @@ def remember(
 
 
 def matmul(
-    x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], scales: Float[Array, "3"]
+    x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], scales: Float[Array, "3 ..."]
 ) -> Float[Array, "*rows O"]:
-    """Matrix product x @ kernel in 8 bits, in x's type; the "gradient" of `scales` is the largest magnitudes seen."""
+    """Matrix product x @ kernel in 8 bits, in x's type; the "gradient" of `scales` is the largest magnitudes seen.
+
+    scales: a row [3], all above 0; or a column [3 1], where 0 stands for a tensor's own.
+    """
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return _product(rows, kernel, scales).reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def quantise(
-    x: Float[Array, "*shape"], scale: Float[Array, ""], dtype: Any
+    x: Float[Array, "*shape"], scale: Float[Array, "..."], dtype: Any
 ) -> tuple[Float[Array, "*shape"], Float[Array, ""], Float[Array, ""]]:
-    """Quantised x * scale, the scale used, and x's largest magnitude; scale 0 = the type's limit over that magnitude.
+    """Quantised x * scale, the scale used, and x's largest magnitude.
 
-    What is too large for the type becomes its largest value.
+    What is too large for the type becomes its largest value. scale [1]: 0 = the type's limit over x's magnitude.
     """
     limit = float(jnp.finfo(dtype).max)
-    wide = x.astype(jnp.float32)
+    wide = narrow_products.as_rounded(x)
     peak = jnp.max(jnp.abs(wide))
-    own = jnp.where(peak > 0, limit / jnp.where(peak > 0, peak, 1.0), 1.0)
-    scale = jnp.where(scale > 0, scale, own)
+    if scale.ndim:
+        own = jnp.where(peak > 0, limit / jnp.where(peak > 0, peak, 1.0), 1.0)
+        scale = jnp.where(scale[0] > 0, scale[0], own)
     return jnp.clip(wide * scale, -limit, limit).astype(dtype), scale, peak
 
 
 @jax.custom_vjp
-def _product(x: Float[Array, "R I"], kernel: Float[Array, "I O"], scales: Float[Array, "3"]) -> Float[Array, "R O"]:
+def _product(x: Float[Array, "R I"], kernel: Float[Array, "I O"], scales: Float[Array, "3 ..."]) -> Float[Array, "R O"]:
     return _forward(x, kernel, scales)[0]
 
 
@@ -120,7 +145,11 @@ def _backward(residuals: tuple, grad: Array) -> tuple[Array, Array, Array]:
     grad, grad_scale, grad_peak = quantise(grad, scale, BACKWARD)
     x_grad = _dot(grad, right, (1, 1)) / (grad_scale * right_scale)
     kernel_grad = _dot(left, grad, (0, 0)) / (left_scale * grad_scale)
-    return x_grad.astype(types[0].dtype), kernel_grad.astype(types[1].dtype), jnp.stack([*peaks, grad_peak])
+    return (
+        x_grad.astype(types[0].dtype),
+        kernel_grad.astype(types[1].dtype),
+        jnp.stack([*peaks, grad_peak]).reshape(len(TYPES), *scale.shape),
+    )
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "..."]:

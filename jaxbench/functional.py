@@ -122,11 +122,7 @@ def _added_forward(x: Array, bias: Array) -> tuple[Array, None]:
 
 
 def _added_backward(_: None, grad: Array) -> tuple[Array, Array]:
-    def total(grad: Array) -> Array:
-        return jnp.sum(grad.astype(_wide(grad.dtype)), axis=tuple(range(grad.ndim - 1))).astype(grad.dtype)
-
-    # The barrier: XLA would keep the gradient in float32 for the sum, at twice the traffic (docs/gpu.md).
-    return grad, lax.platform_dependent(grad, cuda=lambda x: total(lax.optimization_barrier(x)), default=total)
+    return grad, jnp.sum(narrow_products.as_rounded(grad), axis=tuple(range(grad.ndim - 1))).astype(grad.dtype)
 
 
 _added.defvjp(_added_forward, _added_backward)
@@ -186,9 +182,7 @@ def with_vectors(
 
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "*rows D"]:
     """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale."""
-    wide = x.astype(_wide(x.dtype))
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return _scaled((wide * lax.rsqrt(mean_square + eps)).astype(x.dtype), scale)
+    return _normed(x, scale, None, eps) if jnp.finfo(x.dtype).bits < 32 else _norm(x, scale, None, eps)[0]
 
 
 def activated(x: Float[Array, "*rows F"], activation: str) -> Float[Array, "*rows F"]:
@@ -209,8 +203,45 @@ def layer_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
     """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias."""
+    return _normed(x, scale, bias, eps) if jnp.finfo(x.dtype).bits < 32 else _norm(x, scale, bias, eps)[0]
+
+
+def _norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows 1"], Float[Array, "*rows 1"] | None]:
+    """Norm of the last axis, one over its deviation, and its mean, which is taken off where there is a bias."""
     wide = x.astype(_wide(x.dtype))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    normal = (centred * lax.rsqrt(variance + eps)).astype(x.dtype)
-    return add_bias(_scaled(normal, scale), bias)
+    mean = None if bias is None else jnp.mean(wide, axis=-1, keepdims=True)
+    centred = wide if mean is None else wide - mean
+    inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    normal = _scaled((centred * inverse).astype(x.dtype), scale)
+    return add_bias(normal, bias), inverse, mean
+
+
+# The norm of narrow types with a backward pass of its own. XLA would compute the statistics in it again, which on a GPU
+# puts every product of the scale's gradient into memory, in float32, ahead of its sum over the rows (docs/gpu.md).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _normed(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "*rows D"]:
+    return _norm(x, scale, bias, eps)[0]
+
+
+def _normed_forward(x: Array, scale: Array, bias: Array | None, eps: float) -> tuple[Array, tuple]:
+    out, inverse, mean = _norm(x, scale, bias, eps)
+    return out, (x, scale, bias, *lax.optimization_barrier((inverse, mean)))
+
+
+def _normed_backward(eps: float, residuals: tuple, grad: Array) -> tuple[Array, Array, Array | None]:
+    x, scale, bias, inverse, mean = residuals
+    wide, by_row = grad.astype(inverse.dtype), tuple(range(grad.ndim - 1))
+    normal = (x.astype(inverse.dtype) - (0.0 if mean is None else mean)) * inverse
+    scaled = wide * scale.astype(inverse.dtype).reshape((1,) * (grad.ndim - 1) + (-1,))
+    along = scaled - normal * jnp.mean(scaled * normal, axis=-1, keepdims=True)
+    along = along if mean is None else along - jnp.mean(scaled, axis=-1, keepdims=True)
+    scale_grad = jnp.sum(wide * normal, axis=by_row).astype(scale.dtype)
+    bias_grad = None if bias is None else jnp.sum(wide, axis=by_row).astype(bias.dtype)
+    return (along * inverse).astype(x.dtype), scale_grad, bias_grad
+
+
+_normed.defvjp(_normed_forward, _normed_backward)

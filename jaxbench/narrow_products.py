@@ -1,4 +1,4 @@
-"""Matrix products of narrow types with gradients of their own, as XLA:CPU multiplies them fast (docs/xla_cpu.md).
+"""Narrow types: matrix products with gradients of their own, as XLA:CPU multiplies them fast (docs/xla_cpu.md).
 
 The default rule of a gradient multiplies the wide cotangent with a narrow operand, and a product that contracts rows
 takes another view of an array: XLA:CPU copies the first into a wider type and multiplies the second in float32. PyTorch
@@ -20,6 +20,22 @@ from jaxtyping import Float
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def as_rounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Values of x in at least float32, on NVIDIA GPUs from their bits.
+
+    XLA takes a conversion back to float32 for no conversion at all: where x was just rounded it would keep, and write,
+    the float32 values as well. From the bits, what computes x can sum it up in the same kernel (docs/gpu.md).
+    """
+
+    def from_bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
+
+    wide = _wide(x.dtype)
+    if x.dtype != jnp.bfloat16:
+        return x.astype(wide)
+    return lax.platform_dependent(x, cuda=from_bits, default=lambda x: x.astype(wide))
 
 
 def stored_transpose(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"]:

@@ -83,6 +83,23 @@ def test_both_ways_to_the_gradient_of_a_targets_logit_are_that_of_take_along_axi
     np.testing.assert_array_equal(way(jnp.asarray(weights), jnp.asarray(outside), vocab_size=7), wanted)
 
 
+def test_one_pass_over_the_logits_gives_their_log_sum_of_exponentials_and_its_gradient(x64):
+    random = np.random.default_rng(4)
+    logits = random.normal(scale=50.0, size=(3, 4, 200))
+    logits[0, 0, :50], logits[0, 1] = -np.inf, 7.0  # tokens that are ruled out; none larger than another
+    logits[0, 2, 3], logits[0, 3, 100] = 1e4, -1e4
+    logits = jnp.asarray(logits)
+    np.testing.assert_allclose(train._log_sum_exp(logits), jax.nn.logsumexp(logits, axis=-1), rtol=1e-14)
+    weights = random.normal(size=(3, 4))
+    found = jax.grad(lambda logits: jnp.sum(train._log_sum_exp(logits) * weights))(logits)
+    np.testing.assert_allclose(found, weights[:, :, None] * jax.nn.softmax(logits, axis=-1), rtol=1e-11, atol=1e-300)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_one_pass_over_logits_that_are_not_finite_says_so(value):
+    assert not np.isfinite(train._log_sum_exp(jnp.zeros((1, 1, 9)).at[0, 0, 4].set(value)))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_few_bfloat16_rows_have_the_products_that_they_have_among_others(count, transposed, monkeypatch):

@@ -52,6 +52,8 @@ gpu_device_info {{
   thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability {{ major: 9 minor: 0 }}
   memory_bandwidth: {memory_bytes_per_s} l2_cache_size: {l2_bytes} device_memory_size: {memory_bytes}
+  driver_version: "13.0.0" kernel_mode_driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" device_vendor: "NVIDIA Corporation"
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{name}"
 """

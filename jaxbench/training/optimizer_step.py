@@ -167,11 +167,13 @@ def _loss_and_gradients(
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
-    trained = (
-        optimizers.trained(step_config.optimizer, state.params),
-        float8.scales(state.amax, step_config.delayed_scaling.margin),
-    )
-    loss, (grads, amax) = _accumulated(grad_fn, trained, batch, step_config.accumulation, policy)
+    trained = optimizers.trained(step_config.optimizer, state.params)
+
+    def gradients(scales: dict[str, Array]) -> tuple[Array, tuple[dict, dict]]:
+        return _accumulated(grad_fn, (trained, scales), batch, step_config.accumulation, policy)
+
+    scales = float8.scales(state.amax, step_config.delayed_scaling.margin)
+    loss, (grads, amax) = float8.with_scales(gradients, scales) if scales else gradients(scales)
     if policy.is_scaled:
         grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
     return loss, grads, amax

@@ -1,6 +1,7 @@
 """Programs compiled for a GPU that is not attached, and what is read from them."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,10 @@ TINY = (
     "model.vocab_size=512", f"model.d_model={WIDTH}", "model.d_ff=512", f"model.num_layers={LAYERS}",
     "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=64", f"model.max_seq_len={LENGTH}",
     f"data.seq_len={LENGTH}", f"batch_size={ROWS}", "step.accumulation=2",
+)  # fmt: skip
+WIDE = (
+    "model.vocab_size=50304", "model.d_model=768", "model.d_ff=3072", "model.num_layers=1", "model.num_heads=12",
+    "model.num_kv_heads=12", "model.max_seq_len=2048", "data.seq_len=2048", "batch_size=8", "step.accumulation=1",
 )  # fmt: skip
 KERNEL_BYTES = 2 * WIDTH * WIDTH  # of the smallest one, in bfloat16
 needs_plugin = pytest.mark.skipif(bool(ahead.unavailable()), reason=ahead.unavailable() or "-")
@@ -213,10 +218,12 @@ print(made.as_text())
 """
 
 
-def compiled(kind: str, turned: tuple[str, ...] = ("gpu",), devices: int = 1) -> tuple[int, list[kernels.Computation]]:
+def compiled(
+    kind: str, turned: tuple[str, ...] = ("gpu",), devices: int = 1, changes: tuple[str, ...] = ()
+) -> tuple[int, list[kernels.Computation]]:
     """Compile a tiny program; return the bytes of arguments that it writes its results over, and what it runs."""
     path = str(ROOT / "configs/lm/gpt2_124m.yaml")
-    program = PROGRAM.format(path=path, changes=TINY, kind=kind, turned=turned, devices=devices)
+    program = PROGRAM.format(path=path, changes=TINY + changes, kind=kind, turned=turned, devices=devices)
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -254,6 +261,33 @@ def test_a_train_step_runs_its_micro_batches_in_a_loop_of_known_length(train):
 def test_a_train_step_writes_its_state_over_the_one_it_was_given(train):
     size = LAYERS * WIDTH * (4 * WIDTH + 2 * 512)
     assert train[0] > 3 * 4 * size  # parameters and two moments in float32
+
+
+@pytest.fixture(scope="module")
+def wide_train():
+    """Return what a step of one layer of GPT-2's 124M shape runs: the compiler fuses by size."""
+    return compiled("train", changes=WIDE)[1][0]
+
+
+@needs_plugin
+def test_a_train_step_writes_no_activation_in_float32(wide_train):
+    size = 4 * 8 * 2048 * 768
+    found = [each for each in wide_train.groups if re.search(r"f32\[(8,2048|16384),(768|3072)\]", each.largest)]
+    assert [each for each in found if each.bytes_written >= size] == []
+
+
+@needs_plugin
+def test_a_train_step_reads_its_logits_once_for_the_loss(wide_train):
+    logits = 2 * 8 * 2048 * 50304
+    forward = [each for each in wide_train.groups if each.kind == "input_reduce_fusion" and each.bytes_read > logits]
+    assert sum(each.bytes_read for each in forward) < 1.1 * logits, forward
+
+
+@needs_plugin
+def test_a_float8_step_moves_less_once_magnitudes_have_been_seen():
+    found = compiled("train", changes=(*WIDE, "step.precision=float8"))[1]
+    seen, first = sorted((each.bytes_read, each.kernels) for each in found if each.role == "branch")
+    assert seen[0] < first[0] and seen[1] < first[1]
 
 
 @needs_plugin

@@ -1,0 +1,62 @@
+"""Gradients that functions on narrow arrays have of their own, beside float64's and PyTorch's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxbench import functional, narrow_products
+from torch_ref import functional as torch_functional
+
+ROWS, WIDTH, EPS = (3, 5), 32, 1e-5
+
+
+def _inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, scale, bias and the gradient of the norm: numbers that bfloat16 holds."""
+    random = np.random.default_rng(0)
+    drawn = (3 + 2 * random.normal(size=(*ROWS, WIDTH)), 1 + random.normal(size=WIDTH), random.normal(size=WIDTH))
+    drawn += (random.normal(size=(*ROWS, WIDTH)),)
+    return tuple(np.asarray(jnp.asarray(each, jnp.bfloat16).astype(jnp.float32)) for each in drawn)
+
+
+def _gradients(norm, arrays, grad, dtype):
+    """Return the gradients of a norm's arrays, as float64."""
+    arrays, grad = (jax.tree.map(lambda x: jnp.asarray(x, dtype), each) for each in (arrays, grad))
+    found = jax.jit(lambda arrays, grad: jax.vjp(lambda *each: norm(*each, eps=EPS), *arrays)[1](grad))(arrays, grad)
+    return [np.asarray(each, np.float64) for each in found]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_a_narrow_norms_gradients_are_float64s_but_for_one_rounding(name, dtype, bits, x64):
+    x, scale, bias, grad = _inputs()
+    arrays = (x, scale, bias) if name == "layer_norm" else (x, scale)
+    norm = getattr(functional, name)
+    found, wanted = _gradients(norm, arrays, grad, dtype), _gradients(norm, arrays, grad, "float64")
+    for mine, exact in zip(found, wanted, strict=True):
+        # One rounding of the result; the rounded normalised rows are in no gradient
+        np.testing.assert_allclose(mine, exact, rtol=2.0**-bits, atol=2e-6 * np.abs(exact).max())
+
+
+def test_a_narrow_layer_norm_has_the_gradients_that_pytorch_gives_it():
+    x, scale, bias, grad = _inputs()
+    theirs = [torch.tensor(each, dtype=torch.bfloat16, requires_grad=True) for each in (x, scale, bias)]
+    torch_functional.layer_norm(*theirs, eps=EPS).backward(torch.tensor(grad, dtype=torch.bfloat16))
+    for mine, its in zip(_gradients(functional.layer_norm, (x, scale, bias), grad, "bfloat16"), theirs, strict=True):
+        wanted = its.grad.double().numpy()
+        assert np.linalg.norm(mine - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+def test_scale_and_bias_keep_a_type_of_their_own_in_their_gradients():
+    x, scale, bias, _ = _inputs()
+    loss = lambda *each: jnp.sum(functional.layer_norm(*each, eps=EPS).astype(jnp.float32))  # noqa: E731
+    grads = jax.grad(loss, (0, 1, 2))(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), jnp.asarray(bias))
+    assert [each.dtype for each in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
+
+
+def test_from_its_bits_a_narrow_number_is_itself(monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, **_: cuda(*arrays))  # as on a GPU
+    every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
+    found = narrow_products.as_rounded(every)
+    np.testing.assert_array_equal(found, every.astype(jnp.float32), strict=True)  # NaN where it is NaN
