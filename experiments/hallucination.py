@@ -188,6 +188,8 @@ def fit() -> int:
 
     needed("data", "a folder of RAGTruth's format")
     needed("output", "a file for the detector")
+    if not 0 <= VALUES.rate <= 1:  # nan passes a flag's bounds
+        raise ValueError(f"--rate={VALUES.rate}: wanted a share from 0 to 1")
     if VALUES.tuned and not VALUES.labels:
         raise ValueError(f"--tuned, --labels={VALUES.labels}: a reader is tuned to labels; leave one of them out")
     reading = cli.load_config(reader_settings.ReaderSettings)

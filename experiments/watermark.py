@@ -1,9 +1,9 @@
 """Watermark text, find the mark again, attack it, and measure all of it.
 
-    watermark.py keygen   --output=key                                             a new secret key
+    watermark.py keygen   --output=secret.key                                      a new secret key
     watermark.py generate --config=configs/watermark/kgw.yaml --output=marked.jsonl
-    watermark.py detect   --scheme=kgw --key_file=key --text="..."                 one text, its tokens coloured
-    watermark.py detect   --scheme=kgw --key_file=key --input=corpus.jsonl.gz --output=scores.parquet
+    watermark.py detect   --scheme=kgw --key_file=secret.key --text="..."          one text, its tokens coloured
+    watermark.py detect   --scheme=kgw --key_file=secret.key --input=corpus.jsonl.gz --output=scores.parquet
     watermark.py identify --schemes=kgw,gumbel --key_files=key1,key2 --text="..."  which scheme and key, if any
     watermark.py attack   --attack=typo --strength=0.1 --input=texts.jsonl --output=attacked.jsonl
     watermark.py evaluate --config=configs/watermark/evaluate.yaml                 detectability, quality, robustness
@@ -333,7 +333,7 @@ def attack() -> int:
     )  # fmt: skip
     total, edits = run.attack_file(
         VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools,
-        overwrite=VALUES.overwrite,
+        overwrite=VALUES.overwrite, say=say,
     )  # fmt: skip
     say(f"{total:,} texts attacked, {edits:.1%} of the words changed on average; written: {VALUES.output}")
     return cli.EXIT_OK

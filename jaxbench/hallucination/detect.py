@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination import (
+    encoding,
     extract,
     lexical,
     pooled,
@@ -69,10 +70,41 @@ class HallucinationDetector:
         self.saved = saved_detector.load(self._folder / portable.DETECTOR)
         self.settings = portable.settings(self._folder, self._bundle, self.saved)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes are sent: each loads tokenizer and reader for itself."""
+        loaded = ("limits", "reader", "token_reader")
+        return {name: value for name, value in vars(self).items() if name not in loaded}
+
     @property
     def _is_program(self) -> bool:
         """Whether the reader is a program of fixed sizes, for a runtime of its own."""
         return self._bundle is not None and self._bundle.sizes is not None
+
+    @functools.cached_property
+    def limits(self) -> tuple[Any, int]:
+        """The tokenizer and the window in tokens, without the model."""
+        from jaxbench.pretrained import weights
+        from jaxbench.pretrained.tokenizer import load_tokenizer
+
+        if self._is_program:
+            return load_tokenizer(str(self._folder / portable.TOKENIZER)), self._bundle.sizes.window
+        model = self.settings.model
+        return load_tokenizer(model), self.settings.window or weights.read_config(model).max_seq_len
+
+    def check_length(self, question: str, response: str) -> None:
+        """Check that the reader's window takes a response behind a question and some of its context.
+
+        Raises:
+          ValueError: it does not, or the response has no token.
+        """
+        tokenizer, window = self.limits
+        length = len(encoding.encode_response(tokenizer, response).ids)
+        if length > window // 2:
+            raise ValueError(
+                f"response: {length} tokens, and the window of {window} takes {window // 2}; cut it in parts"
+            )
+        # of the context any token will do: the rest is cut where it does not fit
+        encoding.encode_prompt(tokenizer, "x", question, window=window - length, style=self.settings.style)
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:

@@ -82,7 +82,8 @@ def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) ->
     """Yield what is said of each sentence of answers that arrive as JSON lines.
 
     begin: HallucinationDetector.follow.
-    lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} goes on with it.
+    lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} goes on with it; blank
+      lines are skipped.
     What is yielded: `answer`, its number from 1, the sentence, and `so_far`, the verdict on the answer up to it.
 
     Raises:
@@ -90,6 +91,8 @@ def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) ->
     """
     follower, answer = None, 0
     for number, line in enumerate(lines, 1):
+        if not line.strip():  # what writers leave between objects, or behind the last one
+            continue
         try:
             given = _object(line)
             if "text" in given:

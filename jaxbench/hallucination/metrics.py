@@ -1,7 +1,7 @@
 """How well scores tell hallucinated responses from the others, with intervals over sources (S file).
 
-Labels are booleans, scores rise with suspicion. AUC pooled over tasks rewards knowing the task, and over generators the
-generator: `macro` is the mean over tasks, `stratified` compares only within cells.
+Labels are booleans, or 1 and 0; scores rise with suspicion. AUC pooled over tasks rewards knowing the task, and over
+generators the generator: `macro` is the mean over tasks, `stratified` compares only within cells.
 """
 
 from __future__ import annotations
@@ -24,13 +24,27 @@ class Interval(NamedTuple):
 
 
 def auc(labels: Array, scores: Array) -> float:
-    """Probability that a positive has the higher score, ties half; NaN where one class is missing."""
+    """Probability that a positive has the higher score, ties half; NaN where one class is missing.
+
+    Raises:
+      ValueError: a label is neither 0 nor 1.
+    """
+    labels = _booleans(labels)
     positive = int(np.sum(labels))
     negative = len(labels) - positive
     if not positive or not negative:
         return float("nan")
     ranks = stats.rankdata(scores)
     return float((np.sum(ranks[labels]) - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def _booleans(labels: Array) -> Array:
+    """Labels as booleans: as whole numbers they would pick rows 0 and 1 in place of the positives."""
+    labels = np.asarray(labels)
+    bad = labels[(labels != 0) & (labels != 1)]
+    if bad.size:
+        raise ValueError(f"auc: labels hold {bad.flat[0]}, wanted True and False, or 1 and 0")
+    return labels.astype(bool)
 
 
 def macro_auc(labels: Array, scores: Array, tasks: Array) -> float:
@@ -40,7 +54,12 @@ def macro_auc(labels: Array, scores: Array, tasks: Array) -> float:
 
 
 def stratified_auc(labels: Array, scores: Array, cells: Array) -> float:
-    """AUC over the pairs of a positive and a negative of one cell: every such pair counts alike."""
+    """AUC over the pairs of a positive and a negative of one cell: every such pair counts alike.
+
+    Raises:
+      ValueError: as `auc`.
+    """
+    labels = _booleans(labels)
     total = won = 0.0
     for cell in np.unique(cells):
         mine = labels[cells == cell]

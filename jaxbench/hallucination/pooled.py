@@ -69,7 +69,8 @@ def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.nd
 def _surprise(features: Mapping[str, np.ndarray], part: np.ndarray, num: int, novel: np.ndarray) -> np.ndarray:
     """The columns of SURPRISE of each part; gain: what the context takes off a token's loss."""
     loss, gain = features["loss"].astype(np.float64), features["loss_without"] - features["loss"].astype(np.float64)
-    window = np.convolve(gain, np.ones(5) / 5, mode="same")
+    # not mode="same", which is as long as the longer of the two: five for an answer of fewer tokens
+    window = np.convolve(gain, np.ones(5) / 5)[2 : 2 + len(gain)]
     found = np.zeros((num, len(SURPRISE)))
     for i in range(num):
         here = part == i

@@ -102,10 +102,8 @@ def load(folder: str | Path) -> Data:
             "one of the first and some of the second"
         )
     by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources[0], Source))
-    responses = _by_id((row.id, row, place) for file in files for row, place in _rows(file, Response))
-    lost = next((row for row in responses.values() if row.source_id not in by_id), None)
-    if lost is not None:
-        raise ValueError(f"--data={folder}: response {lost.id} names source {lost.source_id}, which is not there")
+    read = (pair for file in files for pair in _rows(file, Response))
+    responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources[0]))
     return Data(sources=by_id, responses=tuple(responses.values()))
 
 
@@ -116,6 +114,16 @@ def _by_id(rows: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
             raise ValueError(f"{place}: id {name} is there twice")
         found[name] = row
     return found
+
+
+def _with_sources(
+    rows: Iterable[tuple[Response, str]], sources: dict[str, Source], path: Path
+) -> Iterator[tuple[Response, str]]:
+    """Responses whose sources are there, and where they are; path: of the sources."""
+    for row, place in rows:
+        if row.source_id not in sources:
+            raise ValueError(f"{place}: response {row.id} names source {row.source_id}, which is not in {path}")
+        yield row, place
 
 
 def _rows(path: Path, kind: type[_Row]) -> Iterator[tuple[Any, str]]:

@@ -80,11 +80,14 @@ def _is_number(value: Any) -> bool:
 
 
 def check_point(units: Units, point: Point) -> None:
-    """Check that there are as many columns as a point takes.
+    """Check that a point's weights are finite, and that there are as many columns as it takes.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: they are not, or there are fewer.
     """
+    for flag, weight in (("alpha", point.alpha), ("m", point.m)):
+        if not np.isfinite(weight):  # nan passes a flag's bounds
+            raise ValueError(f"--{flag}={weight}: wanted a finite number")
     for flag, wanted, columns in (
         ("top_n", point.top_n, units.external.shape[1]),
         ("top_k", point.top_k, units.parametric.shape[1]),

@@ -7,6 +7,7 @@ positions runs over whole rows of the batch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier posit
 def detect_batch(
     texts_or_ids: Any,
     scheme: SchemeLike,
-    key: Key,
+    key: Key | Sequence[Key],
     *,
     vocab_size: int,
     tokenizer: Any = None,
@@ -39,20 +40,20 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key, or under one each.
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or detection.Ragged.
       scheme: a name, a mapping with the key `scheme`, or a scheme.
       tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
-      prompt_lengths: tokens at the beginning of each text that are not scored.
+      prompt_lengths: tokens at the beginning of each text that are not scored; one number, or one for each text.
       payload: the message, where it is known; unset, all are tried and the p-value is corrected (detection.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
       green_lists: of kgw_markllm and kgw_transformers; unset, they are made.
 
     Raises:
       ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
-        vocabulary, or a token outside the vocabulary.
+        vocabulary, a token outside the vocabulary, or as detection.detect.
     """
     detector = Detector(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)
     ids = detection.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)

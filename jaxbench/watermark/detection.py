@@ -5,7 +5,7 @@ Axis letters: B texts of one batch, T tokens, N all texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,12 +119,13 @@ def detect(
         (significance.any_of); statistic and z-score are that message's own.
 
     Raises:
-      ValueError: the scheme has no such payload.
+      ValueError: the scheme has no such payload, or keys or prompt lengths do not fit the texts.
     """
     limit = num_payloads(detector.scheme)
-    if payload is not None and not 0 <= payload < limit:
-        raise ValueError(f"detect: payload={payload}, wanted 0 <= payload < {limit} for this scheme")
-    prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), len(ids))
+    if payload is not None and not (_is_whole_number(payload) and 0 <= payload < limit):
+        raise ValueError(f"detect: payload={payload!r}, wanted 0 <= payload < {limit} for this scheme, a whole number")
+    key, prompt = _checked_keys(key, len(ids)), _checked_prompts(prompt_lengths, len(ids))
+    payload = payload if payload is None else int(payload)
     parts, places = [], []
     for rows, tokens, lengths in batches(ids):
         keys = key if isinstance(key, Key) else [key[row] for row in rows]
@@ -136,6 +137,46 @@ def detect(
             parts.append(scores if limit == 1 else scores._replace(payload=np.full(len(rows), payload, np.int64)))
         places.append(rows)
     return join(parts, places)
+
+
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
+    """One key, or one for each text; what is none is not shown, as it may be a secret all the same."""
+    if isinstance(key, Key):
+        return key
+    if not isinstance(key, Iterable) or isinstance(key, str | bytes):
+        raise ValueError(f"detect: key is of type {type(key).__name__} (not shown), wanted a Key, or one for each text")
+    keys = list(key)
+    odd = next((i for i, each in enumerate(keys) if not isinstance(each, Key)), None)
+    if odd is not None:
+        raise ValueError(f"detect: key[{odd}] is of type {type(keys[odd]).__name__} (not shown), wanted a Key")
+    if len(keys) != num_texts:
+        raise ValueError(
+            f"detect: key has {len(keys)} keys for {num_texts} texts, wanted one Key, or one for each text"
+        )
+    return keys
+
+
+def _checked_prompts(given: Any, num_texts: int) -> Int[np.ndarray, " N"]:
+    """Tokens of each text that are not scored, of one number or of one for each text."""
+    try:
+        lengths = np.asarray(0 if given is None else given)
+    except (ValueError, OverflowError):  # a ragged list
+        lengths = np.asarray(str(given))
+    if lengths.ndim > 1 or (lengths.ndim == 1 and len(lengths) != num_texts):
+        raise ValueError(
+            f"detect: prompt_lengths of shape {lengths.shape} for {num_texts} texts, wanted one number of tokens, or "
+            "one for each text"
+        )
+    if lengths.size and lengths.dtype.kind not in "iu":
+        raise ValueError(f"detect: prompt_lengths={str(given)[:60]}, wanted whole numbers of tokens")
+    odd = lengths[(lengths < 0) | (lengths >= 2**31)]
+    if odd.size:
+        raise ValueError(f"detect: prompt_lengths holds {odd.flat[0]}, wanted a number of tokens from 0 to {2**31 - 1}")
+    return np.broadcast_to(lengths.astype(np.int32), num_texts)
 
 
 def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +23,15 @@ from jaxbench.generation import decoder
 from jaxbench.native import model as native_model
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.text import packing
+from jaxbench.text import lines, packing
 from jaxbench.watermark import identity, logits_processor
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.study import evaluate_models
+
+DEFAULT_TEXT = {"num_prompts": 8, "prompt_tokens": 32}
+LISTED = 5  # lines that are named of those that are left out
 
 
 class Mark(Base):
@@ -48,7 +51,9 @@ class Mark(Base):
 
     def read_key(self) -> Key | None:
         """Key of the mark, None where it has no scheme."""
-        missing = f"generate: mark {self.name!r} names no key_file; make one with `watermark.py keygen`"
+        missing = (
+            f"generate: mark {self.name!r} names no key_file; make one with `watermark.py keygen --output=secret.key`"
+        )
         return None if self.scheme is None else key_of(self.scheme, self.key_file, missing=missing)
 
 
@@ -69,13 +74,21 @@ class GenerateConfig(Base):
     model: str = "default"  # as jaxbench.pretrained.weights.load_checkpoint takes it
     dtype: Literal["float32", "bfloat16"] = "float32"  # where --weights says nothing (generation/decoder.py: choose)
     prompts: str | None = None  # a file of prompts (.txt parted by form feeds, .jsonl); None: the default text
-    num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
-    prompt_tokens: int = Field(default=32, ge=1)  # length of the default text's prompts; a file's are cut to it
-    chat: bool = False  # put each prompt into the model's chat template
+    num_prompts: int | None = Field(default=None, ge=1)  # None: all of a file, 8 of the default text
+    prompt_tokens: int | None = Field(default=None, ge=1)  # at most; None: all of a file's, 32 of the default text's
+    chat: bool = False  # put each prompt into the model's chat template, whole
     new_tokens: int = Field(default=200, ge=1, le=10**6)  # at most
     batch_size: int = Field(default=8, ge=1)  # rows generated together
     sampling: SamplingConfig = SamplingConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_default_text(cls, given: Any) -> Any:
+        """What is cut out of the default text where nobody says; a file has its own number and lengths."""
+        if not isinstance(given, Mapping) or given.get("prompts") is not None:
+            return given
+        return {**given, **{name: value for name, value in DEFAULT_TEXT.items() if given.get(name) is None}}
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
@@ -111,8 +124,9 @@ def run(
 ) -> Path:
     """Generate, write one JSON line a row, and return the file's path.
 
-    A line has: row, run (the configuration's id), mark, scheme, prompt, prompt_ids, continuation_ids, ids (both),
-    prompt_tokens (how many of them are the prompt), text (the continuation).
+    A line has: row, id (of a file's prompt: its own, or its number), run (the configuration's id), mark, scheme,
+    prompt, prompt_ids, continuation_ids, ids (both), prompt_tokens (how many of them are the prompt), text (the
+    continuation).
 
     Args:
       keys: one for each mark, in place of key files; None where the mark has no scheme.
@@ -138,7 +152,7 @@ def run(
     run_id = wanted["run"]
     used = [key for key in keys if key is not None]
     done = 0 if overwrite else _finished(output, record, wanted, used)
-    prompts = read_prompts(settings, tokenizer)
+    prompts = read_prompts(settings, tokenizer, say=say)
     if done >= len(prompts):
         say(f"{output} has all {len(prompts)} rows")
         return output
@@ -149,14 +163,29 @@ def run(
     writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
     for start in range(done, len(prompts), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(prompts)))
-        continuations = writer([prompts[row] for row in rows], rows)
-        lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
+        continuations = writer([prompts[row].ids for row in rows], rows)
+        made = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             identity.write(record, wanted, used)
-        store.append(output, lines)
+        store.append(output, made)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
+
+
+class Prompt(NamedTuple):
+    """A prompt as token ids."""
+
+    ids: list[int]
+    id: str | None = None  # of a file's prompt
+
+
+class Given(NamedTuple):
+    """A prompt of a file."""
+
+    id: str  # its own, or its number
+    place: str  # for errors
+    text: str
 
 
 class Writer:
@@ -199,20 +228,86 @@ class Writer:
         return [[int(token) for token in ids[:length]] for ids, length in zip(output.tokens, output.lengths)]
 
 
-def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
-    """Prompts of a run as token ids.
+def read_prompts(
+    settings: GenerateConfig, tokenizer: Any, *, say: Callable[[str], None] = lambda line: None
+) -> list[Prompt]:
+    """Prompts of a run; what of a file is left out or cut is said in one line.
 
     Raises:
-      ValueError: the file has no text, or the model has no chat template.
+      ValueError: the file has no text or a bad line, the model has no chat template, or its context is too short.
     """
-    documents = packing.load_text(settings.prompts)
-    if settings.prompts is None and not settings.chat:
-        return packing.real_prompts(tokenizer, [settings.prompt_tokens] * settings.num_prompts, documents)
-    texts = [document.strip() for document in documents[: settings.num_prompts]]
+    if settings.prompts is not None:
+        return _file_prompts(settings, tokenizer, say)
+    documents = packing.load_text()
     if settings.chat:
-        chats = (tokenizer.chat([{"role": "user", "content": text}]) for text in texts)
-        return [tokenizer.encode(chat, add_special=False) for chat in chats]
-    return [tokenizer.encode(text)[: settings.prompt_tokens] for text in texts]
+        return [Prompt(_chat(tokenizer, document.strip())) for document in documents[: settings.num_prompts]]
+    lengths = [settings.prompt_tokens] * settings.num_prompts
+    return [Prompt(ids) for ids in packing.real_prompts(tokenizer, lengths, documents)]
+
+
+def _file_prompts(settings: GenerateConfig, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
+    """Prompts of a file, as far as the settings and the model's context take them."""
+    context, wanted = weights.read_config(settings.model).max_seq_len, settings.prompt_tokens
+    room = context - settings.new_tokens
+    if room < 1:
+        raise ValueError(
+            f"generate: new_tokens={settings.new_tokens} leaves no room for a prompt in the model's context of "
+            f"{context} tokens; lower it"
+        )
+    given, notes = _given(settings.prompts)
+    taken = given[: settings.num_prompts]
+    if len(taken) < len(given):
+        notes.append(f"{len(taken)} of {len(given)} prompts are taken (num_prompts={settings.num_prompts})")
+    if settings.chat:
+        prompts = [Prompt(_chat(tokenizer, each.text), each.id) for each in taken]
+        for each, prompt in zip(taken, prompts):
+            if len(prompt.ids) > room:  # cut, it would be no chat
+                raise ValueError(
+                    f"generate: {settings.prompts} {each.place} has {len(prompt.ids)} tokens as a chat, and the "
+                    f"model's context of {context} less new_tokens={settings.new_tokens} takes {room}; shorten it"
+                )
+    else:
+        limit = room if wanted is None else min(wanted, room)
+        whole = [tokenizer.encode(each.text) for each in taken]
+        prompts = [Prompt(ids[:limit], each.id) for each, ids in zip(taken, whole)]
+        if num_cut := sum(len(ids) > limit for ids in whole):
+            why = f"the model's context of {context} less new_tokens={settings.new_tokens}"
+            notes.append(
+                f"{num_cut} are cut to {limit} tokens ({f'prompt_tokens={wanted}' if limit == wanted else why})"
+            )
+    if notes:
+        say(f"{settings.prompts}: {'; '.join(notes)}")
+    return prompts
+
+
+def _given(path: str) -> tuple[list[Given], list[str]]:
+    """Prompts of a file, and what is to be said of those that are empty.
+
+    Raises:
+      ValueError: see packing.load_text; or a line holds what is no Unicode text.
+    """
+    documents = packing.load_text(path)
+    if ".jsonl" not in Path(path).suffixes:
+        return [Given(str(i), f"prompt {i}", text.strip()) for i, text in enumerate(documents, 1)], []
+    found, empty = [], []
+    for chunk in lines.chunks(path):
+        records, bad = lines.read(chunk)
+        if bad:
+            raise ValueError(f"generate: {path} line {bad[0].line}: {bad[0].problem}")
+        for record in records:
+            if record.content.strip():
+                number = str(record.line) if record.id is None else record.id
+                found.append(Given(number, f"line {record.line}", record.content.strip()))
+            else:
+                empty.append(record.line)
+    if not empty:
+        return found, []
+    more = f" and {len(empty) - LISTED} more" if len(empty) > LISTED else ""
+    return found, [f"{len(empty)} empty texts are left out (line {', '.join(map(str, empty[:LISTED]))}{more})"]
+
+
+def _chat(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(tokenizer.chat([{"role": "user", "content": text}]), add_special=False)
 
 
 def _choose(
@@ -272,10 +367,11 @@ def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence
     return len(rows)
 
 
-def _record(settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, prompt: list[int], ids: list[int]) -> dict:
-    mark = settings.marks[row % len(settings.marks)]
+def _record(settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, given: Prompt, ids: list[int]) -> dict:
+    mark, prompt = settings.marks[row % len(settings.marks)], given.ids
     return {
         "row": row,
+        **({} if given.id is None else {"id": given.id}),
         "run": run_id,
         "mark": mark.name,
         "scheme": None if mark.scheme is None else mark.scheme.scheme,

@@ -105,7 +105,9 @@ def read_key_file(path: str | Path) -> Key:
             raise ValueError(f"key file: {path} may be used by others (mode {allowed}); run chmod 600 {path}")
         words = path.read_bytes().decode("ascii", errors="replace").split()
     except OSError as error:
-        raise ValueError(f"key file: {path} cannot be read: {error.strerror}") from error
+        is_absent = isinstance(error, FileNotFoundError)
+        cure = f"; make one with `watermark.py keygen --output={path}`" if is_absent else ""
+        raise ValueError(f"key file: {path} cannot be read: {error.strerror}{cure}") from error
     digits = words[1] if len(words) == 2 and words[0] == "jaxbench-key" else ""
     if len(digits) != 16 or set(digits) - set(string.hexdigits):
         wanted = "wanted one line, `jaxbench-key ` and 16 hexadecimal digits"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
+TOKEN_KEYS = ("ids", "continuation_ids", "prompt_tokens")  # of generate's rows: no longer true of an attacked text
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 
 
@@ -60,11 +61,18 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
     A key file is called by its name without folder and suffix, or as it was given where two have the same.
 
     Raises:
-      ValueError: no scheme, no key, a key file given twice, or one that cannot be read.
+      ValueError: no scheme, one that is there twice, no key, a key file given twice, or one that cannot be read.
     """
     if not schemes:
         raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
     kinds = [scheme.scheme for scheme in schemes]
+    twice = next((i for i, scheme in enumerate(schemes) if scheme in schemes[:i]), None)
+    if twice is not None:  # every p-value would be corrected for tests that are one and the same
+        first = schemes.index(schemes[twice])
+        raise ValueError(
+            f"--schemes names scheme {kinds[twice]} twice with the same fields (places {first + 1} and {twice + 1}); "
+            "leave one out"
+        )
     labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
     named = []
     stems = [Path(path).stem for path in key_files]
@@ -299,27 +307,54 @@ def attack_file(
     field: str = "text",
     tools: attacks.Tools | None = None,
     overwrite: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[int, float]:
     """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
 
+    A line has the other keys of its input, but those that are of the tokens as they were (TOKEN_KEYS), and: id, text,
+    original, word_edits. Lines that cannot be used are left out and said, as detection does.
+
     Raises:
-      ValueError: a line cannot be used, there is no text, or as check_attack_files.
+      ValueError: there is no text, or as check_attack_files.
     """
     paths = check_attack_files(pattern, output, overwrite=overwrite)
-    total, edits = 0, 0.0
-    with outputs.whole(Path(output)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    total, edits, left_out = 0, 0.0, []
+    # a lone surrogate under some other key is written as JSON's own escape
+    how = {"encoding": "utf-8", "errors": "backslashreplace"}
+    with outputs.whole(Path(output)) as temporary, open(temporary, "w", **how) as file:
         for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
             records, bad = lines.read(chunk, field=field)
-            if bad or any(not isinstance(record.content, str) for record in records):
-                ids = next((one.line for one in records if not isinstance(one.content, str)), 0)
-                line, problem = bad[0] if bad else (ids, "token ids")
-                raise ValueError(f"attack: {chunk.path} line {line}: {problem}; wanted texts")
+            bad += [lines.Bad(one.line, "token ids, wanted a text") for one in records if isinstance(one.content, list)]
+            left_out += [(chunk.path, *one) for one in sorted(bad)]
+            records = [record for record in records if isinstance(record.content, str)]
             texts = [record.content for record in records]
             found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
-            for record, text, share in zip(records, found.texts, found.word_edits):
-                row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            kept = _other_keys(chunk, [record.line for record in records], without={field, *TOKEN_KEYS})
+            for record, others, text, share in zip(records, kept, found.texts, found.word_edits):
+                own = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
+                file.write(json.dumps(others | own, ensure_ascii=False) + "\n")
             total, edits = total + len(texts), edits + float(found.word_edits.sum())
         if not total:
-            raise ValueError(f"attack: {pattern} holds no text in its {len(paths)} files")
+            problem = "; {} line {}: {}".format(*left_out[0]) if left_out else ""
+            raise ValueError(
+                f"attack: {pattern} holds no text in its {len(paths)} files ({len(left_out)} bad{problem})"
+            )
+    if left_out:
+        say(f"{len(left_out):,} bad lines were left out:")
+        for path, number, problem in left_out[:5]:
+            say(f"  {path} line {number}: {problem}")
     return total, edits / max(1, total)
+
+
+def _other_keys(chunk: lines.Chunk, numbers: Sequence[int], *, without: Collection[str]) -> list[dict[str, Any]]:
+    """What the objects of some lines of a chunk hold beside certain keys; nothing where lines are plain text."""
+    if ".jsonl" not in Path(chunk.path).suffixes:
+        return [{} for _ in numbers]
+    data = chunk.data
+    if data is None:
+        with open(chunk.path, "rb") as stream:
+            stream.seek(chunk.offset)
+            data = stream.read(chunk.size)
+    all_lines = data.split(b"\n")
+    objects = (json.loads(all_lines[number - chunk.first_line].decode("utf-8-sig")) for number in numbers)
+    return [{name: value for name, value in each.items() if name not in without} for each in objects]

@@ -1,9 +1,15 @@
 """A fitted detector in use: saved and read back, verdicts with sentences and passages."""
 
+import functools
+import json
+import pickle
+
 import numpy as np
 import pytest
 
-from jaxbench.hallucination import detect, detector, saved_detector, verdict
+from jaxbench.hallucination import detect, detector, extract, pooled, ragtruth, saved_detector, verdict
+from jaxbench.hallucination.study import table
+from jaxbench.pretrained import weights
 from tests.hallucination import small
 
 
@@ -41,6 +47,41 @@ def test_a_verdict_is_that_of_the_table_and_names_sentences_and_passages(made, p
         in_use.detect(context, question, " ")
     with pytest.raises(ValueError, match="'\\?!' has no letter and no digit"):
         in_use.detect(context, question, "?!")
+
+
+@pytest.mark.parametrize("response", ["a", "ab", "Yes", "Yes."])
+def test_an_answer_of_fewer_than_five_tokens_is_judged(made, response):
+    _, _, path, _, model = made  # the reader's tokens are bytes
+    in_use = detect.HallucinationDetector(path, model=model)
+    alone = in_use.detect("The mill was built in 1820.", "when", response)
+    assert [each.text for each in alone.sentences] == [response] and 0 <= alone.probability <= 1
+    follower = in_use.follow("The mill was built in 1820.", "when")
+    assert follower.add(response) == () and follower.end() == alone.sentences
+
+
+def test_answers_of_one_to_six_tokens_are_what_fit_is_given(made, tmp_path):
+    settings, folder = small.settings(made[4]), small.write(tmp_path)
+    rows = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+    rows = [rows[0] | {"id": f"r{n}", "response": "In 182"[:n], "labels": []} for n in range(1, 7)]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = extract.Store(tmp_path / "features", settings, weights.checksum(made[4]))
+    load = functools.partial(extract.load_reader, package="jaxbench")
+    list(extract.run(extract.groups(small.items(folder), store), extract.Worker(settings, store, load)))
+    found = table.make(ragtruth.load(folder), store).inputs.whole["surprise"]
+    for number, (item, values) in enumerate(zip(small.items(folder), found, strict=True), 1):
+        read = store.read(store.key(item))
+        gain = np.pad(read["loss_without"] - read["loss"].astype(np.float64), 2)
+        window = [gain[i : i + 5].sum() / 5 for i in range(number)]  # what stands outside of the answer counts as 0
+        assert values[pooled.SURPRISE.index("worst_gain")] == pytest.approx(min(window))
+
+
+def test_a_detector_that_has_read_is_sent_to_other_processes_without_what_it_loaded(made):
+    _, _, path, _, model = made
+    in_use = detect.HallucinationDetector(path, model=model)
+    in_use.detect("The mill was built in 1820.", "when", "In 1820.")
+    in_use.check_length("when", "In 1820.")
+    sent = pickle.loads(pickle.dumps(in_use))
+    assert {"reader", "limits", "token_reader"}.isdisjoint(vars(sent)) and sent.saved.settings == in_use.saved.settings
 
 
 def test_answers_to_one_prompt_are_judged_as_each_alone_and_the_prompt_is_read_once(made, monkeypatch):

@@ -51,6 +51,15 @@ def test_lines_begin_answers_and_go_on_with_them(made):
     assert said[1]["probability"] == whole.sentences[1].probability
 
 
+def test_blank_lines_between_objects_are_skipped_and_counted(made):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    lines = ["\n", json.dumps({"context": CONTEXT, "question": QUESTION}) + "\n", " \n", '{"text": "Yes"}\n', "\n"]
+    assert [each["text"] for each in follow.follow_lines(detector.follow, lines)] == ["Yes"]
+    with pytest.raises(ValueError, match="standard input line 6: no JSON"):
+        list(follow.follow_lines(detector.follow, [*lines, "{"]))
+
+
 @pytest.mark.parametrize(
     "line, problem",
     [

@@ -48,6 +48,16 @@ def test_auc_is_the_share_of_pairs_in_order(rows):
     assert metrics.stratified_auc(labels, scores, cells) == pytest.approx(brute_auc(labels, scores))
 
 
+def test_labels_may_be_ones_and_zeros_and_nothing_else():
+    labels, scores = np.array([1, 0, 1, 1, 0]), np.array([0.9, 0.8, 0.7, 0.6, 0.1])
+    cells = np.array(["a", "a", "b", "b", "b"])
+    assert metrics.auc(labels, scores) == metrics.auc(labels == 1, scores) == pytest.approx(4 / 6)
+    assert metrics.stratified_auc(labels, scores, cells) == 1.0 == metrics.macro_auc(labels, scores, cells)
+    for found in (metrics.auc, lambda *given: metrics.stratified_auc(*given, cells)):
+        with pytest.raises(ValueError, match="labels hold 2, wanted True and False, or 1 and 0"):
+            found(np.array([1, 0, 2, 1, 0]), scores)
+
+
 def test_average_precision_and_threshold_are_those_of_scikit_learn():
     from sklearn import metrics as theirs
 

@@ -24,7 +24,11 @@ def test_a_folder_is_read_with_sources_and_spans(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
-        ("responses", {"source_id": "s9"}, "names source s9, which is not there"),
+        (
+            "responses",
+            {"source_id": "s9"},
+            "responses.jsonl line 1: response r1 names source s9, which is not in .*sources.jsonl",
+        ),
         ("responses", {"labels": [{"start": 3, "end": 99, "label_type": "Evident Conflict"}]}, "3..99 is outside"),
         ("responses", {"labels": [{"start": 0, "end": 2, "label_type": "Lie"}]}, "labels.0.label_type"),
         ("responses", {"id": "r2"}, "id r2 is there twice"),

@@ -18,6 +18,46 @@ VOCAB, ROWS, LENGTH = 97, 11, 45
 BACKENDS = {"flax": detect, "torch": torch_detect}
 
 
+IDS = [list(range(20)), list(range(5, 40))]
+BAD_ARGUMENTS = [
+    ({"key": [Key(1)]}, "key has 1 keys for 2 texts, wanted one Key, or one for each text"),
+    ({"key": [Key(1)] * 3}, "key has 3 keys for 2 texts"),
+    ({"key": 5}, r"key is of type int \(not shown\), wanted a Key"),
+    ({"key": [Key(1), 7654321]}, r"key\[1\] is of type int \(not shown\), wanted a Key"),
+    ({"key": None}, "key is of type NoneType"),
+    ({"payload": 1.5}, "payload=1.5, wanted 0 <= payload < 16 for this scheme, a whole number"),
+    ({"payload": "3"}, "payload='3', wanted 0 <= payload < 16 for this scheme, a whole number"),
+    ({"payload": 16}, "payload=16, wanted"),
+    ({"prompt_lengths": 1.5}, "prompt_lengths=1.5, wanted whole numbers of tokens"),
+    ({"prompt_lengths": [1.0, 2.0]}, r"prompt_lengths=\[1.0, 2.0\], wanted whole numbers"),
+    ({"prompt_lengths": [[1], [2, 3]]}, r"prompt_lengths=\[\[1\], \[2, 3\]\], wanted whole numbers"),
+    ({"prompt_lengths": [1, 2, 3]}, r"prompt_lengths of shape \(3,\) for 2 texts, wanted one number"),
+    ({"prompt_lengths": [1]}, r"prompt_lengths of shape \(1,\) for 2 texts"),
+    ({"prompt_lengths": 2**40}, "prompt_lengths holds 1099511627776, wanted a number of tokens from 0"),
+    ({"prompt_lengths": 10**30}, "prompt_lengths=1000000"),
+    ({"prompt_lengths": [0, -1]}, "prompt_lengths holds -1, wanted a number of tokens from 0"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("change", "problem"), BAD_ARGUMENTS, ids=[str(change) for change, _ in BAD_ARGUMENTS])
+def test_arguments_that_do_not_fit_the_texts_are_named_with_what_was_wanted(backend, change, problem):
+    given = {"key": Key(1), **change}
+    scheme = {"scheme": "kgw", "payload_bits": 4}
+    with pytest.raises(ValueError, match=f"^detect: {problem}") as error:
+        BACKENDS[backend].detect_batch(IDS, scheme, given.pop("key"), vocab_size=VOCAB, **given)
+    assert "7654321" not in str(error.value)
+
+
+def test_whole_numbers_of_any_kind_and_a_key_for_each_text_are_taken():
+    keys, lengths = [Key(1), Key(2)], [3, 0]
+    both = detect.detect_batch(IDS, "kgw", iter(keys), vocab_size=VOCAB, prompt_lengths=lengths, payload=np.int64(0))
+    for row, (ids, key, length) in enumerate(zip(IDS, keys, lengths)):
+        alone = detect.detect_batch([ids], "kgw", key, vocab_size=VOCAB, prompt_lengths=np.uint8(length))
+        assert alone.p_value[0] == both.p_value[row] and alone.num_scored[0] == both.num_scored[row]
+    assert len(detect.detect_batch([], "kgw", Key(1), vocab_size=VOCAB, prompt_lengths=[]).p_value) == 0
+
+
 def rule(kind: str, width: int) -> dict:
     return {"kind": kind, "width": width}
 

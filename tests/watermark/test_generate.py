@@ -39,6 +39,7 @@ def tiny(monkeypatch):
     params = initial.initial_params(MODEL, 0, distinct=True)
     checkpoint = weights.Checkpoint(config=MODEL, params=params, tokenizer=None, source="tiny", sha256="0")
     monkeypatch.setattr(weights, "load_checkpoint", lambda spec: checkpoint)
+    monkeypatch.setattr(weights, "read_config", lambda spec: MODEL)
     monkeypatch.setattr(generate, "load_tokenizer", lambda spec: Letters())
 
 
@@ -135,6 +136,60 @@ def test_the_prompts_and_the_keys_are_never_written_over(tiny, tmp_path):
         with pytest.raises(ValueError, match="is the input .*prompts.jsonl, which would be lost"):
             generate.run(settings(prompts=str(prompts)), output, keys=KEYS, overwrite=True)
     assert prompts.read_text() == before
+
+
+def of_file(path, content, **changes):
+    """Return settings of a run over a file of prompts, which say nothing of their number or length."""
+    path.write_text(content)
+    return generate.GenerateConfig.model_validate({"marks": MARKS, "prompts": str(path), "new_tokens": 12} | changes)
+
+
+def test_all_prompts_of_a_file_are_taken_whole_and_their_rows_have_ids(tiny, tmp_path):
+    texts = [f"Prompt {i} " + "x" * 30 for i in range(20)]
+    content = "".join(
+        json.dumps({"text": text} | ({"id": f"q{i}"} if i < 2 else {})) + "\n" for i, text in enumerate(texts)
+    )
+    said = []
+    chosen = of_file(tmp_path / "prompts.jsonl", content, new_tokens=2)
+    records = lines(generate.run(chosen, tmp_path / "out.jsonl", keys=KEYS, say=said.append))
+    assert [record["prompt"] for record in records] == texts and "prompts.jsonl" not in "".join(said)
+    assert [record["id"] for record in records] == ["q0", "q1", *map(str, range(3, 21))]
+    chosen = of_file(tmp_path / "prompts.txt", "One prompt\fAnother\f \f", new_tokens=2)
+    records = lines(generate.run(chosen, tmp_path / "two.jsonl", keys=KEYS))
+    assert [(record["id"], record["prompt"]) for record in records] == [("1", "One prompt"), ("2", "Another")]
+
+
+def test_what_is_cut_or_left_out_of_a_file_is_said_in_one_line(tiny, tmp_path):
+    texts = ["", "a" * 60, "b" * 52, " ", "c"]
+    path, said = tmp_path / "prompts.jsonl", []
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    found = generate.read_prompts(of_file(path, content), Letters(), say=said.append)
+    assert [(prompt.id, len(prompt.ids)) for prompt in found] == [("2", 52), ("3", 52), ("5", 1)]
+    given = of_file(path, content, num_prompts=2, prompt_tokens=9)
+    assert [len(prompt.ids) for prompt in generate.read_prompts(given, Letters(), say=said.append)] == [9, 9]
+    assert said == [
+        f"{path}: 2 empty texts are left out (line 1, 4); 1 are cut to 52 tokens (the model's context of 64 less "
+        "new_tokens=12)",
+        f"{path}: 2 empty texts are left out (line 1, 4); 2 of 3 prompts are taken (num_prompts=2); 2 are cut to "
+        "9 tokens (prompt_tokens=9)",
+    ]
+    with pytest.raises(ValueError, match="new_tokens=64 leaves no room for a prompt in the model's context of 64"):
+        generate.read_prompts(of_file(path, content, new_tokens=64), Letters())
+
+
+def test_a_prompt_that_is_too_long_as_a_chat_is_named(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Letters, "chat", lambda self, turns: f"[{turns[0]['content']}]", raising=False)
+    given = of_file(tmp_path / "prompts.jsonl", '{"text": "short"}\n{"text": "%s"}\n' % ("x" * 51), chat=True)
+    with pytest.raises(ValueError, match="prompts.jsonl line 2 has 53 tokens as a chat, .* takes 52; shorten it"):
+        generate.read_prompts(given, Letters())
+    assert len(generate.read_prompts(given.model_copy(update={"num_prompts": 1}), Letters())[0].ids) == 7
+
+
+def test_the_default_text_gives_as_many_prompts_of_one_length_as_ever(tiny):
+    plain = generate.GenerateConfig.model_validate({"marks": MARKS})
+    assert plain == generate.GenerateConfig.model_validate({"marks": MARKS, "num_prompts": 8, "prompt_tokens": 32})
+    found = generate.read_prompts(plain, Letters())
+    assert [(prompt.id, len(prompt.ids)) for prompt in found] == [(None, 32)] * 8
 
 
 def test_keys_come_from_their_files(tiny, tmp_path):

@@ -3,10 +3,27 @@
 import copy
 import hashlib
 import pickle
+import re
 
 import pytest
 
 from jaxbench.watermark.keys import Key, read_key_file, write_key_file
+from tests.structure import ROOT
+
+
+def test_a_key_file_that_is_not_there_says_how_one_is_made(tmp_path):
+    with pytest.raises(
+        ValueError, match="k cannot be read: No such file.*make one with `watermark.py keygen --output="
+    ):
+        read_key_file(tmp_path / "k")
+
+
+def test_every_command_and_configuration_names_one_key_file():
+    named = set()
+    for path in (*ROOT.glob("configs/watermark/*.yaml"), ROOT / "docs/watermark.md", ROOT / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        named |= set(re.findall(r"keygen --output=(\S+)|key_file[:=] ?([\w.]+)", text))
+    assert {name for pair in named for name in pair if name} == {"secret.key"}
 
 
 def test_halves_are_the_low_and_the_high_word():

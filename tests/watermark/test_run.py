@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -98,7 +99,6 @@ def test_identify_shows_every_candidate(key_file):
         (["detect", "--input=CORPUS", "--output=o.xls", "--key_file=KEY"], ("o.xls", ".parquet")),
         (["identify", "--text=a"], ("--key_files names 0 files", "kgw")),
         (["attack", "--attack=typoo", "--input=CORPUS", "--output=o.jsonl"], ("typoo", "typo")),
-        (["attack", "--attack=typo", "--input=CORPUS", "--output=o.jsonl"], ("line 2", "not UTF-8")),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
@@ -151,6 +151,12 @@ def test_candidates_are_every_scheme_under_every_key(tmp_path, key_file):
     schemes = [run.read_scheme("kgw"), run.read_scheme("kgw", ["context.width=2"]), run.read_scheme("kgw_markllm")]
     found = run.candidates(schemes, [key_file])
     assert [one.name for one in found] == ["kgw1/key", "kgw2/key", "kgw_markllm"]
+
+
+def test_a_scheme_that_is_named_twice_is_refused(key_file):
+    schemes = [run.read_scheme(name) for name in ("gumbel", "kgw", "kgw")]
+    with pytest.raises(ValueError, match="--schemes names scheme kgw twice with the same fields .places 2 and 3."):
+        run.candidates(schemes, [key_file])
 
 
 def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
@@ -252,6 +258,37 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
     assert all(row["text"].lower() == row["original"].lower() != row["text"] for row in rows)
+
+
+def test_an_attack_leaves_out_what_detection_leaves_out_and_says_so(tmp_path):
+    path, out, said = tmp_path / "a.jsonl", tmp_path / "b.jsonl", []
+    path.write_bytes(
+        b'{"text": "Some words."}\n{"text": "\xff"}\n{"text": [1, 2]}\n\n{"text": "And others."}\n{broken\n'
+    )
+    total, _ = run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, say=said.append)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert total == 2 and [row["original"] for row in rows] == ["Some words.", "And others."]
+    assert said[0] == "3 bad lines were left out:" and [line.partition(": ")[0] for line in said[1:]] == [
+        f"  {path} line {number}" for number in (2, 3, 6)
+    ]
+    path.write_text('{"text": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"holds no text in its 1 files \(1 bad; .*a.jsonl line 1: token ids"):
+        run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, overwrite=True)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_an_attack_keeps_the_other_keys_of_a_row_but_those_of_its_old_tokens(tmp_path, suffix):
+    path, out = tmp_path / f"marked{suffix}", tmp_path / "attacked.jsonl"
+    row = {"row": 3, "id": "q7", "run": "ab", "mark": "a", "scheme": "kgw", "prompt": "Tell", "prompt_ids": [1]}
+    tokens = {"continuation_ids": [2, 3], "ids": [1, 2, 3], "prompt_tokens": 1}
+    lines = [json.dumps(row | tokens | {"text": "Some words of one text."}), '{"text": "Others.", "x": "\\ud800"}']
+    content = ("\ufeff" + "\n".join(lines)).encode()
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1)
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first == row | {name: first[name] for name in ("text", "original", "word_edits")}
+    assert first["original"] == "Some words of one text." != first["text"]
+    assert second["x"] == "\ud800" and second["id"] is None
 
 
 def test_an_attack_never_writes_over_a_file_unasked_nor_over_an_input(tmp_path):

@@ -5,6 +5,7 @@ Twin: jaxbench/watermark/detect.py. Arrays are [B T] here, and repeated inputs a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ Words = tuple[Tensor, ...]  # int64 [B T] each
 def detect_batch(
     texts_or_ids: Any,
     scheme: SchemeLike,
-    key: Key,
+    key: Key | Sequence[Key],
     *,
     vocab_size: int,
     tokenizer: Any = None,
@@ -36,7 +37,7 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key, or under one each.
 
     Arguments and errors are those of the twin.
     """

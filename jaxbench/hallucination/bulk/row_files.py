@@ -40,7 +40,7 @@ def check(path: str | Path, kinds: Collection[str]) -> int:
       ValueError: the file or a row of it is bad; it is named.
     """
     count = 0
-    for place, row in _numbered(path, None if "jsonl" in kinds else TEXTS):
+    for place, row in numbered(path, None if "jsonl" in kinds else TEXTS):
         count += 1
         if "jsonl" in kinds:
             try:
@@ -64,7 +64,7 @@ def rows(
     Raises:
       ValueError: as `check`.
     """
-    return (row for _, row in _numbered(path, columns, texts))
+    return (row for _, row in numbered(path, columns, texts))
 
 
 def kept(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,10 +134,14 @@ def _check_types(path: str | Path) -> None:
             raise ValueError(f"{path}: values fit no one type ({error}); name a .jsonl output") from None
 
 
-def _numbered(
+def numbered(
     path: str | Path, columns: Iterable[str] | None = None, texts: Collection[str] = TEXTS
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each row is, for errors, and the row, checked."""
+    """Yield where each row is, for errors, and the row; otherwise as `rows`.
+
+    Raises:
+      ValueError: as `check`.
+    """
     kind = kind_of(path, flag="--input")
     if not Path(path).is_file():
         raise ValueError(f"--input={path} is no file")

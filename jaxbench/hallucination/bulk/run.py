@@ -99,13 +99,34 @@ def detect(
     processes: int = 1,
     results: Callable[..., Iterable[Any]] = worker_pool.results,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the verdicts on each group that the part file does not have yet, in order, as it gets them.
+    """Verdicts on each group that the part file does not have yet, in order, as it gets them.
 
     results: one of ENGINES, not used with one process of this machine, which reads with all threads and devices.
 
     Raises:
-      ValueError: a row cannot be judged; it is named.
+      ValueError: a row cannot be judged; it is named, and before the first verdict where its length is the reason.
     """
+    check_lengths(detector, source)
+    return _detected(detector, source, part, processes=processes, results=results)
+
+
+def check_lengths(detector: HallucinationDetector, source: str | Path) -> None:
+    """Check that the reader's window takes every row of a file: later would be too late, as the input is one then.
+
+    Raises:
+      ValueError: it does not take one; it is named.
+    """
+    for place, row in row_files.numbered(source, ("question", "response"), texts=("question", "response")):
+        try:
+            detector.check_length(row["question"], row["response"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+
+def _detected(
+    detector: HallucinationDetector, source: str | Path, part: Path, *, processes: int, results: Callable[..., Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield what `detect` returns."""
     part.parent.mkdir(parents=True, exist_ok=True)
     done = _whole_lines(part)
     work = itertools.islice(groups(source), done, None)

@@ -182,16 +182,35 @@ def test_two_ray_actors_say_what_one_process_says(made, judged, tmp_path):
     assert (tmp_path / "ray.jsonl").read_bytes() == (folder / "verdicts.jsonl").read_bytes()
 
 
-def test_a_row_that_cannot_be_judged_is_named_by_every_engine(made, tmp_path):
+LONG = {
+    "response": ({"question": "", "response": "long " * 20}, "response: 100 tokens, and the window of 128 takes 64"),
+    "question": ({"question": "why " * 30, "response": "old"}, "context: 132 tokens around it leave no room"),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_that_is_too_long_is_named_before_the_first_verdict(made, tmp_path, monkeypatch, kind, what):
+    change, problem = LONG[what]
+    source = write(tmp_path / f"rows.{kind}", [*rows(made[0])[:4], {"context": "a"} | change])
+    monkeypatch.setattr(detect.HallucinationDetector, "detect_group", None)  # no row is judged
+    place = {"jsonl": "rows.jsonl line 5", "parquet": "rows.parquet row 5"}[kind]
+    with pytest.raises(ValueError, match=f"{place}: {problem}"):
+        judge(made, source, tmp_path / "verdicts.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_row_that_cannot_be_judged_is_named_by_every_engine(made, tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(run, "check_lengths", lambda detector, source: None)
     content = rows(made[0])[:4] + [{"context": "a", "question": "", "response": "long " * 20}]
     source = write(tmp_path / "rows.jsonl", content)
-    for processes in (1, 2):
-        with pytest.raises(ValueError, match="row 5: response: 100 tokens, and the window of 128 takes 64"):
-            judge(made, source, tmp_path / "verdicts.jsonl", processes=processes)
-    long = [row | {"context": content[0]["context"], "question": content[0]["question"]} for row in content[3:]]
-    source = write(tmp_path / "long.jsonl", content[:3] + long[1:])
-    with pytest.raises(ValueError, match="one of rows 1 to 4: response: 100 tokens"):
-        judge(made, source, tmp_path / "long_verdicts.jsonl")
+    with pytest.raises(ValueError, match="row 5: response: 100 tokens, and the window of 128 takes 64"):
+        judge(made, source, tmp_path / "verdicts.jsonl", processes=processes)
+    if processes == 1:
+        source = write(tmp_path / "long.jsonl", content[:3] + [content[0] | {"response": "long " * 20}])
+        with pytest.raises(ValueError, match="one of rows 1 to 4: response: 100 tokens"):
+            judge(made, source, tmp_path / "long_verdicts.jsonl")
 
 
 def test_long_runs_of_one_prompt_are_several_groups(tmp_path):
