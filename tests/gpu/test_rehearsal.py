@@ -18,7 +18,8 @@ STAGES = [stage.name for stage in config.load(ROOT / "configs/gpu/stages.yaml", 
 NO_PYTHON = 77  # exit code of .ci/gpu_rehearsal
 WITHOUT_TORCH = {
     "one_train", "one_decode_1b", "one_decode_135m", "one_decode_graph", "rates", "one_train_float8", "marked",
-    "one_train_cublas", "rates_other", "ladder", "proof_packed", "memory_titans", "serving", "serving_http", "compression", "features",
+    "one_train_cublas", "rates_other",
+    "ladder", "proof_packed", "memory_titans", "serving", "serving_http", "compression", "features",
     "detection", "attention_rates", "ladder_wide", "train_1b_memory", "train_1b_largest",
 }  # fmt: skip
 
