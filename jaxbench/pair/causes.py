@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench.pair import alignment
-from jaxbench.pair.torch_side import Run, TorchCall, TorchSide, as_numpy, copied, floating, is_floating_tensor
+from jaxbench.pair.torch_side import (
+    Run,
+    TorchCall,
+    TorchSide,
+    as_numpy,
+    compared,
+    copied,
+    floating,
+    is_floating_tensor,
+)
 from jaxbench.parity import capture, distance
 from jaxbench.parity.capture import map_floating
 
@@ -25,6 +34,11 @@ EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
 MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
 CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
+# Of a type that the model itself has: Flax modules compute in `dtype`, which nnx.Embed takes from its parameters.
+ADVICE = (
+    "; where that is the model's own type, build it for the comparison with dtype=jnp.float64 (or dtype=None where the "
+    "module then takes its inputs' type, as nnx.Linear), because no model that casts can be equal in float64"
+)
 ACTIVATIONS = {
     "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "elu": F.elu,
@@ -67,6 +81,8 @@ def likely(
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
             if explains(lambda module: None):
                 return words
+    if not np.isfinite(culprit.error):
+        return ""  # no factor, and no rounding, makes an infinite error
     plain = _called(module, call, lambda module: None, is_training, inner, pick)
     return _factor(plain, wanted) or _cast(module, call, culprit.error, is_training, inner, pick)
 
@@ -111,7 +127,7 @@ def _called(
         twin.get_submodule(inner).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
     with torch.no_grad():
         result = twin(*copied(call.args), **copied(call.kwargs))
-    return [as_numpy(floating(pick(result))[0])] if inner is None else handed
+    return [as_numpy(compared(pick(result)).floating[0])] if inner is None else handed
 
 
 def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
@@ -317,5 +333,5 @@ def _cast(
             own = _error(values, exact)
             if own / CAST_SHARE <= error <= own * CAST_EXCESS:
                 name = str(dtype).removeprefix("torch.")
-                return f"a cast to {name} (the PyTorch module errs {own:.0e} in it)"
+                return f"a cast to {name} (the PyTorch module errs {own:.0e} in it){ADVICE}"
     return ""

@@ -51,8 +51,13 @@ def main() -> int:
     from jaxbench.pair.contract import checked
 
     name, folder = Path(values.file).stem, cli.workdir("out/pair")
-    pair = checked(pair_file.load(values.file))
-    result = proof.run(pair)
+    pair = pair_file.load(values.file)
+    try:
+        pair = checked(pair)
+        result = proof.run(pair)
+    except Exception as error:  # models, optimisers and functions are the file's own, and may raise anything
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"--file={values.file}: {kind}{pair_file.first_line(error)}") from error
     report.show(result, name=name)
     outputs.write_json(folder / "pair.json", report.as_dict(result, name=name))
     report.write_page(folder / "pair.html", result, name=name)

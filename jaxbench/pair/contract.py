@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
     jax_side: Any  # a model of NNX, Linen, Equinox or Haiku, or a function; with its parameters or alone
     torch_module: Any  # any torch.nn.Module; it is copied, never changed
-    inputs: Any  # a tuple of arguments of both sides, or the only one: numpy arrays and trees of them
+    inputs: Any  # a tuple (or list) of arguments of both sides, or the only one: numpy arrays and trees of them
     # What the weights' matching is told by hand: {JAX array: PyTorch tensor, Rule or function of all tensors}, {PyTorch
     # tensor: None} where JAX has none; and {JAX module or tap: PyTorch module}
     names: Mapping[str, str | Rule | Given | None] = {}
@@ -71,11 +71,19 @@ def checked(pair: Pair) -> Pair:
 
     if not isinstance(pair.torch_module, torch.nn.Module):
         raise TypeError(f"torch_module={type(pair.torch_module).__name__}: not a torch.nn.Module")
-    for field, known in (("weights", WEIGHTS), ("modes", MODES), ("dtypes", DTYPES)):
-        value = getattr(pair, field)
-        wrong = set((value,) if isinstance(value, str) else value or ()) - set(known)
-        if wrong:
-            raise ValueError(f"{field}={value!r}: wanted {', '.join(known)}")
+    modes, dtypes = (_several(getattr(pair, field)) for field in ("modes", "dtypes"))
+    given = {"weights": (pair.weights,), "modes": modes or (), "dtypes": dtypes or (), "jax_modes": pair.jax_modes}
+    for field, known in (("weights", WEIGHTS), ("modes", MODES), ("dtypes", DTYPES), ("jax_modes", MODES)):
+        if wrong := [value for value in given[field] if value not in known]:
+            raise ValueError(f"{field}={getattr(pair, field)!r}: {wrong[0]!r} is none of {', '.join(known)}")
+    if modes == ():
+        raise ValueError(f"modes={pair.modes!r}: wanted {', '.join(MODES)}, or None")
     if pair.num_steps < 1:
         raise ValueError(f"num_steps={pair.num_steps}: wanted 1 or more")
-    return pair._replace(inputs=pair.inputs if isinstance(pair.inputs, tuple) else (pair.inputs,))
+    inputs = tuple(pair.inputs) if isinstance(pair.inputs, tuple | list) else (pair.inputs,)
+    return pair._replace(inputs=inputs, modes=modes, dtypes=dtypes or ())
+
+
+def _several(value: Any) -> tuple | None:
+    """A tuple of what may be given as the only one; None stays."""
+    return value if value is None else (value,) if isinstance(value, str) else tuple(value)

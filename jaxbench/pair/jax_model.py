@@ -43,6 +43,22 @@ def tapped(handler: Handler | None) -> Iterator[None]:
         _handler.reset(token)
 
 
+class UnknownModel(TypeError):
+    """What was given as the JAX side is no model."""
+
+
+@contextlib.contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Say what failed, in one line, where a model of the caller's raises."""
+    try:
+        yield
+    except UnknownModel:
+        raise
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(f"{what}: {type(error).__name__}: {line}") from error
+
+
 class JaxModel(NamedTuple):
     """A JAX model taken apart."""
 
@@ -71,7 +87,7 @@ def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
       options: how it is called.
 
     Raises:
-      TypeError: it is none of these.
+      UnknownModel: it is none of these.
     """
     model, *rest = side if isinstance(side, tuple) and not hasattr(side, "_fields") else (side,)
     for framework, base, take in (
@@ -85,7 +101,7 @@ def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
         return _haiku(model, *rest, inputs=inputs, options=options)
     if callable(model):
         return _function(model, *rest, options=options)
-    raise TypeError(f"jax_side={type(model).__name__}: not a Flax, Equinox or Haiku model, nor (function, params)")
+    raise UnknownModel(f"jax_side={type(model).__name__}: not a Flax, Equinox or Haiku model, nor (function, params)")
 
 
 def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:

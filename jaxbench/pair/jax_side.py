@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench.pair.jax_model import Handler, JaxModel, is_floating
-from jaxbench.parity.capture import ROOT, Call, map_floating
+from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
 
 
 class Watched(NamedTuple):
     """One call of the whole model."""
 
-    outputs: tuple[Any, ...]  # floating arrays, from left to right
+    outputs: Outputs
     state: dict[str, Any]  # after it
-    calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call, and of the model itself
+    calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call; the model's has all outputs
     order: tuple[str, ...]  # modules by the end of their first call, those too whose numbers jax.vmap hides
 
 
@@ -60,7 +60,7 @@ class JaxSide:
 
     def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[Any, ...]:
         """Floating outputs from left to right."""
-        return self._eagerly(tensors, inputs, is_training, lambda example: None)[0]
+        return self._eagerly(tensors, inputs, is_training, lambda example: None)[0].floating
 
     def watched(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> Watched:
         """One call with the floating inputs and first output of every module's call, and of every tap."""
@@ -126,19 +126,19 @@ class JaxSide:
     def _eagerly(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, is_training: bool,
         handler_of: Callable[[int | None], Handler | None],
-    ) -> tuple[tuple, dict]:  # fmt: skip
+    ) -> tuple[Outputs, dict]:  # fmt: skip
         """Call the model op by op: loops are unrolled, nothing is compiled, a handler sees every module's numbers."""
         with jax.disable_jit():
             return self._apply(self.cast(dict(tensors)), self.cast(inputs), is_training, handler_of)
 
-    def _stacked(self, examples: list[dict[str, Call]], outputs: tuple) -> dict[str, Call]:
-        """Calls of all examples as calls of the batch; the model's own output is what the pair compares."""
+    def _stacked(self, examples: list[dict[str, Call]], outputs: Outputs) -> dict[str, Call]:
+        """Calls of all examples as calls of the batch; the model's own outputs are what the pair compares."""
         stack = lambda parts: tuple(jnp.stack(each) for each in zip(*parts, strict=True))
         calls = {
             name: Call(*(stack([getattr(calls[name], field) for calls in examples]) for field in Call._fields))
             for name in (examples[0] if self.per_example else ())
         }
-        return (calls or examples[0]) | {ROOT: Call((), outputs[:1])}
+        return (calls or examples[0]) | {ROOT: Call((), outputs.floating)}
 
     def gradients(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple[np.ndarray, ...], *,
@@ -179,25 +179,26 @@ class JaxSide:
 
     def _objective(self, tensors: Any, inputs: tuple, *, targets: Any, to_targets: Any, is_training: bool) -> Any:
         outputs, _ = self._apply(tensors, inputs, is_training, lambda example: None)
-        pairs = zip(to_targets(outputs), targets, strict=True)
-        return sum(jnp.mean((y - jnp.asarray(t, y.dtype)) ** 2) / 2 for y, t in pairs)
+        pairs = zip(to_targets(outputs.floating), targets, strict=True)
+        return sum(jnp.mean(_difference(y, t) ** 2) / 2 for y, t in pairs)
 
     def _apply(
         self, tensors: Any, inputs: tuple, is_training: bool, handler_of: Callable[[int | None], Handler | None]
-    ) -> tuple[tuple, dict]:
+    ) -> tuple[Outputs, dict]:
         arrays = self.cast(dict(self.to_arrays(tensors)))
         params = {name: arrays[name] for name in self.model.params}
         state = {name: arrays.get(name, value) for name, value in self.model.state.items()}
         given = self.to_inputs(*inputs)
         if not self.per_example:
             result, after = self.model.apply(params, state, given, is_training, handler_of(None))
-            return floating(self.pick(result)), after
+            return outputs_of(self.pick(result), kind_of=kind_of), after
         results = []
         for i in range(len(jax.tree.leaves(given)[0])):
             example = jax.tree.map(lambda x: x[i], given)  # noqa: B023
             result, _ = self.model.apply(params, state, example, is_training, handler_of(i))
-            results.append(floating(self.pick(result)))
-        return tuple(jnp.stack(parts) for parts in zip(*results, strict=True)), state
+            results.append(outputs_of(self.pick(result), kind_of=kind_of))
+        arrays = [tuple(jnp.stack(parts) for parts in zip(*each, strict=True)) for each in list(zip(*results))[:2]]
+        return Outputs(*arrays, results[0].tree), state
 
 
 def _is_traced(arrays: Any) -> bool:
@@ -221,6 +222,23 @@ def floating(tree: Any) -> tuple[Any, ...]:
     arrays: list[Any] = []
     map_floating(tree, arrays.append, is_floating=is_floating)
     return tuple(arrays)
+
+
+def _difference(y: Any, target: np.ndarray) -> Any:
+    """Output less its target; 0 where the target is NaN, that is where the output is infinite."""
+    is_infinite = np.isnan(target)
+    if not is_infinite.any():
+        return y - jnp.asarray(target, y.dtype)
+    return jnp.where(is_infinite, 0.0, y) - jnp.asarray(np.where(is_infinite, 0.0, target), y.dtype)
+
+
+def kind_of(x: Any) -> str:
+    """Kind of an output, as capture.outputs_of takes it."""
+    if is_floating(x):
+        return "floating"
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    is_exact = is_array and (jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.bool_))
+    return "exact" if is_exact else ""
 
 
 def _replaced(tree: Any, values: Any) -> Any:

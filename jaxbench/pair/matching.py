@@ -42,6 +42,7 @@ WEIGHT_KIND, WEIGHT_NAME, WEIGHT_ROLE, WEIGHT_ORDER, WEIGHT_VALUES, WEIGHT_MODUL
 ROUNDS = 3  # of assignment, each knowing the one before
 WEIGHT_SOURCE = 5.0  # above all that a round's mistakes of order can cost together
 NEVER = 1e6
+TURNED = "same values, in another order of axes than its own"
 MAX_PARTS = 4  # of one fused tensor
 MAX_SHOWN = 12  # leaves that an error names
 
@@ -57,6 +58,7 @@ class Leaf(NamedTuple):
     owner: str = ""  # class of its module, where known
     source: str = ""  # module whose output its module reads as it is, where one is known
     is_optional: bool = False  # may be left over: a buffer that the other side computes
+    is_bare: bool = False  # of a class that says nothing of its layout, so that it is stored as its counterpart is
 
     @property
     def kind(self) -> str:
@@ -170,19 +172,22 @@ def _given(
     for name, value in names.items():
         if value is None:
             if name not in tensors:
-                raise ValueError(f"names={{{name!r}: None}}: no such PyTorch tensor{_near(name, tensors)}")
+                raise ValueError(f"names={{{name!r}: None}}: no such PyTorch tensor{near(name, tensors)}")
             ignored.append(name)
             continue
         if name not in arrays:
-            raise ValueError(f"names={{{name!r}: ...}}: no such JAX array{_near(name, arrays)}")
+            raise ValueError(f"names={{{name!r}: ...}}: no such JAX array{near(name, arrays)}")
         if isinstance(value, str):
             if value not in tensors:
-                raise ValueError(f"names={{{name!r}: {value!r}}}: no such PyTorch tensor{_near(value, tensors)}")
+                raise ValueError(f"names={{{name!r}: {value!r}}}: no such PyTorch tensor{near(value, tensors)}")
             fits = _arrangements(tensors[value], arrays[name])
             if not fits:
                 shapes = f"{list(tensors[value].shape)} cannot be arranged as {list(arrays[name].shape)}"
                 raise ValueError(f"names={{{name!r}: {value!r}}}: {shapes}")
             value = Rule((value,), fits[0])
+        if not isinstance(value, Rule) and not callable(value):
+            wanted = "a PyTorch name, a jaxbench.Rule, a function of all tensors, or None"
+            raise ValueError(f"names={{{name!r}: {value!r}}}: wanted {wanted}")
         missing = [source for source in _sources(value) if source not in tensors]
         if missing:
             raise ValueError(f"names={{{name!r}: ...}}: no such PyTorch tensor: {', '.join(missing)}")
@@ -283,13 +288,15 @@ def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], rivals: Mapping[str, int]) ->
         name = array.whole.name
         if of_array[name] < array.count or of_tensor[tensor.whole.name] < tensor.count:
             continue
-        arrangement = _arrangements(tensor.part, array.part)[0]
+        arrangement = _arrangement(array, tensor)
         if array.count > 1:
             sources = (*guesses[name].rule.sources, tensor.whole.name) if name in guesses else (tensor.whole.name,)
             rule = Rule(sources, arrangement, joined=array.axis)
         else:
             rule = Rule((tensor.whole.name,), arrangement, (tensor.index, tensor.count) if tensor.count > 1 else None)
-        guesses[name] = Guess(name, rule, _why(array.whole, tensor.whole, rivals[name]), rivals[name])
+        is_turned = arrangement != _arrangements(tensor.part, array.part)[0]
+        why = TURNED if is_turned else _why(array.whole, tensor.whole, rivals[name])
+        guesses[name] = Guess(name, rule, why, rivals[name])
     return list(guesses.values())
 
 
@@ -302,8 +309,21 @@ def _fits(leaf: Leaf, other: Leaf) -> bool:
 
 def _arrangements(tensor: Leaf, array: Leaf) -> list[Arrangement]:
     is_transposed = tensor.owner.startswith("ConvTranspose") and array.name.endswith("kernel")
-    is_reversed = array.is_reversed != tensor.is_reversed
+    is_reversed = array.is_reversed != tensor.is_reversed and not tensor.is_bare
     return arrangements(tensor.shape, array.shape, is_reversed=is_reversed, is_transposed=is_transposed)
+
+
+def _has_values(*slots: _Slot) -> bool:
+    return all(slot.whole.value is not None for slot in slots)
+
+
+def _arrangement(array: _Slot, tensor: _Slot) -> Arrangement:
+    """How a tensor, or its part, is arranged; where a bare one's values are known, they decide."""
+    fits = _arrangements(tensor.part, array.part)
+    if tensor.part.is_bare and array.count == tensor.count == 1 and _has_values(array, tensor):
+        same = lambda fit: np.allclose(fit.apply(tensor.part.value), array.part.value, rtol=1e-5, atol=1e-7)
+        return next(filter(same, fits), fits[0])
+    return fits[0]
 
 
 def _ranks(slots: Sequence[_Slot]) -> list[int]:
@@ -351,9 +371,10 @@ def _sources(rule: Rule | Given) -> tuple[str, ...]:
     return rule.sources if isinstance(rule, Rule) else ()
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)
-    return f"; nearest: {', '.join(near)}" if near else ""
+def near(name: str, known: Iterable[str]) -> str:
+    """Words on names that are nearly the same; empty where there are none."""
+    names = difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)
+    return f"; nearest: {', '.join(names)}" if names else ""
 
 
 def _left_over(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> str:

@@ -14,7 +14,7 @@ def load(path: str | None) -> Any:
     """Pair that a file describes.
 
     Raises:
-      ValueError: there is no such file, it fails, or it defines no function `pair` that returns a jaxbench.Pair.
+      ValueError: there is no such file, it or its function `pair` fails, or that returns no jaxbench.Pair.
     """
     if path is None:
         raise ValueError(f"--file={path}: name a Python file that defines pair()")
@@ -25,15 +25,23 @@ def load(path: str | None) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"--file={path}: needs the package of {error.name}, which is not installed") from error
     except Exception as error:
-        raise ValueError(f"--file={path}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"--file={path}: {type(error).__name__}: {first_line(error)}") from error
     if not callable(names.get("pair")):
         raise ValueError(f"--file={path}: defines no function pair()")
     from jaxbench.pair.contract import Pair
 
-    pair = names["pair"]()
+    try:
+        pair = names["pair"]()
+    except Exception as error:
+        raise ValueError(f"--file={path}: pair() fails: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(pair, Pair):
         raise ValueError(f"--file={path}: pair() returns a {type(pair).__name__}, wanted jaxbench.Pair(...)")
     return pair
+
+
+def first_line(error: Exception) -> str:
+    """First line of what an exception says."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _imported(path: Path) -> types.ModuleType:

@@ -12,17 +12,18 @@ import torch
 from jaxbench import libtpu
 from jaxbench.pair import alignment, causes
 from jaxbench.pair.contract import Pair, Result
-from jaxbench.pair.jax_model import JaxModel, Options, open_model
+from jaxbench.pair.jax_model import JaxModel, Options, calling, open_model
 from jaxbench.pair.jax_side import JaxSide
-from jaxbench.pair.leaves import leaves_of, sources_of
-from jaxbench.pair.matching import Leaf, Matching, match
-from jaxbench.pair.rules import Rule, to_torch
-from jaxbench.pair.torch_side import Run, TorchSide
+from jaxbench.pair.leaves import leaves_of
+from jaxbench.pair.matching import TURNED, Matching, match, near
+from jaxbench.pair.rules import Read, Rule, to_torch
+from jaxbench.pair.torch_side import Run, TorchSide, torch_leaves, wide
 from jaxbench.parity import capture, distance, gates
 from jaxbench.parity.run import pinned
 
 STATISTICS = (torch.nn.modules.batchnorm._NormBase,)
 TARGET_SEED = 0  # of the outputs that the objective asks for
+MAX_SHOWN = 6  # names in a note
 MAX_CAUSES = 8  # modules for which a cause is looked for
 DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
@@ -53,7 +54,7 @@ def weights(pair: Pair) -> Weights:
         with pinned("float64"):
             work.open()
             arrays = {name: np.asarray(x) for name, x in work.matching.to_jax(work.tensors).items()}
-        trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs
+        trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs.floating
         names = frozenset(
             name for name in work.model.params
             if name not in rules or not isinstance(rules[name], Rule) or trained & set(rules[name].sources)
@@ -65,7 +66,8 @@ def _run(work: _Work) -> Result:
     pair = work.pair
     with pinned("float64"):
         work.open()
-        for mode in work.modes():
+        work.compared_modes = work.modes()
+        for mode in work.compared_modes:
             work.float64(mode)
     is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
     for dtype in pair.dtypes if is_equal and not pair.quick else ():
@@ -90,13 +92,17 @@ class _Work:
         self.starts: str | None = None
         self.causes: dict[str, str] = {}
         self.notes: list[str] = []
+        self.seen: set[str] = set()  # modules and taps of JAX that were called
+        self.is_random = False  # the PyTorch module, in any mode so far
+        self.placed: dict[str, list[alignment.Placed]] = {}  # outputs by mode
 
     def open(self) -> None:
         """Take both models apart, match their weights and give both the same."""
         pair = self.pair
         self.twin = TorchSide(pair.torch_module, dtype="float64", pick=pair.torch_outputs)
-        self.model = opened(pair, self.inputs, key=0)
-        self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
+        with calling("the JAX model cannot be called on the inputs"):
+            self.model = opened(pair, self.inputs, key=0)
+        self.reference = {"eval": self._torch_run(is_training=False)}
         self.matching = self._matched()
         if pair.weights == "jax":
             arrays = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
@@ -104,40 +110,38 @@ class _Work:
             self.twin.load(to_torch(self.matching.rules, arrays, shapes))
             self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
         if pair.weights == "own":
+            turned = [guess for guess in self.matching.guesses if guess.why == TURNED]
+            self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in turned]
             own = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
             self._compare("weights", own, theirs, gate="P5", tolerance=1e-6)
+        else:
+            self._disturb()
         self.tensors = self.twin.tensors()
         self.side = self._side("float64")
+
+    def _disturb(self) -> None:
+        """Make constant tensors that the JAX model gets random, in the twin alone; the caller's module stays."""
+        read = Read(self.twin.tensors())
+        with calling("names: a function of the tensors fails"):
+            self.matching.to_jax(read)
+        names = self.twin.disturb(read.names)
+        if names:
+            shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
+            self.notes.append(f"constant tensors, which hide slips, were compared with random values: {shown}")
+            self.reference = {"eval": self._torch_run(is_training=False)}
 
     def _matched(self) -> Matching:
         """The weights' matching; both models are called once, so that order of use can speak."""
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
-        watched = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False)
+        with calling("the JAX model cannot be called on the inputs"):
+            watched = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False)
         mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
         names = {
             name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
         }
-        return match(mine, self._torch_leaves(with_values), names)
-
-    def _torch_leaves(self, with_values: bool) -> list[Leaf]:
-        """Leaves of the PyTorch module; buffers that no JAX array is may be left over."""
-        calls = self.reference["eval"].calls
-        order = {call.module: i for i, call in reversed(list(enumerate(calls.values())))}
-        sources = sources_of({name: call.call for name, call in calls.items()})
-        params = dict(self.twin.module.named_parameters())
-        modules = dict(self.twin.module.named_modules())
-        leaves = []
-        for i, (name, x) in enumerate(self.twin.tensors().items()):
-            owner = modules[name.rpartition(".")[0]]
-            is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
-            place = order.get(name.rpartition(".")[0], len(order)) * 100_000 + i
-            value, source = x if with_values else None, sources.get(name.rpartition(".")[0], "")
-            leaves.append(
-                Leaf(name, x.shape, place, is_reversed, value, type(owner).__name__, source, name not in params)
-            )
-        return leaves
+        return match(mine, torch_leaves(self.twin, self.reference["eval"].calls, with_values=with_values), names)
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
         """The JAX side with PyTorch's weights, or with its own."""
@@ -163,31 +167,40 @@ class _Work:
     def float64(self, mode: str) -> None:
         """Blame, outputs, gradients, state and optimiser steps of one mode."""
         is_training = mode == "train"
-        reference = self.reference.get(mode) or self.twin.run(self.inputs, is_training=is_training)
+        reference = self.reference.get(mode) or self._torch_run(is_training=is_training)
         self.reference[mode] = reference
-        mine = self.side.watched(self.tensors, self.inputs, is_training=is_training)
-        outputs = mine.outputs
-        layouts = alignment.as_torch(outputs, reference.outputs)
-        to_targets = lambda values: tuple(fit.apply(y) for fit, y in zip(layouts, values, strict=True))
-        self._repeated(outputs, mode)
-        self._modules(mine.calls, reference, mode)
-        wanted = _numbered("output", reference.outputs)
-        self._compare(f"outputs, {mode}", _numbered("output", map(np.asarray, to_targets(outputs))), wanted)
+        self._torch_repeated(reference, mode)
+        with calling(f"the JAX model cannot be called on the inputs and PyTorch's weights in {mode} mode"):
+            mine = self.side.watched(self.tensors, self.inputs, is_training=is_training)
+        self.seen |= {*mine.order, *(name.partition("#")[0] for name in mine.calls)}
+        placed, exact, notes = alignment.as_torch(mine.outputs, reference.outputs)
+        self.placed.setdefault(mode, placed)
+        self.notes += [*notes, *(each.words for each in placed if each.is_same and each.words)]
+        self.causes |= {each.name: each.words for each in placed if not each.is_same}
+        to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
+        self._repeated(mine.outputs.floating, mode)
+        self._modules(mine.calls, reference, to_targets, mode)
+        wanted = {each.name: y for each, y in zip(placed, reference.outputs.floating, strict=True)}
+        self._compare(f"outputs, {mode}", {each.name: each.compared(mine.outputs.floating) for each in placed}, wanted)
+        self.gates += alignment.exact_gates(exact, mine.outputs, reference.outputs, mode)
         if is_training and self.model.state:
             self._state(mine.state, reference)
-        self.layouts = layouts
+        if mode == self.compared_modes[-1]:
+            self._check_modules()
         if self.pair.quick:
             return
         targets = self._targets(reference)
-        exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
-        loss, grads, by_input = self.side.gradients(
-            self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
-        )
+        with calling("the PyTorch module's gradient cannot be taken"):
+            exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
+        with calling("the JAX model's gradient cannot be taken"):
+            loss, grads, by_input = self.side.gradients(
+                self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
+            )
         self._compare(f"loss, {mode}", {"loss": loss}, {"loss": exact.loss})
         order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
         self._compare(f"gradients, {mode}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
         self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
-        if self.pair.optimizers is not None and mode == self.modes()[-1]:
+        if self.pair.optimizers is not None and mode == self.compared_modes[-1]:
             self._steps(targets, to_targets, is_training)
 
     def trained(self) -> frozenset[str]:
@@ -214,25 +227,54 @@ class _Work:
 
     def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
         random = np.random.default_rng(TARGET_SEED)
-        return tuple(random.standard_normal(y.shape) for y in reference.outputs)
+        drawn = [(y, random.standard_normal(y.shape)) for y in reference.outputs.floating]
+        return tuple(np.where(np.isinf(y), np.nan, target) for y, target in drawn)  # infinities have no objective
 
     def _repeated(self, outputs: tuple, mode: str) -> None:
         """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
         side = self._side("float64")
         side.model = opened(self.pair, self.inputs, key=1)
         again = side.run(self.tensors, self.inputs, is_training=mode == "train")
-        error = max((distance.relative_error(a, b) for a, b in zip(again, outputs, strict=True)), default=0.0)
+        error = alignment.repeat_error(again, outputs)
         self.gates.append(
             gates.Gate("P10", f"JAX repeats itself with another random key, {mode}", error == 0.0, error, 0.0)
         )
         if error:
             self.causes[capture.ROOT] = f"random numbers in the JAX model in {mode} mode: dropout left on"
 
-    def _modules(self, calls: Mapping[str, capture.Call], reference: Run, mode: str) -> None:
+    def _torch_run(self, *, is_training: bool) -> Run:
+        with calling(f"the PyTorch module cannot be called on the inputs in {'train' if is_training else 'eval'} mode"):
+            return self.twin.run(self.inputs, is_training=is_training)
+
+    def _torch_repeated(self, reference: Run, mode: str) -> None:
+        """Gate P10 of a PyTorch module that draws at random, which no cause can be tried on; none where it does not."""
+        again = self._torch_run(is_training=mode == "train")
+        error = alignment.repeat_error(again.outputs.floating, reference.outputs.floating)
+        if error > distance.TOLERANCE_FLOAT64:
+            self.is_random = True
+            self.gates.append(gates.Gate("P10", f"PyTorch repeats itself, {mode}", False, error, 0.0))
+            self.causes["PyTorch"] = f"the PyTorch module is random in {mode} mode: dropout left on, such as F.dropout"
+
+    def _check_modules(self) -> None:
+        """Check that every module of `names` was called.
+
+        Raises:
+          ValueError: one was not, in no mode.
+        """
+        for name, value in self.pair.names.items():
+            if _is_module(name, value, self.model.params | self.model.state, self.twin) and name not in self.seen:
+                raise ValueError(
+                    f"names={{{name!r}: {value!r}}}: no such JAX array, and no such module or tap was called"
+                    f"{near(name, {*self.seen, *self.model.params})}"
+                )
+
+    def _modules(self, calls: Mapping[str, capture.Call], reference: Run, to_targets: Any, mode: str) -> None:
         """Blame by teacher forcing, and the first module whose output differs."""
         is_training = mode == "train"
+        rooted = lambda calls: {**calls, capture.ROOT: capture.Call((), to_targets(calls[capture.ROOT].outputs)[:1])}
+        calls = rooted(calls)
         theirs = {name: call.call for name, call in reference.calls.items()}
-        theirs[capture.ROOT] = capture.Call((), reference.outputs[:1])
+        theirs[capture.ROOT] = capture.Call((), reference.outputs.floating[:1])
         modules = {a: b for a, b in self.pair.names.items() if _is_module(a, b, self.model.params, self.twin)}
         names = alignment.modules(calls, theirs, self.matching, modules)
         twin = alignment.aligned(calls, theirs, names)
@@ -245,15 +287,15 @@ class _Work:
         starts = self._compare(f"modules, {mode}", outputs, wanted)
         if self.starts is None:
             self.starts = starts
-        forced = self.side.forced(self.tensors, self.inputs, twin.calls, is_training=is_training)
-        local = _local_errors(forced, twin.calls)
+        forced = rooted(self.side.forced(self.tensors, self.inputs, twin.calls, is_training=is_training))
+        local = alignment.local_errors(forced, twin.calls)
         if local:
             self.gates.append(gates.blame(local)._replace(what=f"every module by itself, {mode}"))
         if self.blamed:
             return  # by an earlier mode
         self.local = local
         self.blamed = [entry for entry in local if not entry.error <= distance.TOLERANCE_FLOAT64]
-        for entry in self._distinct()[:MAX_CAUSES]:
+        for entry in self._distinct()[:MAX_CAUSES] if not self.is_random else ():
             words = causes.likely(entry, twin, forced, self.twin, reference, is_training=is_training)
             if words:
                 self.causes.setdefault(entry.module, words)
@@ -281,11 +323,13 @@ class _Work:
         """Gate P2: both sides' errors against float64 are alike in a narrower type."""
         twin = TorchSide(self.pair.torch_module, dtype=dtype, pick=self.pair.torch_outputs)
         twin.load(self.tensors)
-        theirs = twin.run(self.inputs, is_training=False).outputs
+        theirs = twin.run(self.inputs, is_training=False).outputs.floating
         outputs = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
-        mine = [np.asarray(fit.apply(y), np.float64) for fit, y in zip(self.layouts, outputs, strict=True)]
+        placed = next(iter(self.placed.values()))
+        mine = [np.asarray(each.fit.apply(outputs[each.index]), np.float64) for each in placed]
+        mine, theirs, wanted = (_numbered("output", x) for x in (mine, theirs, self.reference["eval"].outputs.floating))
         ratio = distance.compare_errors(
-            _numbered("output", mine), _numbered("output", theirs), _numbered("output", self.reference["eval"].outputs),
+            mine, theirs, wanted,
             kind=f"outputs, {dtype}", dtype=dtype, slack_epsilons=gates.SLACK_EPSILONS["outputs", dtype],
         )  # fmt: skip
         self.comparisons[ratio.kind] = ratio
@@ -298,29 +342,19 @@ class _Work:
         """Record a comparison and its gate; name of the first that differs."""
         comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)
         self.comparisons[kind] = comparison
-        self.gates.append(gates.from_comparison(gate, comparison))
+        made = gates.from_comparison(gate, comparison)
+        if not np.isfinite(made.error) and (words := alignment.not_finite(values[made.where], wanted[made.where])):
+            made = made._replace(where=f"{made.where}: {words}")
+        self.gates.append(made)
         return comparison.first_failure and comparison.first_failure.name
 
     def result(self) -> Result:
         """What was found."""
         return Result(
             tuple(self.gates), self.matching, self.modules, self.comparisons, self.model.framework, tuple(self.local),
-            tuple(self.blamed), self.starts, self.causes, tuple(self.notes),
+            tuple(self.blamed), self.starts, self.causes,
+            tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
-
-
-def wide(tree: Any) -> Any:
-    """Inputs as numpy, the floating ones in float64."""
-    if isinstance(tree, dict):
-        return {key: wide(value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(wide(value) for value in tree)
-    if isinstance(tree, torch.Tensor):
-        tree = tree.detach().cpu().numpy()
-    if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
-        tree = np.asarray(tree)
-    is_floating = isinstance(tree, np.ndarray) and np.issubdtype(tree.dtype, np.floating)
-    return tree.astype(np.float64) if is_floating else tree
 
 
 def _numbered(name: str, values: Any) -> dict[str, Any]:
@@ -337,19 +371,6 @@ def _order_of(name: str, reference: Run) -> int:
     """Place of a weight's module in the order of completion."""
     order = {call.module: i for i, call in enumerate(reference.calls.values())}
     return order.get(name.rpartition(".")[0], -1)
-
-
-def _local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture.Call]) -> list[capture.Local]:
-    """Each module's own error, and that of what it hands to the modules inside it, in the order of completion."""
-    mine, theirs = {}, {}
-    for name, wanted in twin.items():
-        if name in forced:
-            pairs = zip(forced[name].inputs, wanted.inputs, strict=True)
-            kept = [(a, b) for a, b in pairs if b is not None]
-            outputs = wanted.outputs or (np.full(1, np.nan),)  # of another shape: an infinite error
-            mine[name] = capture.Call(tuple(a for a, _ in kept), forced[name].outputs)
-            theirs[name] = capture.Call(tuple(b for _, b in kept), outputs)
-    return capture.local_errors(mine, theirs)
 
 
 def opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:

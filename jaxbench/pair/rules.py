@@ -70,6 +70,18 @@ class Rule(NamedTuple):
         return ", ".join(text for text in (" + ".join(self.sources), part, self.arrangement.text(), joined) if text)
 
 
+class Read(dict):
+    """Tensors by name that remembers which were read."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]):
+        super().__init__(tensors)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
 # By hand: a function from PyTorch's tensors by name to the JAX array, written with the operators all arrays share.
 Given = Callable[[Mapping[str, Any]], Any]
 

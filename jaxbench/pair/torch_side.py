@@ -5,14 +5,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.modules import conv
 
 from jaxbench.pair.jax_model import tapped
-from jaxbench.parity.capture import ROOT, Call, map_floating
+from jaxbench.pair.leaves import sources_of
+from jaxbench.pair.matching import Leaf
+from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
+
+# Modules whose weights are [out, in, *window], so that Flax's and Haiku's kernels are their reverse.
+REVERSED = (torch.nn.Linear, conv._ConvNd, torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase,
+            torch.nn.Embedding)  # fmt: skip
+REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # of classes of others' that stand for one of these
+DISTURB_SEED = 0
+DISTURBANCE = 0.3  # of a constant, relative
 
 
 class TorchCall(NamedTuple):
@@ -27,7 +38,7 @@ class TorchCall(NamedTuple):
 class Run(NamedTuple):
     """One call of the whole module."""
 
-    outputs: tuple[np.ndarray, ...]  # floating tensors, from left to right
+    outputs: Outputs
     calls: dict[str, TorchCall]  # by name, `name#1` for a module's second call; in order of completion
     buffers: dict[str, np.ndarray]  # after it
 
@@ -66,6 +77,28 @@ class TorchSide:
             for name, value in tensors.items():
                 named[name].copy_(torch.from_numpy(np.array(value)))
 
+    def disturb(self, names: Iterable[str]) -> list[str]:
+        """Random numbers around the value of every constant tensor among these; names of those that were constant.
+
+        A zero or a one in every place, as norms have at first, hides what is done with it. Variances stay positive.
+        """
+        random, tensors, disturbed = np.random.default_rng(DISTURB_SEED), self.tensors(), {}
+        for name in sorted(set(names) & tensors.keys()):
+            x = tensors[name]
+            if x.size and np.all(x == x.flat[0]) and np.isfinite(x.flat[0]):
+                size = abs(float(x.flat[0])) or 1.0
+                if "var" in name.rpartition(".")[2]:
+                    disturbed[name] = size * random.uniform(1 - DISTURBANCE, 1 + DISTURBANCE, x.shape)
+                else:
+                    disturbed[name] = x + DISTURBANCE * size * random.uniform(-1.0, 1.0, x.shape)
+        self.load(disturbed)
+        return list(disturbed)
+
+    def owner(self, name: str) -> torch.nn.Module:
+        """Module of a tensor; of a parametrised one the module around its parametrisation."""
+        parametrised, separator, _ = name.partition(".parametrizations.")
+        return self.module.get_submodule(parametrised if separator else name.rpartition(".")[0])
+
     @contextlib.contextmanager
     def _restored(self, is_training: bool) -> Iterator[None]:
         """Mode of the module while the context is open; its parameters and buffers are restored at the end."""
@@ -85,7 +118,9 @@ class TorchSide:
         with torch.no_grad(), self._restored(is_training), recorded(self.module, calls):
             result = self.module(*self.tensors_of(inputs))
             buffers = {n: as_numpy(x) for n, x in self.module.named_buffers() if x.is_floating_point()}
-        return Run(tuple(as_numpy(x) for x in floating(self.pick(result))), calls, buffers)
+        found = compared(self.pick(result))
+        arrays = (tuple(map(as_numpy, each)) for each in (found.floating, found.exact))
+        return Run(Outputs(*arrays, found.tree), calls, buffers)
 
     def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients:
         """Gradients of the objective by parameters and floating inputs."""
@@ -120,8 +155,8 @@ class TorchSide:
         return np.array(losses), after
 
     def _objective(self, result: Any, targets: tuple[np.ndarray, ...]) -> torch.Tensor:
-        pairs = zip(floating(result), targets, strict=True)
-        return sum(((y - torch.from_numpy(t).to(y.dtype)) ** 2).mean() / 2 for y, t in pairs)
+        pairs = zip(compared(result).floating, targets, strict=True)
+        return sum((_difference(y, t) ** 2).mean() / 2 for y, t in pairs)
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
         """Inputs as tensors, the floating ones in this side's type."""
@@ -186,6 +221,69 @@ def floating(tree: Any) -> tuple[torch.Tensor, ...]:
     tensors: list[torch.Tensor] = []
     map_floating(tree, tensors.append, is_floating=is_floating_tensor)
     return tuple(tensors)
+
+
+def wide(tree: Any) -> Any:
+    """Inputs as numpy, the floating ones in float64."""
+    if isinstance(tree, dict):
+        return {key: wide(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(wide(value) for value in tree)
+    if isinstance(tree, torch.Tensor):
+        tree = tree.detach().cpu().numpy()
+    if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
+        tree = np.asarray(tree)
+    is_floating = isinstance(tree, np.ndarray) and np.issubdtype(tree.dtype, np.floating)
+    return tree.astype(np.float64) if is_floating else tree
+
+
+def torch_leaves(side: TorchSide, calls: Mapping[str, TorchCall], *, with_values: bool) -> list[Leaf]:
+    """Leaves of a PyTorch module; buffers that no JAX array is may be left over."""
+    order = {call.module: i for i, call in reversed(list(enumerate(calls.values())))}
+    sources = sources_of({name: call.call for name, call in calls.items()})
+    params = dict(side.module.named_parameters())
+    leaves = []
+    for i, (name, x) in enumerate(side.tensors().items()):
+        owner, path = side.owner(name), name.rpartition(".")[0]
+        is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
+        place = order.get(path, len(order)) * 100_000 + i
+        value, source = x if with_values else None, sources.get(path, "")
+        leaves.append(
+            Leaf(
+                name,
+                x.shape,
+                place,
+                is_reversed,
+                value,
+                type(owner).__name__,
+                source,
+                name not in params,
+                is_bare(owner),
+            )  # fmt: skip
+        )
+    return leaves
+
+
+def is_bare(owner: torch.nn.Module) -> bool:
+    """True for a module that says nothing of how its matrices are stored."""
+    return not isinstance(owner, REVERSED) and not REVERSED_NAMES.search(type(owner).__name__)
+
+
+def _difference(y: torch.Tensor, target: np.ndarray) -> torch.Tensor:
+    """Output less its target; 0 where the target is NaN, that is where the output is infinite."""
+    t = torch.from_numpy(target).to(y.dtype)
+    return torch.where(t.isnan(), 0.0, torch.where(t.isnan(), 0.0, y) - t) if t.isnan().any() else y - t
+
+
+def compared(result: Any) -> Outputs:
+    """Tensors of what a call returned."""
+
+    def kind_of(x: Any) -> str:
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            return ""
+        return "floating" if x.is_floating_point() else "exact"
+
+    return outputs_of(result, kind_of=kind_of)
 
 
 def is_floating_tensor(x: Any) -> bool:

@@ -7,7 +7,8 @@ torch_side.py, equinox_side.py) fill these types without any change to the model
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,21 @@ class Decoding(NamedTuple):
     incremental: np.ndarray
 
 
+class Outputs(NamedTuple):
+    """A call's outputs: the arrays by kind, and where each stands."""
+
+    floating: tuple[Any, ...]  # from left to right
+    exact: tuple[Any, ...]  # integers and booleans, likewise
+    tree: Any  # nested dictionaries and lists of Leaf; None where there is no array
+
+
+class Leaf(NamedTuple):
+    """Place of one output among those of its kind."""
+
+    is_floating: bool
+    index: int
+
+
 class Local(NamedTuple):
     """Error of one module's own code: its distance from the twin, given the twin's inputs and inner results."""
 
@@ -76,6 +92,67 @@ def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Call
         items = [map_floating(item, function, is_floating=is_floating) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
+
+
+def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
+    """Outputs of a call, out of nested mappings, dataclasses, tuples and lists; what holds no array is left out.
+
+    Args:
+      result: what the model returned.
+      kind_of: "floating", "exact" or "" for what is no array to compare.
+    """
+    arrays: dict[str, list[Any]] = {"floating": [], "exact": []}
+
+    def walk(tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            items = dict(tree)
+        elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            items = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        elif isinstance(tree, tuple | list):
+            return [kept for kept in map(walk, tree) if kept is not None] or None
+        elif kind := kind_of(tree):
+            arrays[kind].append(tree)
+            return Leaf(kind == "floating", len(arrays[kind]) - 1)
+        else:
+            return None
+        return {str(key): kept for key, value in items.items() if (kept := walk(value)) is not None} or None
+
+    tree = walk(result)
+    return Outputs(tuple(arrays["floating"]), tuple(arrays["exact"]), tree)
+
+
+def paired_outputs(mine: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, list[Leaf], list[Leaf]]]:
+    """(path, leaves of one side, those of the other) of two trees of outputs: dictionaries by key, lists by position.
+
+    Where one side has a list and the other something else, or another length, all leaves inside are one group.
+
+    Raises:
+      ValueError: two dictionaries have other keys; the message names them.
+    """
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        missing, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+        if missing or more:
+            where = f" {path}" if path else ""
+            raise ValueError(
+                f"outputs{where}: only PyTorch's have the keys {missing}, only JAX's {more}: choose the same ones with "
+                "jax_outputs=function and torch_outputs=function"
+            )
+        children = [(key, mine[key], theirs[key]) for key in theirs]
+    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        children = [(str(i), a, b) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))]
+    else:
+        yield path, list(_leaves(mine)), list(_leaves(theirs))
+        return
+    for key, a, b in children:
+        yield from paired_outputs(a, b, f"{path}.{key}" if path else key)
+
+
+def _leaves(tree: Any) -> Iterator[Leaf]:
+    if isinstance(tree, Leaf):
+        yield tree
+    elif tree is not None:
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(child)
 
 
 def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:

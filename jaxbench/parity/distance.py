@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TOLERANCE_FLOAT64 = 1e-9  # relative; the twins reach 1e-13 (docs/lab_log.md), one operation in float32 gives 1e-8
+HUGE = 1e150  # values whose squares overflow; equal ones on both sides are no part of a norm
 FLOOR = 1e-3  # share of the kind's RMS norm under which a tensor counts as zero, such as the gradient of a key bias
 ERROR_RATIO = 1.5  # allowed ratio of two backends' errors; medians over positions are 1.0 to 1.3 (docs/lab_log.md)
 MACHINE_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -80,15 +81,24 @@ class Comparison(NamedTuple):
 
 def norm_floor(reference: Mapping[str, Any]) -> float:
     """Norm under which a tensor counts as zero: FLOOR times the root mean square of the tensors' 2-norms."""
-    squares = [float(np.sum(np.square(_wide(value)))) for value in reference.values()]
+    squares = [float(np.sum(np.square(_small(_wide(value))))) for value in reference.values()]
     return FLOOR * float(np.sqrt(np.mean(squares))) if squares else 0.0
 
 
 def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
-    """Relative error ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where undefined."""
+    """Relative error ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where undefined.
+
+    Infinities (and values above HUGE) that stand in the same places on both sides, such as those of a mask, are equal
+    and left out of both norms; one that stands on one side only, and NaN on any side, make the error infinite.
+    """
     wide, wide_reference = _wide(value), _wide(reference)
     if wide.shape != wide_reference.shape:
         return float("inf")
+    if not (_is_small(wide) and _is_small(wide_reference)):
+        kept = ~((wide == wide_reference) & (np.abs(wide_reference) > HUGE))
+        wide, wide_reference = wide[kept], wide_reference[kept]
+        if not (_is_small(wide) and _is_small(wide_reference)):
+            return float("inf")
     difference = float(np.linalg.norm((wide - wide_reference).ravel()))
     if difference == 0.0:
         return 0.0
@@ -144,7 +154,7 @@ def compare_errors(
     entries = []
     for name, wanted in reference.items():
         errors = (relative_error(each[name], wanted, floor=floor) for each in (values, other_values))
-        is_zero = float(np.linalg.norm(_wide(wanted).ravel())) < floor
+        is_zero = float(np.linalg.norm(_small(_wide(wanted)))) < floor
         entries.append(RatioEntry(name, *errors, slack / FLOOR if is_zero else slack))
     return Comparison(kind, tuple(entries))
 
@@ -174,6 +184,17 @@ def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind
     unexpected = sorted(values.keys() - reference.keys())
     if missing or unexpected:
         raise ValueError(f"parity of {kind}: missing {missing}, unexpected {unexpected}")
+
+
+def _is_small(x: np.ndarray) -> bool:
+    """True where every value is finite and has a square; NaN is not."""
+    return not x.size or bool(max(x.max(), -x.min()) <= HUGE)
+
+
+def _small(x: np.ndarray) -> np.ndarray:
+    """Values that take part in a norm, as a vector: all but infinities and those above HUGE; NaN stays."""
+    x = x.ravel()
+    return x if _is_small(x) else x[~(np.abs(x) > HUGE)]
 
 
 def _wide(value: Any) -> np.ndarray:

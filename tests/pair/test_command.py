@@ -27,6 +27,12 @@ NEEDS = {
     "equimo_convnext": ("equimo", "timm"),
 }  # fmt: skip
 
+UNCALLABLE = """
+import numpy as np, torch, jaxbench
+x = np.ones((2, 4))
+def pair(): return jaxbench.Pair(lambda x: x, torch.nn.Linear(4, 4), {})
+"""
+
 pytest_plugins = ["pytester"]
 
 
@@ -53,6 +59,10 @@ def test_a_file_is_compared_and_its_page_written(tmp_path):
         ("def pair(): return 3", "returns a int"),
         ("raise RuntimeError('no')", "RuntimeError: no"),
         ("import not_there", "needs the package of not_there"),
+        ("def pair(): return {}['key']", "pair() fails: KeyError: 'key'"),
+        ("import jaxbench\ndef pair(): return jaxbench.Pair(speeed=1)", "pair() fails: TypeError"),
+        (UNCALLABLE.format("x[:, :3]"), "the PyTorch module cannot be called on the inputs"),
+        (UNCALLABLE.format("x, weights='mine'"), "weights='mine'"),
     ],
 )
 def test_a_file_that_describes_no_pair_is_one_line(tmp_path, content, message):

@@ -9,6 +9,7 @@ import torch
 from flax import linen, nnx
 
 import jaxbench
+from jaxbench.pair import contract, proof
 from tests.pair import bugs
 
 RANDOM = np.random.default_rng(0)
@@ -194,3 +195,170 @@ def test_modules_that_inherit_their_call_are_compared_too():
     layers = (torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     result = jaxbench.compare(Two(), torch.nn.Sequential(*layers), X, quick=True)
     assert result.passed and {"first", "second"} <= result.modules.keys()
+
+
+class Layer(torch.nn.Linear):
+    """Linear layer whose outputs are what a function makes of its result."""
+
+    def __init__(self, out_of):
+        super().__init__(4, 4)
+        self.out_of = out_of
+
+    def forward(self, x):
+        return self.out_of(super().forward(x))
+
+
+Y = RANDOM.standard_normal((2, 4, 4))  # as many positions as features, so that a transposed output has the same shape
+
+
+def outputs(of_jax, of_torch, x=Y, **options):
+    """Result of equal layers whose outputs differ."""
+    layer = lambda p, x: of_jax(x @ p["kernel"] + p["bias"][None, None])
+    params = {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)}
+    return jaxbench.compare((layer, params), Layer(of_torch), x, quick=True, **options)
+
+
+@pytest.mark.parametrize(
+    "of_jax", [lambda y: y.swapaxes(1, 2), lambda y: y.transpose(1, 2, 0), lambda y: y.reshape(-1)]
+)
+def test_an_output_in_another_order_of_axes_is_not_the_same(of_jax):
+    result = outputs(of_jax, lambda y: y)
+    assert not result.passed and "output 0 is equal up to" in str(result) and "jax_outputs=" in str(result)
+    assert outputs(of_jax, lambda y: y, jax_outputs=lambda y: unturned(y, of_jax)).passed
+
+
+def unturned(y, of_jax):
+    """What an order of axes was made of."""
+    places = np.asarray(of_jax(np.arange(Y.size).reshape(Y.shape))).ravel()
+    return y.ravel()[np.argsort(places)].reshape(Y.shape)
+
+
+def test_heads_in_another_order_are_not_the_same_though_their_shapes_fit_otherwise():
+    heads = lambda y: y.reshape(2, 4, 2, 2)
+    result = outputs(heads, lambda y: y.view(2, 4, 2, 2).transpose(1, 2))
+    assert not result.passed and "axes (0, 2, 1, 3)" in str(result)
+
+
+def test_channels_last_is_accepted_with_a_note():
+    result = outputs(lambda y: y, lambda y: y.transpose(1, 2), Y[:, :3])
+    assert result.passed and "output 0: [2, 3, 4] of JAX taken in the order (0, 2, 1)" in str(result)
+
+
+def test_outputs_by_name_are_compared_by_name():
+    named = lambda y: {"logits": y, "aux": 2 * y, "cache": None}
+    turned = lambda y: {"aux": 2 * y, "logits": y}
+    assert outputs(turned, named).passed
+    swapped = outputs(lambda y: {"aux": y, "logits": 2 * y}, named)
+    assert {gate.where for gate in swapped.gates if gate.what.startswith("outputs")} == {"output logits"}
+    with pytest.raises(ValueError, match=r"only PyTorch's have the keys \['aux'\], only JAX's \['extra'\]"):
+        outputs(lambda y: {"logits": y, "extra": y}, named)
+
+
+def test_integer_and_boolean_outputs_are_compared_exactly():
+    both = lambda y: (y, {"best": y.argmax(-1), "above": y > 0})
+    assert outputs(both, both).passed
+    result = outputs(lambda y: (y, {"best": y.argmin(-1), "above": y > 0}), both)
+    assert [gate.where for gate in result.gates if not gate.passed] == ["exact output 1.best"]
+    alone = outputs(lambda y: y, lambda y: (y, y.argmax(-1)))
+    assert alone.passed and "only PyTorch has it, integers or booleans" in str(alone)
+
+
+def test_infinities_in_the_same_places_are_equal_and_nan_never_is(recwarn):
+    x, lower = Y[:, :4], np.tri(4, dtype=bool)
+    mask = lambda y: jnp.where(lower[None], y, -jnp.inf)
+    twin = lambda y: y.masked_fill(~torch.tensor(lower), -torch.inf)
+    layer, params = (
+        lambda p, x: mask(x @ p["kernel"] + p["bias"][None, None]),
+        {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)},
+    )
+    result = jaxbench.compare((layer, params), Layer(twin), x)  # with gradients, and in narrower types
+    assert result.passed, str(result)
+    shifted = outputs(lambda y: jnp.where(lower.T[None], y, -jnp.inf), twin)
+    assert not shifted.passed and "not finite at [0, 0, 1]" in str(shifted)
+    nan = outputs(lambda y: y * np.nan, lambda y: y * np.nan)
+    assert not nan.passed and "not finite at [0, 0, 0]: nan in JAX, nan in PyTorch" in str(nan)
+    assert "dropout" not in str(nan) and not [w for w in recwarn if w.category is RuntimeWarning]
+
+
+def test_a_pytorch_module_that_is_random_is_said_to_be():
+    result = outputs(lambda y: y, lambda y: torch.nn.functional.dropout(y, 0.5))
+    assert "the PyTorch module is random in eval mode" in str(result) and "cast" not in str(result)
+
+
+def norm(p, x, *, is_wrong):
+    x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return (x + p["bias"]) * p["scale"] if is_wrong else x * p["scale"] + p["bias"]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ones_and_zeros_of_a_fresh_norm_hide_nothing_and_the_callers_module_keeps_them(is_wrong):
+    twin, params = torch.nn.LayerNorm(4), {"scale": np.ones(4), "bias": np.zeros(4)}
+    mine = lambda p, x: norm({name: each[None] for name, each in p.items()}, x, is_wrong=is_wrong)
+    result = jaxbench.compare((mine, params), twin, X, quick=True)
+    assert result.passed != is_wrong and "random values: bias, weight" in str(result)
+    assert torch.all(twin.weight == 1) and torch.all(twin.bias == 0)
+    with pytest.raises(ValueError, match="RuntimeError"):
+        jaxbench.compare((mine, params), twin, X[:, :3], quick=True)
+    assert torch.all(twin.weight == 1) and torch.all(twin.bias == 0)
+
+
+def test_variances_stay_positive_and_tensors_that_jax_lacks_stay_as_they_are():
+    side = proof.TorchSide(torch.nn.BatchNorm1d(4), dtype="float64")
+    names = {"running_var", "running_mean", "weight"}
+    assert set(side.disturb(names)) == names
+    tensors = side.tensors()
+    assert np.all(tensors["running_var"] > 0) and np.ptp(tensors["running_mean"]) > 0 and np.all(tensors["bias"] == 0)
+
+
+class Plain(torch.nn.Module):
+    """A square parameter of its own, used as it is stored."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def test_a_square_parameter_of_a_class_without_a_layout_is_taken_as_it_is_stored():
+    params = {"w": np.zeros((4, 4))}
+    assert jaxbench.compare((lambda p, x: x @ p["w"], params), Plain(), X, quick=True).passed
+    result = jaxbench.compare((lambda p, x: x @ p["w"].T, params), Plain(), X, quick=True)
+    assert not result.passed and "w is transposed in JAX" in str(result)
+    own = {"w": Plain().w.detach().numpy().T}
+    result = jaxbench.compare((lambda p, x: x @ p["w"].T, own), Plain(), X, quick=True, weights="own")
+    assert result.passed and "w has the values of w, axes (1, 0) of PyTorch's" in str(result)
+
+
+def test_one_mode_or_type_may_be_given_as_a_word_and_inputs_as_a_list():
+    modes = {"eval": {"train": False}, "train": {"train": True}}
+    twin = bugs.scattered(torch.nn.BatchNorm1d(4))
+    result = jaxbench.compare(Norm(), twin, [X], jax_modes=modes, modes="train", dtypes="float32", quick=True)
+    assert "state after a call, train" in {gate.what for gate in result.gates}
+    pair = contract.checked(jaxbench.Pair(function, twin, [X], modes="train", dtypes="float32"))
+    assert (pair.modes, pair.dtypes, type(pair.inputs)) == (("train",), ("float32",), tuple)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": {"up.w": 3}}, "names={'up.w': 3}: wanted a PyTorch name"),
+        ({"names": {"hiden": "0"}}, "names={'hiden': '0'}.*nearest: hidden"),
+        ({"jax_modes": {"evall": {}}}, "jax_modes={'evall': {}}: 'evall' is none of eval, train"),
+        ({"inputs": X[:, :3]}, "the PyTorch module cannot be called on the inputs in eval mode: RuntimeError"),
+        ({"jax_inputs": lambda x: (x[:, :3],)}, "the JAX model cannot be called on the inputs"),
+        ({"jax_modes": {"eval": {"no_such": 1}}}, "the JAX model cannot be called on the inputs.*no_such"),
+    ],
+)
+def test_what_cannot_be_called_or_is_misspelt_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbench.compare((function, PARAMS), mlp(), **{"inputs": X, "quick": True} | options)
+
+
+def test_a_model_with_a_narrow_type_of_its_own_is_told_what_to_do():
+    layer = lambda dtype: nnx.Linear(4, 2, dtype=dtype, rngs=nnx.Rngs(0))
+    result = jaxbench.compare(layer(jnp.bfloat16), torch.nn.Linear(4, 2), X, quick=True)
+    assert not result.passed and "cast to bfloat16" in str(result) and "dtype=jnp.float64 (or dtype=None" in str(result)
+    assert jaxbench.compare(layer(jnp.float64), torch.nn.Linear(4, 2), X, quick=True).passed
+    assert jaxbench.compare(layer(None), torch.nn.Linear(4, 2), X, quick=True).passed

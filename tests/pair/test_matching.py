@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.pair.matching import Leaf, match
+from jaxbench.pair.matching import TURNED, Leaf, match
 from jaxbench.pair.rules import Rule, arrangements, to_torch
 
 RANDOM = np.random.default_rng(0)
@@ -24,6 +24,14 @@ def test_kernels_are_transposed_and_convolutions_turned_round():
     found = rules_of(arrays, leaves(("fc.weight", (6, 6)), ("features.weight", (4, 4, 3, 3))))
     assert found["dense.kernel"].arrangement.axes == (1, 0)
     assert found["conv.kernel"].arrangement.axes == (2, 3, 1, 0)
+
+
+def test_a_square_matrix_of_a_class_without_a_layout_keeps_its_axes_unless_the_values_say_otherwise():
+    value = RANDOM.standard_normal((4, 4))
+    array, tensor = Leaf("w", (4, 4), 0, True), Leaf("w", (4, 4), 0, is_bare=True)
+    assert rules_of([array], [tensor])["w"].arrangement.axes == (0, 1)
+    (guess,) = match([array._replace(value=value)], [tensor._replace(value=value.T)]).guesses
+    assert guess.rule.arrangement.axes == (1, 0) and guess.why == TURNED
 
 
 def test_query_key_and_value_come_out_of_one_fused_tensor_in_their_order():

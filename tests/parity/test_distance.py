@@ -70,6 +70,19 @@ def test_a_nan_on_both_sides_does_not_pass():
     assert not distance.compare(both, both, kind="output").passed
 
 
+@pytest.mark.parametrize("huge", [np.inf, -np.inf, np.finfo(float).min])
+def test_equal_infinities_are_left_out_and_those_of_one_side_never_pass(huge):
+    reference, off = np.array([1.0, huge, 2.0]), np.array([1.0, huge, 2.0 + 1e-3])
+    assert distance.relative_error(reference.copy(), reference) == 0.0
+    assert distance.relative_error(off, reference) == pytest.approx(1e-3 / np.sqrt(5))
+    assert distance.norm_floor({"x": reference}) == pytest.approx(1e-3 * np.sqrt(5))
+    for value in (np.array([1.0, 0.0, 2.0]), np.array([1.0, -huge, 2.0]), np.array([huge, huge, 2.0])):
+        assert distance.relative_error(value, reference) == distance.relative_error(reference, value) == np.inf
+    masked = {"x": np.array([1.0, huge])}
+    how = {"kind": "outputs", "dtype": "float32", "slack_epsilons": 1.0}
+    assert distance.compare_errors(masked, masked, masked, **how).passed
+
+
 def test_missing_and_unexpected_names_are_errors_that_list_them():
     with pytest.raises(ValueError, match=r"gradient: missing \['b'\], unexpected \['c'\]"):
         distance.compare({"a": np.ones(1), "c": np.ones(1)}, {"a": np.ones(1), "b": np.ones(1)}, kind="gradient")
