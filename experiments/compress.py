@@ -117,7 +117,7 @@ def compress() -> int:
     auto.check_name(VALUES.name, VALUES.weights)
     process_environment.ensure("cpu")
     compressor = _compressor(VALUES.name)
-    cli.keep(f"finished parts are in {workdir}; the same command goes on")
+    cli.keep(f"finished parts are in {workdir}; the same command goes on", when=lambda: bulk.has_parts(workdir))
     with terminal.progress(source.stat().st_size) as advance:
         found = bulk.compress_file(
             compressor, source, Path(VALUES.output), sha256=f"{sha256}-{VALUES.precision}-{VALUES.backend}",

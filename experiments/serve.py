@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -161,7 +162,7 @@ def answer_file(config: Any) -> int:
     ]
     job = batch.check(VALUES.input, VALUES.output, identity, overwrite=VALUES.overwrite)
     text, watermarks = tokenizer.load_tokenizer(engine.model), _watermarks(engine)
-    cli.keep(f"finished answers are in {job.part}; the same command goes on")
+    cli.keep(f"finished answers are in {job.part}; the same command goes on", when=job.part.exists)
 
     async def run() -> int:
         service = Service(config.model_copy(update={"drain_s": 0.0}), text, watermarks)
@@ -187,8 +188,10 @@ def serve_fleet(config: Any) -> int:
     if config.engine.kernels == "native":  # XLA's and PyTorch's own operations take all cores that they find
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"threads": threads})})
     _socket(config.host, config.port).close()  # Ray Serve waits for a port that is taken
+    interrupt = signal.getsignal(signal.SIGTERM)
     ray_pool.start(max(cores, threads * VALUES.replicas))
     try:
+        import ray
         from ray import serve
 
         from jaxbench.serve import fleet
@@ -196,13 +199,18 @@ def serve_fleet(config: Any) -> int:
         raise ValueError(f"replicas={VALUES.replicas}: {error}; pip install 'jaxbench[serve,ray]'") from error
     serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "ERROR"})
     made = fleet.application(config, _watermarks(config.engine), replicas=VALUES.replicas, cpus=threads)
+    signal.signal(signal.SIGTERM, interrupt)  # Ray's own ends the process at once, and answers with it
     try:
-        serve.run(made, name="jaxbench", route_prefix="/")
+        gateway = serve.run(made, name="jaxbench", route_prefix="/")
         print(f"http://{config.host}:{config.port} (model {config.shown_name}, {VALUES.replicas} replicas)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
+        cut = gateway.drain.remote(config.drain_s).result()
+        if cut:
+            print(f"{cut} answers did not end in {config.drain_s:g} s and were cut off")
     finally:
         serve.shutdown()
+        ray.shutdown()
     return cli.EXIT_OK
 
 

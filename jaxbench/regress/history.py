@@ -179,10 +179,13 @@ class History:
         Raises:
           ValueError: there is no such run, or the name is another's.
         """
-        other = [row.id for row in self.list() if row.tag == tag and not row.id.startswith(id)]
-        if other or not tag.strip():
-            raise ValueError(f"history: tag {tag!r} is {'run ' + other[0] if other else 'empty'}; wanted another name")
+        if tag == "latest" or not tag.strip():
+            said = "the newest run, whichever that is" if tag.strip() else "empty"
+            raise ValueError(f"history: tag {tag!r} is {said}; wanted another name")
         path = self.find(id)
+        other = [row.id for row in self.list() if row.tag == tag and row.id != path.stem]
+        if other:
+            raise ValueError(f"history: tag {tag!r} is run {other[0]}; wanted another name")
         record = read(path)
         outputs.write_text(path, json.dumps(record | {"tag": tag}, ensure_ascii=False, sort_keys=True) + "\n")
 

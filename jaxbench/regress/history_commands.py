@@ -34,9 +34,14 @@ def list_() -> int:
     import rich.table
 
     table = rich.table.Table("run", "time", "head", "base", "machine", "device", "tag")
-    for row in folder().list():
+    history = folder()
+    rows = history.list()
+    for row in rows:
         table.add_row(row.id, row.time_utc, row.head, row.base, row.host, row.device, row.tag)
     terminal.console().print(table)
+    damaged = len(history.files()) - len(rows)
+    if damaged:
+        print(f"{damaged} of {len(history.files())} run files cannot be read: see history verify")
     return cli.EXIT_OK
 
 
@@ -122,14 +127,25 @@ def define_export() -> None:
     """Define the flags of history export."""
     define_folder()
     flags.DEFINE_string("output", None, "a CSV file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output; never a file of the history")
 
 
 def export() -> int:
-    """Write the median of every series of every run as CSV."""
-    rows = list(folder().every_point())
+    """Write the median of every series of every run as CSV.
+
+    Raises:
+      ValueError: there is no run, or the file may not be written.
+    """
+    history = folder()
+    if Path(VALUES.output).resolve().is_relative_to(history.folder.resolve()):
+        raise ValueError(
+            f"--output={VALUES.output} is in --history={history.folder}, among the runs; name another file"
+        )
+    output = outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
+    rows = list(history.every_point())
     if not rows:
         raise ValueError(f"--history={VALUES.history}: there is no run to export")
-    outputs.write_csv(Path(VALUES.output), rows)
+    outputs.write_csv(output, rows)
     print(f"{len(rows)} points in {VALUES.output}")
     return cli.EXIT_OK
 

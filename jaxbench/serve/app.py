@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from jaxbench.generation import requests as texts
-from jaxbench.serve import intake, stream
+from jaxbench.serve import intake, protocol, stream
 from jaxbench.serve.intake import KEY_VARIABLE, Bad
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.protocol import ChatBody, CompletionBody, DetectBody, error_body
@@ -33,6 +33,7 @@ from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
 OPEN_PATHS = ("/health", "/ready", "/")  # that need no key
+MODEL_PATH = "/v1/models/{id:path}"
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -51,6 +52,7 @@ def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Wa
         Route("/v1/completions", _served(completions), methods=["POST"]),
         Route("/v1/chat/completions", _served(chat), methods=["POST"]),
         Route("/v1/models", _served(models)),
+        Route(MODEL_PATH, _served(model)),
         Route("/tokenize", _served(tokenize), methods=["POST"]),
         Route("/v1/watermark/detect", _served(find_watermarks), methods=["POST"]),
         Route("/health", _served(health)),
@@ -68,12 +70,13 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
 
     async def run(request: Request) -> Response:
         started, id = time.monotonic(), f"req-{secrets.token_hex(8)}"
+        path = MODEL_PATH if request.path_params else request.scope["path"]  # nothing that a client made up
         request.state.id = id
         try:
             check_key(request)
             response = await handler(request)
         except Bad as error:
-            response = JSONResponse(error_body(str(error), "invalid_request_error"), error.status)
+            response = JSONResponse(error.body, error.status)
         except Refused as error:
             kind = "rate_limit_error" if error.status == 429 else "server_error"
             response = JSONResponse(error_body(str(error), kind), error.status, {"Retry-After": str(RETRY_S)})
@@ -83,9 +86,9 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
             log.exception("failed", extra={"fields": {"request": id}})
             response = JSONResponse(error_body(f"the server failed; its log has request {id}", "server_error"), 500)
         response.headers["x-request-id"] = id
-        request.app.state.service.metrics.http(request.scope["path"], response.status_code)
+        request.app.state.service.metrics.http(path, response.status_code)
         seconds = round(time.monotonic() - started, 4)
-        fields = {"request": id, "path": request.scope["path"], "status": response.status_code, "seconds": seconds}
+        fields = {"request": id, "path": path, "status": response.status_code, "seconds": seconds}
         log.info("http", extra={"fields": fields})
         return response
 
@@ -108,7 +111,8 @@ def check_key(request: Request) -> None:
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
-        raise Bad("the API key is missing or wrong; send it as `Authorization: Bearer KEY`", 401)
+        said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+        raise Bad(said, 401, code="invalid_api_key")
 
 
 async def _body(request: Request, kind: type[pydantic.BaseModel]) -> Any:
@@ -188,9 +192,18 @@ class _Stream(StreamingResponse):
 
 async def models(request: Request) -> Response:
     """The one model that is served."""
-    about = request.app.state.service.about
-    model = {"id": request.app.state.name, "object": "model", "created": 0, "owned_by": "jaxbench"}
-    return JSONResponse({"object": "list", "data": [model | {"max_model_len": about.get("max_seq_len")}]})
+    return JSONResponse({"object": "list", "data": [_model(request)]})
+
+
+async def model(request: Request) -> Response:
+    """The model of a name."""
+    intake.check_model(request.path_params["id"], request.app.state.name)
+    return JSONResponse(_model(request))
+
+
+def _model(request: Request) -> dict[str, Any]:
+    longest = request.app.state.service.about.get("max_seq_len")
+    return protocol.model_object(request.app.state.name, max_model_len=longest)
 
 
 class TokenizeBody(pydantic.BaseModel):

@@ -8,6 +8,7 @@ where the same command goes on; a request that cannot be served is an answer wit
 from __future__ import annotations
 
 import asyncio
+import codecs
 import collections
 import hashlib
 import json
@@ -57,12 +58,14 @@ def lines(source: Path) -> Iterator[Line]:
     """
     with open(source, "rb") as file:
         for number, text in enumerate(file, 1):
+            if number == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)  # as editors of Windows put it there
             if not text.strip():
                 continue
             try:
                 yield Line.model_validate_json(text)
             except pydantic.ValidationError as error:
-                raise ValueError(f"--input={source} line {number}: {problem(error)}") from error
+                raise ValueError(f"--input={source} line {number}: {problem(error, whole='')}") from error
 
 
 def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> Job:
@@ -137,7 +140,7 @@ async def _answered(service: Service, name: str, id: str, line: Line) -> dict[st
                 raise intake.Bad(f"stream={body.stream}: a file has whole answers; leave it out")
             answers = await _submitted(service, name, f"{id}-{attempt}", body)
         except intake.Bad as error:
-            status, value = error.status, error_body(str(error), "invalid_request_error")
+            status, value = error.status, error.body
             break
         value, error = await form(id, name, service.tokenizer, body).whole(answers)
         if error is None:

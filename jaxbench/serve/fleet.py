@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import secrets
+import time
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,14 +28,16 @@ from jaxbench.serve import app, intake
 from jaxbench.serve.batch import URLS
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.prefix_router import PrefixRouter
-from jaxbench.serve.protocol import error_body
+from jaxbench.serve.protocol import error_body, model_object
 from jaxbench.serve.service import RETRY_S, Refused, Service
 from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
+CUT_S = 2.0  # that clients of answers which are cut off have to read so
 BEGINNING = 512  # characters of a text by which its replica is chosen
 RETRY = {"Retry-After": str(RETRY_S)}
 ATTEMPTS = 3  # replicas that an answer is begun at
+ENDED = "the server ended before the answer did"
 
 
 class Replica:
@@ -69,7 +73,7 @@ class Replica:
             body = intake.parsed(data, kind)
             answers = await intake.submitted(self._service, self._name, id, body)
         except intake.Bad as error:
-            yield error.status, error_body(str(error), "invalid_request_error")
+            yield error.status, error.body
             return
         except Refused as error:
             yield error.status, error_body(str(error), "rate_limit_error" if error.status == 429 else "server_error")
@@ -92,6 +96,9 @@ class Gateway:
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig, key: str | None):
         self._replicas, self._config, self._any = replicas.options(stream=True), config, replicas
+        # answers in progress; weak, as of a client that goes before its stream begins nothing is run any more
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_ending = False
         if key is not None:  # of the environment that the fleet was started in, wherever this runs
             os.environ[intake.KEY_VARIABLE] = key
 
@@ -102,9 +109,12 @@ class Gateway:
             if path in ("/health", "/ready"):
                 return await self._state(path)
             app.check_key(request)
+            model = model_object(self._config.shown_name)
             if path == "/v1/models":
-                model = {"id": self._config.shown_name, "object": "model", "created": 0, "owned_by": "jaxbench"}
                 return JSONResponse({"object": "list", "data": [model]})
+            if path.startswith("/v1/models/"):
+                intake.check_model(path.removeprefix("/v1/models/"), self._config.shown_name)
+                return JSONResponse(model)
             if path not in URLS:
                 raise intake.Bad(f"{path[:100]} is not served by a fleet; wanted {' or '.join(URLS)}", 404)
             if request.method != "POST":
@@ -112,12 +122,27 @@ class Gateway:
             data = await app.body_bytes(request, self._config.max_body_bytes)
             return await self._answered(path, data, id)
         except intake.Bad as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error"), error.status, {"x-request-id": id})
+            return JSONResponse(error.body, error.status, {"x-request-id": id})
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more requests, and let answers in progress end for so many seconds; how many had to be cut off."""
+        self._is_ending, until = True, time.monotonic() + seconds
+        while self._running and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        cut = list(self._running)
+        for items in cut:
+            items.cancel()
+        until = time.monotonic() + CUT_S
+        while self._running and time.monotonic() < until:  # their clients are told
+            await asyncio.sleep(0.05)
+        return len(cut)
 
     async def _state(self, path: str) -> Response:
         """Whether this process runs; whether one of the replicas takes requests."""
         if path == "/health":
             return JSONResponse({"status": "ok"})
+        if self._is_ending:
+            return JSONResponse({"status": "draining"}, 503, RETRY)
         try:
             state = await asyncio.wait_for(self._any.state.remote(beginning=""), 5)
         except Exception as error:  # whatever Ray says of replicas that are gone
@@ -129,12 +154,20 @@ class Gateway:
         """The first item of an answer decides what it is; one that does not come is asked for elsewhere."""
         beginning, failure = beginning_of(data), ""
         for attempt in range(ATTEMPTS):
+            if self._is_ending:
+                said = ENDED if attempt else "the server is ending"
+                return JSONResponse(error_body(said, "server_error"), 503, RETRY | {"x-request-id": id})
             items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning)
+            self._running.add(items)
+            is_streamed = False
             try:
                 status, value = await anext(items)
-            except asyncio.CancelledError:  # the client is gone
+                is_streamed = value is None
+            except asyncio.CancelledError:
                 items.cancel()
-                raise
+                if self._is_ending:
+                    continue
+                raise  # the client is gone
             except BackPressureError:
                 error, headers = error_body("all replicas have as many as they take", "rate_limit_error"), RETRY
                 return JSONResponse(error, 429, headers | {"x-request-id": id})
@@ -142,22 +175,29 @@ class Gateway:
                 failure = type(error).__name__
                 log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})
                 continue
+            finally:
+                if not is_streamed:
+                    self._running.discard(items)
             headers = {"x-request-id": id} | (RETRY if status in (429, 503) else {})
             if value is not None:
                 return JSONResponse(value, status, headers)
-            return StreamingResponse(_events(items), media_type="text/event-stream", headers=headers)
-        return JSONResponse(error_body(f"no replica answered ({failure})", "server_error"), 503, {"Retry-After": "5"})
+            return StreamingResponse(self._events(items), media_type="text/event-stream", headers=headers)
+        said = ENDED if self._is_ending else f"no replica answered ({failure})"
+        return JSONResponse(error_body(said, "server_error"), 503, {"Retry-After": "5"})
 
-
-async def _events(items: Any) -> AsyncIterator[str]:
-    try:
-        async for _, event in items:
-            yield event
-    except Exception as error:
-        said = f"the replica was lost while it answered ({type(error).__name__})"
-        yield f"data: {json.dumps(error_body(said, 'server_error'))}\n\n"
-    finally:
-        items.cancel()
+    async def _events(self, items: Any) -> AsyncIterator[str]:
+        """Events of a stream that a replica has taken."""
+        try:
+            async for _, event in items:
+                yield event
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._is_ending:
+                raise  # the client is gone
+            said = ENDED if self._is_ending else f"the replica was lost while it answered ({type(error).__name__})"
+            yield f"data: {json.dumps(error_body(said, 'server_error'))}\n\n"
+        finally:
+            items.cancel()
+            self._running.discard(items)
 
 
 def beginning_of(data: bytes) -> str:
@@ -180,6 +220,7 @@ def application(config: ServerConfig, watermarks: Watermarks | None, *, replicas
         health_check_timeout_s=5.0, request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
     )  # fmt: skip
     gateway = serve.deployment(
-        Gateway, name="gateway", max_ongoing_requests=2 * most * replicas, ray_actor_options={"num_cpus": 0}
+        Gateway, name="gateway", max_ongoing_requests=2 * most * replicas, ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain_s,
     )  # fmt: skip
     return gateway.bind(engine.bind(config, watermarks), config, os.environ.get(intake.KEY_VARIABLE))

@@ -21,11 +21,26 @@ LONG_TEXT = 16_384  # characters whose tokens take longer than a step of the eng
 
 
 class Bad(Exception):
-    """A request that cannot be served; status is that of HTTP."""
+    """A request that cannot be served; status is that of HTTP, code and param are OpenAI's, where there are some."""
 
-    def __init__(self, message: str, status: int = 400):
+    def __init__(self, message: str, status: int = 400, *, code: str | None = None, param: str | None = None):
         super().__init__(message)
-        self.status = status
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As clients read it."""
+        return protocol.error_body(str(self), "invalid_request_error", self.code, self.param)
+
+
+def check_model(given: str, name: str) -> None:
+    """Check that a model is the one that is served.
+
+    Raises:
+      Bad: it is another.
+    """
+    if given != name:
+        raise Bad(f"model {given[:100]!r} is not here; wanted {name!r}", 404, code="model_not_found", param="model")
 
 
 def parsed(data: bytes | bytearray, kind: type[pydantic.BaseModel]) -> Any:
@@ -52,58 +67,67 @@ def checked(value: Any, kind: type[pydantic.BaseModel]) -> Any:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
-        raise Bad(protocol.problem(error)) from error
+        raise _of_field(error) from error
     except RecursionError as error:
         raise Bad(f"the body of {len(value)} fields is nested too deeply") from error
 
 
-def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[int]:
-    """Token ids of a prompt or of messages.
+def _of_field(error: pydantic.ValidationError) -> Bad:
+    return Bad(protocol.problem(error), param=protocol.place_of(error) or None)
+
+
+def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[int]]:
+    """Token ids of prompts, or of messages.
 
     Raises:
       Bad: it is empty, no Unicode text, or nothing that the model's template takes.
     """
     try:
         if isinstance(body, CompletionBody):
-            if isinstance(body.prompt, list):
-                return body.prompt
-            return texts.prompt_ids(service.tokenizer, body.prompt, "prompt")
+            return [
+                each if isinstance(each, list) else texts.prompt_ids(service.tokenizer, each, "prompt")
+                for each in body.prompts
+            ]
     except ValueError as error:
-        raise Bad(str(error)) from error
+        raise Bad(str(error), param="prompt") from error
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     try:
         text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
         if body.tools and text == service.tokenizer.chat(messages):
-            raise Bad(f"tools: the model's template shows none of the {len(body.tools)} to the model; leave them out")
-        return service.tokenizer.encode(text, add_special=False)
+            said = f"tools: the model's template shows none of the {len(body.tools)} to the model; leave them out"
+            raise Bad(said, param="tools")
+        return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
     except Exception as error:  # a template is a stranger's code, and fails as it likes
         said = " ".join(str(error).split())[:200]
-        raise Bad(f"messages: the model's template does not take them ({type(error).__name__}: {said})") from error
+        said = f"messages: the model's template does not take them ({type(error).__name__}: {said})"
+        raise Bad(said, param="messages") from error
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """A message whose parts are joined to one text."""
+    place = f"messages.{number}.content"
     if not isinstance(message.get("role"), str):
-        raise Bad(f"messages.{number}.role is {message.get('role')!r}; wanted a text")
+        said = f"messages.{number}.role is {message.get('role')!r}; wanted a text"
+        raise Bad(said, param=f"messages.{number}.role")
     content = message.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise Bad(f"messages.{number}.content has a part that is no text; wanted parts of type text")
+            raise Bad(f"{place} has a part that is no text; wanted parts of type text", param=place)
         content = "".join(parts)
-    if content is None and message.get("tool_calls"):
-        content = ""
+    if content is None and (message.get("tool_calls") or message["role"] == "assistant"):
+        content = ""  # it called a tool, or refused
     if not isinstance(content, str):
-        raise Bad(f"messages.{number}.content is a {type(content).__name__}; wanted a text")
+        raise Bad(f"{place} is a {type(content).__name__}; wanted a text", param=place)
     if content:
         try:
-            texts.check_text(content, f"messages.{number}.content")
+            texts.check_text(content, place)
         except ValueError as error:
-            raise Bad(str(error)) from error
+            raise Bad(str(error), param=place) from error
     return message | {"content": content}
 
 
@@ -115,12 +139,12 @@ async def aside(length: int, function: Callable[..., Any], *arguments: Any) -> A
 def _length(body: CompletionBody | ChatBody) -> int:
     """Characters of a body's prompt, about."""
     if isinstance(body, CompletionBody):
-        return len(body.prompt) if isinstance(body.prompt, str) else 0
+        return sum(len(each) for each in body.prompts if isinstance(each, str))
     return sum(len(str(message.get("content"))) for message in body.messages)
 
 
 async def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Answer]:
-    """The answers that a body asks for, in the engine.
+    """The answers that a body asks for, in the engine; n to each prompt, in the prompts' order.
 
     name: of the model, as clients give it. id: of the body's requests, with the number of the answer behind it.
 
@@ -128,38 +152,55 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
       Bad: it asks for what the model does not take.
       Refused: not now.
     """
-    if body.model is not None and body.model != name:
-        raise Bad(f"model {body.model!r} is not here; wanted {name!r}", 404)
+    if body.model is not None:
+        check_model(body.model, name)
     most = min(service.config.max_choices, service.config.engine.limits.most)
-    if body.n > most:
-        raise Bad(f"n={body.n}; wanted at most {most}")
+    num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+    if body.n * num_prompts > most:
+        said = "" if num_prompts == 1 else f" for each of {num_prompts} prompts"
+        raise Bad(f"n={body.n}{said}; wanted at most {most} answers", param="n" if num_prompts == 1 else "prompt")
     service.check_ready()
-    ids = await aside(_length(body), _prompt_ids, service, body)
-    context, vocabulary = service.about["max_seq_len"], service.about["vocab_size"]
-    room = min(context, service.about["cache_tokens"]) - len(ids)
-    new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens
-    if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise Bad(f"prompt: {len(ids)} tokens; wanted some, each from 0 to {vocabulary - 1}")
-    if room < 1 or new > room:
-        raise Bad(
-            f"the prompt has {len(ids)} tokens and max_tokens is {max(new, 1)}; together {len(ids) + room} are possible"
-        )
+    prompts = await aside(_length(body), _prompt_ids, service, body)
+    new = [_new_tokens(service, body, ids) for ids in prompts]
+    vocabulary = service.about["vocab_size"]
     odd = [token for token in body.logit_bias or {} if not 0 <= token < vocabulary]
     if odd:
-        raise Bad(f"logit_bias of token {odd[0]}; wanted tokens from 0 to {vocabulary - 1}")
-    seed = secrets.randbits(62) if body.seed is None else body.seed
-    how = {"new_tokens": new, "seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
+        raise Bad(f"logit_bias of token {odd[0]}; wanted tokens from 0 to {vocabulary - 1}", param="logit_bias")
+    # the engine's seeds have 63 bits
+    seed = secrets.randbits(62) if body.seed is None else body.seed % 2**63
+    how = {"seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
     try:
         grammar = body.grammar()
         if grammar is not None and not service.about["grammars"]:
             raise Bad(
                 f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
             )
-        made = body.requests(id, tuple(ids), grammar=grammar, **how)
+        made = []
+        for ids, count in zip(prompts, new):
+            made += body.requests(id, tuple(ids), first=len(made), new_tokens=count, grammar=grammar, **how)
         for each in made:
             marking.check(each, service.watermarks)
     except pydantic.ValidationError as error:
-        raise Bad(protocol.problem(error)) from error
+        raise _of_field(error) from error
     except ValueError as error:
         raise Bad(str(error)) from error
     return service.submit(made)
+
+
+def _new_tokens(service: Service, body: CompletionBody | ChatBody, ids: list[int]) -> int:
+    """Tokens of an answer to a prompt at most.
+
+    Raises:
+      Bad: the prompt has no token, or an unknown one, or there is no room for both.
+    """
+    param, vocabulary = "prompt" if isinstance(body, CompletionBody) else "messages", service.about["vocab_size"]
+    room = min(service.about["max_seq_len"], service.about["cache_tokens"]) - len(ids)
+    new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens
+    odd = next((f"token {token}" for token in ids if not 0 <= token < vocabulary), None)
+    if not ids or odd is not None:
+        raise Bad(f"prompt: {odd or '0 tokens'}; wanted some, each from 0 to {vocabulary - 1}", param=param)
+    if room < 1 or new > room:
+        said = f"the prompt has {len(ids)} tokens and max_tokens is {max(new, 1)}"
+        code = "context_length_exceeded"
+        raise Bad(f"{said}; together {len(ids) + room} are possible", code=code, param=param)
+    return new

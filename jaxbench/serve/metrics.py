@@ -47,6 +47,10 @@ class Metrics:
         self._tokens.inc()
         (self._first if is_first else self._between).observe(seconds)
 
+    def cancelled(self) -> None:
+        """Nobody wanted an answer any more: how long it took and what it read say nothing of the server."""
+        self._answers.labels("cancelled").inc()
+
     def answered(self, ended: str, prompt: int, cached: int, seconds: float) -> None:
         """An answer ended."""
         self._answers.labels(ended).inc()

@@ -79,6 +79,8 @@ class NativeRunner:
         hidden, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table)
         count = len(batch.wanted)
         if not count:
+            # JAX runs behind this call: a prompt's steps would pile up, and the worker be taken for one that hangs
+            jax.block_until_ready(self._pages)
             return np.zeros((0, self.vocab_size), np.float32)
         wanted = np.zeros(next(size for size in self._wanted_sizes if size >= count), np.int32)
         wanted[:count] = batch.wanted

@@ -3,12 +3,13 @@
 Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not served is
 refused by name: an answer that ignores what was asked for would look like one that heeds it. Further fields: top_k,
 min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload.
+Types are strict, as OpenAI's: the text "5" is no number, and true none either.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -17,7 +18,16 @@ from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
 
 
 class _Body(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_nulls(cls, value: Any) -> Any:
+        """A field that is null is one that is left out, wherever it may be left out."""
+        if not isinstance(value, dict):
+            return value
+        optional = {each.alias or name for name, each in cls.model_fields.items() if not each.is_required()}
+        return {name: given for name, given in value.items() if given is not None or name not in optional}
 
 
 class JsonSchema(_Body):
@@ -57,8 +67,11 @@ class _Asked(_Body):
     frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)
-    logit_bias: dict[int, float] | None = pydantic.Field(default=None, max_length=1024)
-    seed: int | None = pydantic.Field(default=None, ge=0, lt=2**63)  # null = another one for each request
+    # JSON's names are texts
+    logit_bias: dict[Annotated[int, pydantic.Strict(False)], float] | None = pydantic.Field(
+        default=None, max_length=1024
+    )
+    seed: int | None = pydantic.Field(default=None, ge=-(2**63), lt=2**63)  # null = another one for each request
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = pydantic.Field(default=[], max_length=64)
     ignore_eos: bool = False
@@ -117,18 +130,19 @@ class _Asked(_Body):
         )  # fmt: skip
 
     def requests(
-        self, id: str, prompt: tuple[int, ...], *, new_tokens: int, end_ids: frozenset[int], seed: int, now: float,
-        grammar: str | None,
+        self, id: str, prompt: tuple[int, ...], *, first: int, new_tokens: int, end_ids: frozenset[int], seed: int,
+        now: float, grammar: str | None,
     ) -> list[Request]:  # fmt: skip
-        """One request for each answer.
+        """One request for each answer to a prompt.
 
-        now: of the engine's clock, from which the time-out counts.
+        first: number of its first answer, of those to all prompts. now: of the engine's clock, from which the time-out
+        counts.
         """
         ends = (frozenset() if self.ignore_eos else end_ids) | frozenset(self.stop_token_ids)
         deadline = now + self.timeout if self.timeout is not None else float("inf")
         return [
             Request(
-                f"{id}-{choice}", prompt, new_tokens, self.sampling(seed, choice), ends, self.stop_texts,
+                f"{id}-{first + choice}", prompt, new_tokens, self.sampling(seed, choice), ends, self.stop_texts,
                 self.wanted_logprobs, self.priority, deadline, grammar, self.watermark, self.watermark_payload,
             )
             for choice in range(self.n)
@@ -158,12 +172,29 @@ class DetectBody(_Body):
 class CompletionBody(_Asked):
     """A request for the continuation of a text."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = pydantic.Field(default=None, ge=1)
     echo: Literal[False] = False
     suffix: None = None
     best_of: Literal[1] | None = None
     logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @pydantic.field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        if isinstance(prompt, str) or _are_tokens(prompt):
+            return prompt
+        if isinstance(prompt, list) and prompt and all(isinstance(each, str) for each in prompt):
+            return prompt
+        if isinstance(prompt, list) and prompt and all(_are_tokens(each) for each in prompt):
+            return prompt
+        raise ValueError(f"a {type(prompt).__name__}; wanted a text, token ids, or a list of texts or of lists of them")
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What is to be continued, each a text or token ids; answers come in their order."""
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -176,6 +207,10 @@ class CompletionBody(_Asked):
         return self.max_tokens
 
 
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
 class ChatBody(_Asked):
     """A request for the next message of a conversation."""
 
@@ -185,6 +220,28 @@ class ChatBody(_Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None  # go through the model's template
+    # taken, as they change no answer
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @pydantic.field_validator("top_logprobs")
+    @classmethod
+    def _check_top(cls, top: int | None, info: pydantic.ValidationInfo) -> int | None:
+        if top is not None and not info.data.get("logprobs"):
+            raise ValueError(f"{top} tokens without log-probabilities; wanted logprobs: true, too")
+        return top
+
+    @pydantic.field_validator("tool_choice")
+    @classmethod
+    def _check_choice(cls, choice: str | None, info: pydantic.ValidationInfo) -> str | None:
+        if choice == "none" and info.data.get("tools"):
+            raise ValueError(f"none of {len(info.data['tools'])} tools, which the model would see; leave them out")
+        return choice
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -197,22 +254,32 @@ class ChatBody(_Asked):
         return self.max_completion_tokens or self.max_tokens
 
 
-def problem(error: pydantic.ValidationError) -> str:
-    """The first problem of a body, in one line: place, value, what was wanted."""
+def place_of(error: pydantic.ValidationError) -> str:
+    """Where the first problem of a body is; "" = in no field of it."""
+    return " ".join(".".join(str(part) for part in error.errors()[0]["loc"]).split())[:80]
+
+
+def problem(error: pydantic.ValidationError, whole: str = "the body") -> str:
+    """The first problem of a body, in one line: place, value, what was wanted; whole: the place where no field is."""
     first = error.errors()[0]
-    place = " ".join(".".join(str(part) for part in first["loc"]).split())[:80] or "the body"
+    place = place_of(error) or whole
     if first["type"] == "extra_forbidden":
         return f"{place} is not served here; leave it out"
     if first["type"] == "missing":
         return f"{place} is missing"
     shown = repr(first.get("input"))
-    said = " ".join(first["msg"].split())[:200]
-    return f"{place}: {said} (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
+    said = " ".join(first["msg"].removeprefix("Value error, ").split())[:200]
+    return f"{place}{': ' * bool(place)}{said} (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it; param: the field that it is about."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_object(name: str, **more: Any) -> dict[str, Any]:
+    """The model that is served."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "jaxbench", **more}
 
 
 def usage(prompt: int, cached: int, new: int) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Service:
             if self.answers.pop(answer.request.id, None) is not None:
                 answer.end("cancelled")
                 self._supervisor.send("cancel", answer.request.id)
-                self.metrics.answered("cancelled", len(answer.request.prompt), answer.num_cached, 0.0)
+                self.metrics.cancelled()
 
     async def end(self) -> None:
         """Let answers in progress end, for a while, and end the worker."""

@@ -96,7 +96,8 @@ class SlotRunner:
             logits, cache = self._next(self._weights, cache, tokens, positions, places)
             rows = np.asarray(logits)
             found |= {piece.last_row: rows[piece.block - 1] for piece in decoding}
-        self._cache = cache
+        # JAX runs behind this call: a prompt's steps would pile up, and the worker be taken for one that hangs
+        self._cache = jax.block_until_ready(cache)
         wanted = [np.asarray(found[row]) for row in batch.wanted.tolist()]
         return np.stack(wanted) if wanted else np.zeros((0, self.vocab_size), np.float32)
 

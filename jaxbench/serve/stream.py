@@ -23,6 +23,7 @@ class Form:
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         self._id, self._model, self._tokenizer = id, model, tokenizer
         options = body.stream_options or protocol.StreamOptions()
+        self._n = body.n  # answers to each prompt
         self._wants_usage, self._counts_on = options.include_usage, options.continuous_usage_stats
         # of every event; only its choices are written anew
         self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
@@ -39,8 +40,10 @@ class Form:
         """A choice of a whole answer."""
         raise NotImplementedError
 
-    def logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """Log-probabilities of tokens, None where there are none."""
+    def logprobs(
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Log-probabilities of an answer's next tokens, None where there are none."""
         raise NotImplementedError
 
     async def whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
@@ -48,32 +51,42 @@ class Form:
         found = [await _joined(answer) for answer in answers]
         error = next((each.error or "the engine failed" for each in found if each.ended == "error"), None)
         choices = [
-            self.choice(i, each.text, self.logprobs(each.tokens, each.logprobs), each.ended)
+            self.choice(i, each.text, self.logprobs(i, each.tokens, each.logprobs), each.ended)
             for i, each in enumerate(found)
         ]
-        return protocol.envelope(self._id, self.kind, self._model, choices, usage=_usage(answers)), error
+        return protocol.envelope(self._id, self.kind, self._model, choices, usage=self._usage(answers)), error
 
     async def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
         """Server-sent events of the answers, as their tokens come."""
         count = 0
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
-                yield self._event([opening], _usage_text(answers, count) if self._counts_on else "")
+                yield self._event([opening], self._usage_text(answers, count) if self._counts_on else "")
         async for number, piece in _pieces(answers):
             count += len(piece.tokens)
             if piece.ended == "error":
                 error = protocol.error_body(piece.error or "the engine failed", "server_error")
                 yield f"data: {json.dumps(error)}\n\n"
             elif piece.text or piece.ended or piece.logprobs:
-                logprobs = self.logprobs(piece.tokens, piece.logprobs)
-                usage = _usage_text(answers, count) if self._counts_on else ""
+                logprobs = self.logprobs(number, piece.tokens, piece.logprobs)
+                usage = self._usage_text(answers, count) if self._counts_on else ""
                 yield self._event([self.part(number, piece.text, logprobs, piece.ended)], usage)
         if self._wants_usage:
-            yield self._event([], _usage_text(answers, count))
+            yield self._event([], self._usage_text(answers, count))
         yield DONE
 
     def _event(self, choices: list[dict[str, Any]], more: str = "") -> str:
         return f"data: {self._head}{_json(choices)}{more}}}\n\n"
+
+    def _usage(self, answers: Sequence[Answer], count: int | None = None) -> dict[str, Any]:
+        """Tokens of prompts, of them found in the cache, and of answers; count: those told so far, None = all."""
+        firsts = answers[:: self._n]  # one for each prompt
+        new = sum(len(each.ids) for each in answers) if count is None else count
+        prompts = sum(len(each.request.prompt) for each in firsts)
+        return protocol.usage(prompts, sum(each.num_cached for each in firsts), new)
+
+    def _usage_text(self, answers: Sequence[Answer], count: int) -> str:
+        return f',"usage":{_json(self._usage(answers, count))}'
 
     def _shown(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -84,20 +97,38 @@ class Completion(Form):
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
+        super().__init__(id, model, tokenizer, body)
+        self._begun: dict[int, int] = {}  # characters of each answer that its tokens have begun
+
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """As its interface has it."""
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": ended}
 
     part = choice
 
-    def logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def logprobs(
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:  # fmt: skip
         """As its interface has them."""
         if not found:
             return None
+        shown = [self._shown(token) for token in tokens]
         return {
-            "tokens": [self._shown(token) for token in tokens], "token_logprobs": [each.token for each in found],
-            "top_logprobs": [{self._shown(token): value for token, value in each.most} for each in found],
+            "tokens": shown, "token_logprobs": [each.token for each in found],
+            "top_logprobs": [
+                {self._shown(other): value for other, value in each.most} | {token: each.token}
+                for token, each in zip(shown, found)
+            ],
+            "text_offset": [self._offset(number, token) for token in tokens],
         }  # fmt: skip
+
+    def _offset(self, number: int, token: int) -> int:
+        """Character of the answer's text that its next token begins in; tokens may be parts of one."""
+        begun = self._begun.get(number, 0)
+        starts = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token)]  # of characters, in UTF-8
+        self._begun[number] = begun + sum(starts)
+        return begun if not starts or starts[0] else max(0, begun - 1)
 
 
 class Chat(Form):
@@ -121,7 +152,9 @@ class Chat(Form):
         message = {"role": "assistant", "content": text}
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": ended}
 
-    def logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def logprobs(
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:  # fmt: skip
         """As its interface has them."""
         if not found:
             return None
@@ -175,14 +208,3 @@ async def _read(number: int, answer: Answer, merged: asyncio.Queue[tuple[int, Pi
     while piece.ended is None:
         piece = await answer.pieces.get()
         await merged.put((number, piece))
-
-
-def _usage(answers: Sequence[Answer], count: int | None = None) -> dict[str, Any]:
-    """Tokens of the prompt, of it found in the cache, and of the answers; count: those told so far, None = all."""
-    first = answers[0]
-    new = sum(len(each.ids) for each in answers) if count is None else count
-    return protocol.usage(len(first.request.prompt), first.num_cached, new)
-
-
-def _usage_text(answers: Sequence[Answer], count: int) -> str:
-    return f',"usage":{_json(_usage(answers, count))}'

@@ -182,6 +182,8 @@ class Supervisor:
             except EOFError:
                 self.process.join(5)
                 why = f"the worker ended with exit code {self.process.exitcode}"
+            except TimeoutError as error:
+                why = f"the worker hangs and is killed: {error}"
             except OSError as error:
                 why = f"the worker cannot be started or heard: {error}"
             self._ready = None

@@ -146,6 +146,9 @@ CASES = [
     ),  # fmt: skip
     history("export", "--output"),
     history("export|--output=o.csv", "there is no run to export"),
+    history("export|--output=o.csv", "o.csv exists; name another --output, or pass --overwrite", o_csv="x"),
+    history("export|--history=h|--output=h/runs/r.csv|--overwrite", "--output=h/runs/r.csv is in --history=h"),
+    history("tag|--run=latest|--tag=latest", "tag 'latest' is the newest run, whichever that is"),
     alerts("lst", "'lst' is no command", "nearest is list"),
     alerts("send", "--alerts is missing"),
     alerts("send|--alerts=none", "--alerts=none", "wanted one of local, team"),

@@ -1,18 +1,21 @@
 """Files compressed part by part: the bytes of a text at once, also after a run that was broken off."""
 
 import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors
 
-from jaxbench import initial
+from jaxbench import cli, initial, process_environment
 from jaxbench.compress import artifact, auto, bulk, document
 from jaxbench.compress import config as shapes
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import stream as text_stream
+from tests.structure import ROOT
 
 DECODER = cases.LLAMA.model_copy(update={"vocab_size": 49152, "num_layers": 3})
 CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16, "ratios": (2, 4, 8)})
@@ -108,6 +111,10 @@ def test_a_run_that_is_broken_off_goes_on_without_doubling(compressor, source, t
     assert content(tmp_path / "a.safetensors") == content(whole / "a.safetensors")
 
 
+def test_a_part_is_as_little_as_a_piece_of_the_text_gives():
+    assert bulk.PART * 8 <= text_stream.SIZE / 4 * 1.01  # tokens of 64 KB of prose, at 8 a vector
+
+
 def test_a_run_that_is_broken_off_while_it_writes_the_file_has_its_parts(compressor, source, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -136,3 +143,35 @@ def test_a_text_without_tokens_leaves_nothing_behind(compressor, tmp_path):
     with pytest.raises(ValueError, match="the text has 0 tokens; wanted at least one"):
         run(compressor, tmp_path / "a.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_an_interrupt_names_parts_only_where_there_are_some(compressor, monkeypatch, tmp_path):
+    command = runpy.run_path(str(ROOT / "experiments/compress.py"))["compress"]
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    values = SimpleNamespace(
+        input=str(tmp_path / "a.txt"), output=str(tmp_path / "a.safetensors"), overwrite=False, name="rfcc-base-8x",
+        weights=None, precision="float32", backend="flax", dtype="bfloat16",
+    )  # fmt: skip
+    monkeypatch.setitem(command.__globals__, "VALUES", values)
+    monkeypatch.setitem(command.__globals__, "_compressor", lambda name: None)
+    monkeypatch.setattr(cli, "workdir", lambda _: tmp_path / "a.parts")
+    monkeypatch.setattr(process_environment, "ensure", lambda device: None)
+    said, real = [], bulk.compress_file
+    where = (compressor, tmp_path / "a.txt", tmp_path / "a.safetensors")
+    how = {"sha256": "5" * 64, "dtype": "bfloat16", "workdir": tmp_path / "a.parts", "part": PART}
+
+    def stopped(*_, **__):
+        said.append(cli._is_kept())
+        with pytest.raises(KeyboardInterrupt):
+            real(*where, **how, progress=interrupted(PIECE))
+        said.append(cli._is_kept())
+        with pytest.raises(KeyboardInterrupt):
+            real(*where, **how, progress=interrupted(1200))
+        said.append(cli._is_kept())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bulk, "compress_file", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    parts = f"finished parts are in {tmp_path / 'a.parts'}; the same command goes on"
+    assert said == ["", "", parts]

@@ -2,10 +2,11 @@
 
 import datetime
 import sqlite3
+import types
 
 import pytest
 
-from jaxbench.regress import history, report
+from jaxbench.regress import history, history_commands, report
 from jaxbench.regress.judge import Finding
 
 NOW = datetime.datetime(2026, 11, 26, 12, tzinfo=datetime.UTC)
@@ -43,6 +44,11 @@ def test_runs_are_listed_oldest_first_and_found_by_id_tag_and_latest(kept):
             kept.load(id)
     with pytest.raises(ValueError, match="tag 'v1' is run"):
         kept.tag(rows[0].id, "v1")
+    for name in (rows[-1].id, "latest", "newest"):
+        kept.tag(name, "newest")  # the same run by whatever name, again
+    assert kept.load("newest")["time_utc"] == rows[-1].time_utc
+    with pytest.raises(ValueError, match="tag 'latest' is the newest run, whichever that is"):
+        kept.tag(rows[0].id, "latest")
 
 
 def test_a_run_that_is_added_twice_is_there_once(kept):
@@ -180,3 +186,38 @@ def test_a_run_without_a_base_lists_what_was_measured(tmp_path):
 )
 def test_numbers_are_said_with_their_units(value, unit, said):
     assert report.number(value, unit) == said
+
+
+@pytest.fixture
+def command(kept):
+    """Return a function that calls a command of the history with flags."""
+
+    def call(name, **values):
+        given = types.SimpleNamespace(history=str(kept.folder), **values)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(history_commands, "VALUES", given)
+            return history_commands.COMMANDS[name].main()
+
+    return call
+
+
+def test_an_export_replaces_no_file_unasked_and_never_one_of_the_history(kept, command, tmp_path):
+    output = tmp_path / "points.csv"
+    output.write_text("mine")
+    with pytest.raises(ValueError, match="points.csv exists; .* --overwrite"):
+        command("export", output=str(output), overwrite=False)
+    run = kept.files()[0]
+    content = run.read_text()
+    for path in (run, kept.folder / "new.csv"):
+        with pytest.raises(ValueError, match="is in --history=.*, among the runs"):
+            command("export", output=str(path), overwrite=True)
+    assert output.read_text() == "mine" and run.read_text() == content
+    assert command("export", output=str(output), overwrite=True) == 0
+    assert output.read_text().startswith("run,time_utc,")
+
+
+def test_a_list_says_how_many_runs_cannot_be_read(kept, command, capsys):
+    assert command("list") == 0 and "cannot be read" not in capsys.readouterr().out
+    kept.files()[1].write_text("{")
+    assert command("list") == 0
+    assert "1 of 3 run files cannot be read: see history verify" in capsys.readouterr().out

@@ -28,3 +28,13 @@ def answers(events):
         name: [(each.token, each.logprobs) for each in found if each.token is not None]
         for name, found in events.items()
     }
+
+
+class Unfinished:
+    """An array of a program that still runs."""
+
+    was_waited_for = False
+
+    def block_until_ready(self):
+        self.was_waited_for = True
+        return self

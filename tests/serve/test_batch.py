@@ -139,3 +139,16 @@ def test_a_line_that_is_no_request_is_named_before_anything_starts(tmp_path, tex
     with pytest.raises(ValueError, match=said):
         batch.check(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), [], overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_a_message_names_the_line(tmp_path):
+    path = tmp_path / "in.jsonl"
+    line = json.dumps(request(0)).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\n" + line)
+    assert [each.custom_id for each in batch.lines(path)] == ["line 0", "line 0"]
+    path.write_bytes(line + b"\n3")
+    with pytest.raises(ValueError, match="line 2: Input should be an object"):
+        list(batch.lines(path))
+    path.write_bytes(line + b"\n\xef\xbb\xbf" + line)  # a mark is one at the beginning alone
+    with pytest.raises(ValueError, match="line 2: Invalid JSON"):
+        list(batch.lines(path))

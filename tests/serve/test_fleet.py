@@ -1,7 +1,9 @@
 """Replicas by Ray Serve: what begins alike goes to one of them, and one that is killed costs no other answer."""
 
+import asyncio
 import concurrent.futures
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import psutil
@@ -35,6 +38,53 @@ def test_beginnings_are_spread_and_keep_their_replica_when_another_goes():
     assert all(without[text] == name for text, name in first.items() if name != "b")
 
 
+class Endless:
+    """Items of an answer that has no end, until it is cancelled."""
+
+    def __init__(self, first):
+        self._first, self._cancelled = [first], asyncio.Event()
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self._first and self._first[0] is not None:
+            return self._first.pop()
+        await self._cancelled.wait()
+        raise asyncio.CancelledError
+
+    def cancel(self):
+        self._cancelled.set()
+
+
+@pytest.mark.parametrize("first", [(200, None), None])
+def test_an_answer_that_does_not_end_in_time_is_cut_off_and_its_client_told(first):
+    from jaxbench.serve import fleet
+    from jaxbench.serve.settings import ServerConfig
+
+    items = Endless(first)
+    handle = SimpleNamespace(answer=SimpleNamespace(remote=lambda *_, **__: items))
+    handle.options = lambda **_: handle
+
+    async def read(gateway):
+        response = await gateway._answered("/v1/completions", b"{}", "r")
+        if first is None:
+            return response.status_code, response.body.decode()
+        return response.status_code, "".join([event async for event in response.body_iterator])
+
+    async def run():
+        gateway = fleet.Gateway(handle, ServerConfig(), None)
+        reading = asyncio.create_task(read(gateway))
+        await asyncio.sleep(0)  # the answer is begun
+        assert await gateway.drain(0.0) == 1
+        refused = await gateway._answered("/v1/completions", b"{}", "s")
+        return await reading, (refused.status_code, refused.body), (await gateway._state("/ready")).status_code
+
+    (status, text), (code, body), ready = asyncio.run(run())
+    assert status == (503 if first is None else 200) and "the server ended before the answer did" in text
+    assert code == ready == 503 and b"the server is ending" in body
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
     """Return the address and the process of a fleet of two."""
@@ -50,8 +100,9 @@ def fleet(tmp_path_factory):
     line = process.stdout.readline()
     assert line.startswith("http://") and "2 replicas" in line, (line, (folder / "log").read_text())
     yield f"http://127.0.0.1:{port}", process
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
     process.stdout.close()
 
 
@@ -72,7 +123,10 @@ def cached(answer):
 def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
     url, process = fleet
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        assert [each.id for each in client.models.list()] == ["tiny"]
+        assert [each.id for each in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+        with pytest.raises(openai.NotFoundError) as none:
+            client.models.retrieve("other")
+        assert none.value.code == "model_not_found"
         how = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
         texts = [f"{number} " + "abcdefgh " * 20 for number in range(6)]
         first = [client.completions.create(prompt=text, **how) for text in texts]
@@ -107,3 +161,17 @@ def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
         while len(engines(process)) < 2:
             assert time.monotonic() < until, "no replica came in place of the one that was killed"
             time.sleep(0.2)
+
+
+def test_a_fleet_that_is_told_to_end_lets_its_answers_end_and_takes_no_more(fleet):
+    url, process = fleet
+    body = {"prompt": "the old mill", "max_tokens": 450, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{url}/v1/completions", data=json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+        process.send_signal(signal.SIGTERM)
+        rest = response.read().decode()
+    assert '"finish_reason":"length"' in rest and rest.endswith("[DONE]\n\n")
+    assert process.wait(120) == 0
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health", timeout=10)

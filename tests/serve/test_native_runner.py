@@ -12,12 +12,13 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import checkpoint, library, paged
 from jaxbench.native import model as native
 from jaxbench.serve import sampler
+from jaxbench.serve.batch_rows import Batch
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.native_runner import NativeRunner
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
-from tests.serve.playing import answers, played
+from tests.serve.playing import Unfinished, answers, played
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 
@@ -194,3 +195,13 @@ def test_steps_have_little_padding_and_few_sizes():
     least = {count: next(size for size in sizes if size >= count) for count in range(4, 257)}
     assert all(size - count <= max(size / 4, 3) for count, size in least.items())
     assert row_sizes(Limits(max_running=1, max_batch_tokens=1)) == (1,)
+
+
+def test_a_step_of_a_prompt_waits_for_its_program_where_no_logits_are_wanted(monkeypatch):
+    steps, pages, none = runner("float32"), Unfinished(), np.zeros((0, 2), np.int32)
+    size, hidden = steps.sizes[0], Unfinished()
+    monkeypatch.setitem(steps._programs, size, lambda *_: (hidden, pages))
+    monkeypatch.setattr(steps, "_pages", None)
+    row = np.zeros(size, np.int32)
+    found = steps.run(Batch(row, row, np.zeros((size, 5), np.int32), none[:, 0], none))
+    assert found.shape == (0, steps.vocab_size) and pages.was_waited_for

@@ -141,7 +141,10 @@ def eventually(condition, seconds=20.0):
 
 def test_openais_client_gets_models_answers_streams_choices_and_log_probabilities(server):
     client = server.client
-    assert [model.id for model in client.models.list().data] == ["tiny"]
+    assert [model.id for model in client.models.list().data] == ["tiny"] == [client.models.retrieve("tiny").id]
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("other")
+    assert error.value.code == "model_not_found"
     asked = {"model": "tiny", "prompt": "The mill " * 12, "max_tokens": 12, "seed": 5, "temperature": 0.8}
     whole = client.completions.create(**asked, logprobs=2)
     again = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -156,6 +159,9 @@ def test_openais_client_gets_models_answers_streams_choices_and_log_probabilitie
     counts = [piece.usage.completion_tokens for piece in counted]
     assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens and len(counts) > 3
     assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
+    assert whole.choices[0].logprobs.text_offset[:2] == [0, len(whole.choices[0].logprobs.tokens[0])]
+    both = client.completions.create(**asked | {"prompt": ["a", asked["prompt"]]}, n=2)
+    assert [each.index for each in both.choices] == [0, 1, 2, 3] and both.choices[2].text == whole.choices[0].text
     three = client.completions.create(**asked, n=3)
     assert three.choices[0].text == whole.choices[0].text and len({each.text for each in three.choices}) > 1
 
@@ -211,11 +217,12 @@ def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):
 
 BODIES = {
     "completions": {
-        "prompt": [None, 3, {}, "", [], ["a"], [1.5], [-1], [10**9], "x" * 3000, "\ud800"],
+        "prompt": [None, 3, {}, "", [], ["a", 1], [1.5], [-1], [10**9], "x" * 3000, "\ud800"],
         "max_tokens": [0, -1, 1.5, "many", [], 10**9, 10**30],
         "temperature": [-1, 3, "warm", [], 1e400, 1e-300], "top_p": [0, 1.1, "x"], "top_k": [-1, 0.5, "x"],
         "min_p": [-0.1, 1, "x"], "n": [0, -1, 9, 10**9, "x", 1.5], "stop": [3, {}, "", [""], ["a"] * 17, ["x" * 2000]],
-        "seed": [-1, 2**64, "x", 0.5], "logit_bias": [3, [], {"a": 1}, {"-1": 1}, {"5": 1000}, {"99999999": 1}],
+        "seed": [-(2**63) - 1, 2**64, "x", 0.5],
+        "logit_bias": [3, [], {"a": 1}, {"-1": 1}, {"5": 1000}, {"99999999": 1}],
         "frequency_penalty": [3, "x"], "presence_penalty": [-3, "x"], "repetition_penalty": [0, -1, "x"],
         "stop_token_ids": [3, ["a"], [1] * 65], "priority": [101, "x"], "timeout": [0, -1, "x"],
         "stream": ["perhaps", [], 7], "stream_options": [3, {"include": True}], "model": ["other", 3],
@@ -303,7 +310,11 @@ def opened(port, body):
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_goes_leaves_nothing_behind(server, is_streamed):
     body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": is_streamed}
-    before = server.cancelled()
+    before, times, tokens = (
+        server.cancelled(),
+        server.metric("answer_seconds_count"),
+        server.metric("prompt_tokens_total"),
+    )
     with opened(server.port, body) as line:
         if is_streamed:
             line.recv(500)
@@ -311,6 +322,7 @@ def test_a_client_that_goes_leaves_nothing_behind(server, is_streamed):
             time.sleep(0.02)
     eventually(lambda: server.cancelled() == before + 1)
     eventually(server.idle)
+    assert server.metric("answer_seconds_count") == times and server.metric("prompt_tokens_total") == tokens
 
 
 def test_a_slow_reader_holds_nobody_up_and_gets_all_of_its_answer(server):

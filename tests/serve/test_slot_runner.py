@@ -10,12 +10,13 @@ from jaxbench import initial, sample, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder
 from jaxbench.memory.decoder_config import with_memory
+from jaxbench.serve.batch_rows import Batch
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.slot_runner import SlotRunner
 from tests.memory.test_decoder import PLAIN, memory
-from tests.serve.playing import answers, played
+from tests.serve.playing import Unfinished, answers, played
 
 LIMITS = Limits(max_running=3, max_batch_tokens=16, max_waiting=8)
 KINDS = ("mac", "bank", "insert-neural")
@@ -145,3 +146,13 @@ def test_nothing_is_compiled_behind_the_first_request():
 def test_limits_that_do_not_go_with_slots_are_refused(limits, words):
     with pytest.raises(ValueError, match=words):
         Engine(runner("mac"), limits)
+
+
+def test_a_segment_of_a_prompt_is_waited_for_where_no_logits_are_wanted(monkeypatch):
+    slots, cache, none = runner("bank"), Unfinished(), np.zeros((0, 2), np.int32)
+    monkeypatch.setattr(slots, "_read", lambda *_: (Unfinished(), cache))
+    monkeypatch.setattr(slots, "_clear", lambda *_: cache)
+    monkeypatch.setattr(slots, "_cache", cache)
+    places = np.arange(8, dtype=np.int32)
+    found = slots.run(Batch(places, places, np.ones((8, 1), np.int32), none[:, 0], none))
+    assert found.shape == (0, slots.vocab_size) and cache.was_waited_for

@@ -96,3 +96,34 @@ def test_numbers_of_a_busy_engine_come_now_and_then_and_behind_the_last_token():
     assert here.recv().about["running"] == 1
     worker._turn(engine, there, told)
     assert here.recv().about["running"] == 0 and not engine.is_busy
+
+
+def _silent(config, line, parent, watermarks):
+    """A worker that is ready and then says nothing."""
+    line.send(worker.Report("ready"))
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [(_silent, "the worker hangs and is killed: no sign of life for 1 s"), (None, "cannot be started or heard: ")],
+)
+def test_a_worker_that_hangs_is_told_from_one_that_cannot_be_started(make, wanted, monkeypatch):
+    heard, dead, loop = [], asyncio.Event(), asyncio.new_event_loop()
+    monkeypatch.setattr(worker, "_run", make)
+    if make is None:
+        monkeypatch.setattr(worker.Supervisor, "_start", lambda _: open("/nowhere/at/all"))
+
+    def listen(report):
+        heard.append(report)
+        if report.kind == "died":
+            dead.set()
+
+    async def run():
+        supervisor = worker.Supervisor(EngineConfig(hang_s=1), listen, loop)
+        await asyncio.wait_for(dead.wait(), 120)
+        await asyncio.to_thread(supervisor.end)
+
+    loop.run_until_complete(run())
+    loop.close()
+    assert wanted in next(report.error for report in heard if report.kind == "died")

@@ -1,0 +1,207 @@
+"""OpenAI's interface without an engine: what is taken, how it is refused, and what answers look like."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jaxbench.serve import app, intake, stream
+from jaxbench.serve.metrics import Metrics
+from jaxbench.serve.protocol import ChatBody, CompletionBody
+from jaxbench.serve.request import TokenLogprobs
+from jaxbench.serve.service import Piece
+from jaxbench.serve.settings import ServerConfig
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, and whose template writes what it is given."""
+
+    end_ids = ()
+
+    def encode(self, text, *, add_special=True):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+    def token_bytes(self, token):
+        return bytes([token])
+
+    def chat(self, messages, *, tools=None):
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages) + str(tools or "")
+
+
+SERVICE = SimpleNamespace(
+    config=ServerConfig(), tokenizer=Bytes(), watermarks=None, check_ready=lambda: None, submit=lambda made: made,
+    about={"max_seq_len": 100, "vocab_size": 256, "cache_tokens": 1000, "grammars": False},
+)  # fmt: skip
+
+
+def asked(**body):
+    """The engine's requests of a body; an Exception where it is refused."""
+    kind = ChatBody if "messages" in body else CompletionBody
+    try:
+        return asyncio.run(intake.submitted(SERVICE, "tiny", "r", intake.checked(body, kind)))
+    except intake.Bad as error:
+        return error
+
+
+def settings(request):
+    """A request but for its seed, which is drawn where none is given."""
+    return request._replace(sampling=request.sampling.model_copy(update={"seed": 0}))
+
+
+@pytest.mark.parametrize(
+    "name", ["n", "stream", "stop", "logit_bias", "seed", "temperature", "top_p", "max_tokens", "logprobs", "echo",
+             "suffix", "best_of", "frequency_penalty", "stream_options", "user", "top_k", "stop_token_ids", "timeout"],
+)  # fmt: skip
+def test_a_field_that_is_null_is_one_that_is_left_out(name):
+    (with_null,), (without,) = asked(prompt="a", **{name: None}), asked(prompt="a")
+    assert settings(with_null)._replace(deadline=0) == settings(without)._replace(deadline=0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"tool_choice": "none"}, {"tool_choice": "auto"}, {"store": False}, {"store": None}, {"service_tier": "auto"},
+     {"service_tier": "default"}, {"service_tier": None}, {"metadata": {"a": "b"}}, {"parallel_tool_calls": True},
+     {"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"user": "x"}],
+)  # fmt: skip
+def test_what_changes_no_answer_is_taken(body):
+    ((one,), (other,)) = asked(messages=MESSAGES, **body), asked(messages=MESSAGES)
+    assert settings(one) == settings(other)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "0"}, "temperature"), ({"logprobs": True}, "logprobs"), ({"n": "2"}, "n"),
+        ({"stream": "true"}, "stream"), ({"stream": 1}, "stream"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5"), ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"messages": MESSAGES, "store": True}, "store"),
+        ({"messages": MESSAGES, "service_tier": "flex"}, "service_tier"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "tools": [{"a": 1}], "tool_choice": "none"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"), ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [""]}, "prompt"), ({"prompt": ["a"] * 9}, "prompt"), ({"prompt": ["a", "b"], "n": 5}, "prompt"),
+        ({"n": 9}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": None}, "unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_field(body, param):
+    error = asked(**({} if "messages" in body else {"prompt": "a"}) | body)
+    assert isinstance(error, intake.Bad) and (error.status, error.param) == (400, param)
+    assert error.body["error"]["param"] == param and "Value error" not in str(error)
+
+
+def test_a_seed_may_be_any_of_64_bits_and_the_same_one_draws_the_same():
+    seeds = [asked(prompt="a", seed=seed)[0].sampling.seed for seed in (-1, -1, -(2**63), 5)]
+    assert seeds[0] == seeds[1] == 2**63 - 1 and seeds[2:] == [0, 5]
+
+
+def test_an_assistants_message_without_content_is_empty_as_where_it_refused():
+    refused = {"role": "assistant", "content": None, "refusal": "no"}
+    (request,) = asked(messages=[MESSAGES[0], refused, MESSAGES[0]])
+    assert bytes(request.prompt).decode() == "<user>hi<assistant><user>hi"
+
+
+def test_several_prompts_are_several_answers_in_their_order_each_as_if_it_were_alone():
+    found = asked(prompt=["ab", "cde"], n=2, seed=7, max_tokens=3)
+    assert [(bytes(each.prompt).decode(), each.sampling.choice, each.id) for each in found] == [
+        ("ab", 0, "r-0"), ("ab", 1, "r-1"), ("cde", 0, "r-2"), ("cde", 1, "r-3"),
+    ]  # fmt: skip
+    for one in (["ab"], [[97, 98]], [97, 98]):
+        assert asked(prompt=one, seed=7, max_tokens=3) == asked(prompt="ab", seed=7, max_tokens=3)
+    given = asked(prompt=[[1, 2], [3]], seed=7)
+    assert [each.prompt for each in given] == [(1, 2), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param", "said"),
+    [
+        ({"model": "other"}, 404, "model_not_found", "model", "model 'other' is not here"),
+        ({"max_tokens": 1000}, 400, "context_length_exceeded", "prompt", "together 100 are possible"),
+        ({"prompt": "a" * 200}, 400, "context_length_exceeded", "prompt", "the prompt has 200 tokens"),
+        ({"prompt": [1, -1]}, 400, None, "prompt", "prompt: token -1; wanted some, each from 0 to 255"),
+        ({"prompt": [256]}, 400, None, "prompt", "prompt: token 256;"),
+        ({"messages": MESSAGES, "max_tokens": 1000}, 400, "context_length_exceeded", "messages", "together 100"),
+    ],
+)
+def test_errors_have_the_codes_that_openais_clients_look_at(body, status, code, param, said):
+    error = asked(**({} if "messages" in body else {"prompt": "a"}) | body)
+    assert (error.status, error.code, error.param) == (status, code, param) and said in str(error)
+    assert error.body["error"]["code"] == code
+
+
+def answered(request, text, most):
+    """An answer whose tokens are the bytes of a text, and come one by one."""
+    pieces, ids = asyncio.Queue(), list(text)
+    for number, byte in enumerate(ids):
+        logprobs = (TokenLogprobs(-3.0, most),)
+        pieces.put_nowait(Piece("", (byte,), logprobs, "stop" if number == len(ids) - 1 else None))
+    return SimpleNamespace(request=request, ids=ids, num_cached=1, pieces=pieces, ended=None)
+
+
+def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_stands():
+    body = intake.checked(
+        {"prompt": ["a", "bc"], "logprobs": 1, "stream_options": {"include_usage": True}}, CompletionBody
+    )
+    texts, most = ["xé".encode(), b"yz"], ((120, -0.5),)
+    requests = [SimpleNamespace(prompt=(97,)), SimpleNamespace(prompt=(98, 99))]
+
+    def answers():
+        return [answered(*each, most) for each in zip(requests, texts)]
+
+    async def run():
+        form = stream.Completion("r", "tiny", Bytes(), body)
+        events = [event async for event in stream.Completion("r", "tiny", Bytes(), body).events(answers())]
+        return await form.whole(answers()), events
+
+    (whole, error), events = asyncio.run(run())
+    first, second = (each["logprobs"] for each in whole["choices"])
+    assert error is None and [each["index"] for each in whole["choices"]] == [0, 1]
+    assert first["text_offset"] == [0, 1, 1] and second["text_offset"] == [0, 1]  # é is two tokens
+    assert second["top_logprobs"] == [{"x": -0.5, "y": -3.0}, {"x": -0.5, "z": -3.0}]
+    assert first["top_logprobs"][0] == {"x": -3.0} and first["tokens"][0] == "x"
+    assert whole["usage"]["prompt_tokens"] == 3 and whole["usage"]["completion_tokens"] == 5
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    parts = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    offsets = [each["choices"][0]["logprobs"]["text_offset"][0] for each in parts if each["choices"]]
+    numbers = [each["choices"][0]["index"] for each in parts if each["choices"]]
+    assert [[o for i, o in zip(numbers, offsets) if i == number] for number in (0, 1)] == [[0, 1, 1], [0, 1]]
+    assert parts[-1]["usage"] == whole["usage"]
+
+
+def got(application, path, key="secret"):
+    """Status and body of a path of an application that is not started."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http", "method": "GET", "path": path, "query_string": b"", "http_version": "1.1", "root_path": "",
+        "headers": [(b"authorization", f"Bearer {key}".encode())],
+    }  # fmt: skip
+    asyncio.run(application(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent[1:]))
+
+
+def test_the_model_is_found_by_its_name_and_another_is_none(monkeypatch):
+    monkeypatch.setenv(intake.KEY_VARIABLE, "secret")
+    made = app.make(ServerConfig(name="a/b"), Bytes)
+    made.state.service = SimpleNamespace(metrics=Metrics(), about={"max_seq_len": 100})
+
+    (status, one), (_, every), none = (got(made, path) for path in ("/v1/models/a/b", "/v1/models", "/v1/models/c"))
+    assert status == 200 and one == every["data"][0] and (one["id"], one["object"]) == ("a/b", "model")
+    assert none[0] == 404 and none[1]["error"]["code"] == "model_not_found"
+    status, refused = got(made, "/v1/models/a/b", key="wrong")
+    assert status == 401 and refused["error"]["code"] == "invalid_api_key"
+    assert b"/v1/models/c" not in made.state.service.metrics.text()  # names are the client's: no series of each
