@@ -17,22 +17,31 @@ from jaxbench.pretrained.settings import Settings
 # Parts that no family but Gemma's has.
 GEMMA_ONLY = ("post_norms", "embedding_scale", "query_pre_attn_scalar", "attention_softcap", "logit_softcap")
 GEMMA_ONLY += ("global_every", "local_rope_theta")
+MEMORY = "jaxbench_memory"  # memory/folder.py's own
 
 
 def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
     """Translate a Hugging Face config.json. Its dropout rates are a training recipe and are left out.
 
     Raises:
-      ValueError: an unsupported architecture or setting, or a missing one.
+      ValueError: an unsupported architecture or setting, a missing one, or one that changes the function and that no
+        reader of its family knows.
     """
     s = Settings(values, source)
     model_type = s.get("model_type", None)
     if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+        if model_type == MEMORY:
+            raise ValueError(
+                f"{source}: {model_type} is a decoder with memory, which experiments/serve.py --model={source.parent} "
+                "reads and this command does not"
+            )
         wanted = ", ".join(HF_FAMILIES)
         raise ValueError(f"{source}: architecture {shown(model_type)} is not supported, wanted one of {wanted}")
     readers = {"gpt2": _gpt2_from_hf, "qwen2": _qwen_from_hf, "qwen3": _qwen_from_hf}
     readers |= {"gemma": _gemma_from_hf, "gemma2": _gemma_from_hf, "gemma3_text": _gemma_from_hf}
-    return settings.build(readers.get(model_type, _llama_from_hf), s)
+    config = settings.build(readers.get(model_type, _llama_from_hf), s)
+    settings.refuse_other_functions(s, config)
+    return config
 
 
 def _gpt2_from_hf(s: Settings) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def _llama_from_hf(s: Settings) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "use_bias": attention_bias,
-        "sliding_window": s.values.get("sliding_window", 4096) if s.need("model_type") == "mistral" else None,
+        "sliding_window": s.given("sliding_window", 4096) if s.need("model_type") == "mistral" else None,
     }
 
 
@@ -94,7 +103,8 @@ def _qwen_from_hf(s: Settings) -> dict[str, Any]:
     """Settings of Qwen2, which has biases on query, key and value, or of Qwen3, which normalises queries and keys."""
     is_third = s.need("model_type") == "qwen3"
     s.only("attention_bias", False, False)
-    window = s.values.get("sliding_window", 4096) if s.get("use_sliding_window", False) else None
+    given = s.given("sliding_window", 4096)  # Qwen's own files have one that is not used
+    window = given if s.get("use_sliding_window", False) else None
     kinds, first = set(s.get("layer_types", ["sliding_attention"])), s.get("max_window_layers", 28)
     if window is not None and (kinds != {"sliding_attention"} or first != 0):
         raise ValueError(
@@ -132,6 +142,8 @@ def _gemma2_from_hf(s: Settings, head_dim: int, *, has_caps: bool) -> dict[str, 
     """What Gemma 2 added: norms, caps on scores and logits, windows in all layers but every n-th."""
     layers, scalar = s.count("num_hidden_layers"), s.get("query_pre_attn_scalar", 256)
     default = 2 if has_caps else s.get("sliding_window_pattern", 6)
+    if has_caps:
+        s.only("sliding_window_pattern", 2, 2)
     pattern = lambda every: ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
     kinds = s.get("layer_types", pattern(default))
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(default, layers + 1)
@@ -144,8 +156,8 @@ def _gemma2_from_hf(s: Settings, head_dim: int, *, has_caps: bool) -> dict[str, 
     return {
         "post_norms": True,
         "query_pre_attn_scalar": None if scalar == head_dim else scalar,
-        "attention_softcap": s.values.get("attn_logit_softcapping", 50.0) if has_caps else None,
-        "logit_softcap": s.values.get("final_logit_softcapping", 30.0 if has_caps else None),
+        "attention_softcap": s.given("attn_logit_softcapping", 50.0) if has_caps else None,
+        "logit_softcap": s.given("final_logit_softcapping", 30.0 if has_caps else None),
         "sliding_window": s.get("sliding_window", 4096),
         "global_every": every,
     }
@@ -164,6 +176,7 @@ def _gemma3_rotary(s: Settings) -> dict[str, Any]:
 def _rotary_from_hf(s: Settings, values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     """Read transformers 5 `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
     rope = Settings(values, s.source)
+    s.get("rope_scaling", {})  # the older form beside `rope_parameters`, which wins
     rope.only("partial_rotary_factor", s.get("partial_rotary_factor", 1.0), 1.0)
     theta = rope.get("rope_theta", s.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))

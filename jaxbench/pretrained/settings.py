@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,29 @@ import pydantic
 
 from jaxbench.config import TransformerConfig, shown
 
+# A setting that no reader asks for and whose name holds one of these changes what a model computes, or says that it
+# does: the words come from Granite, Gemma 2, Mixtral, DBRX, OLMo 2, GPT-NeoX, MPT, Qwen2-VL, SmolLM3 and GPT-OSS. Only
+# these numbers mean that it does not.
+NEUTRAL: dict[str, tuple[float, ...]] = {"multiplier": (1,), "scaling": (1,), "scale": (1,), "rotary": (1,)}
+NEUTRAL |= {"expert": (0, 1), "moe": (0, 1)}
+NEUTRAL |= dict.fromkeys(("softcap", "window", "clip", "norm", "interleaved", "mrope", "no_rope", "alibi", "sink"), ())
+NEUTRAL |= dict.fromkeys(("parallel_attn", "parallel_residual", "layer_types"), ())
+# What training leaves behind, precisions of norms that the family has not, and what transformers keeps for itself.
+INERT = re.compile(r"^_|grad|loss|init|dropout|pdrop|eps(ilon)?$")
+
 
 class Settings:
     """The settings of one file; a missing or unsupported one is an error that names the file."""
 
     def __init__(self, values: dict[str, Any], source: Path, prefix: str = ""):
         self.values, self.source, self.prefix = values, source, prefix
+        self.asked: set[str] = set()  # for, by a reader: the others are judged by their names
 
     def need(self, key: str) -> Any:
         """Setting that must be there."""
-        if self.values.get(self.prefix + key) is None:
+        if (value := self.given(key, None)) is None:
             raise ValueError(f"{self.source}: the setting {self.prefix + key!r} is missing")
-        return self.values[self.prefix + key]
+        return value
 
     def count(self, key: str) -> int:
         """Setting that is a whole number from 1."""
@@ -40,8 +53,13 @@ class Settings:
 
     def get(self, key: str, default: Any) -> Any:
         """Setting, or the default where it is missing or null."""
-        value = self.values.get(self.prefix + key)
+        value = self.given(key, None)
         return default if value is None else value
+
+    def given(self, key: str, default: Any) -> Any:
+        """Setting, null too, or the default where it is missing."""
+        self.asked.add(self.prefix + key)
+        return self.values.get(self.prefix + key, default)
 
     def only(self, key: str, default: Any, *supported: Any) -> None:
         """Check that a setting, or its default, is one of the supported values."""
@@ -60,6 +78,38 @@ def build(read: Callable[[Settings], dict[str, Any]], s: Settings) -> Transforme
         raise ValueError(f"{s.source}: {'; '.join(parts)}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{s.source}: a setting has the wrong type or is zero ({error})") from error
+
+
+def refuse_other_functions(s: Settings, config: TransformerConfig) -> None:
+    """Raise where a setting that no reader asked for says that the model computes something else.
+
+    Raises:
+      ValueError: there is one; its name and value.
+    """
+    for key, value in s.values.items():
+        word = next((word for word in NEUTRAL if word in key.lower()), None)
+        if word is None or key in s.asked or INERT.search(key.lower()) or _is_neutral(key, word, value, config):
+            continue
+        raise ValueError(
+            f"{s.source}: {key}={shown(value)} is not supported in model_type {shown(s.values.get('model_type'))}: a "
+            "model with it computes another function"
+        )
+
+
+def _is_neutral(key: str, word: str, value: Any, config: TransformerConfig) -> bool:
+    """True where a setting by this name changes nothing."""
+    if value is None or value is False or value in ({}, [], ""):
+        return True
+    if word == "layer_types":
+        kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+        return isinstance(value, list) and all(each == kind for each in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if key == "attention_multiplier":  # Granite's stands in place of the root of a head's width
+        return math.isclose(value, config.head_dim**-0.5)
+    if word == "window":
+        return value == config.sliding_window or (config.sliding_window is None and value >= config.max_seq_len)
+    return value in NEUTRAL[word]
 
 
 def shortest(value: float) -> float:

@@ -53,6 +53,9 @@ class Watched:
         try:
             self.process = psutil.Process(pid)
             self._known = {pid: _cpu_seconds(self.process)}
+            for each in self.process.children(recursive=True):  # or the first look counts all that they did before it
+                with contextlib.suppress(psutil.Error):
+                    self._known[each.pid] = _cpu_seconds(each)
         except (psutil.Error, OSError) as error:
             raise ValueError(f"--pid={pid}: no process of this number can be read ({error})") from error
         self._started = self._last = time.monotonic()
@@ -68,16 +71,22 @@ class Watched:
             family = [self.process, *self.process.children(recursive=True)]
         except psutil.Error:
             return None
-        spent, resident, threads = {}, 0, 0
+        spent, cores, resident, threads = {}, {}, 0, 0
         for each in family:
             with contextlib.suppress(psutil.Error):  # one that ended meanwhile
                 spent[each.pid] = _cpu_seconds(each)
+                cores[each.pid] = self._share(each, spent[each.pid], passed)
                 resident, threads = resident + each.memory_info().rss, threads + each.num_threads()
-        cores = {pid: (seconds - self._known.get(pid, 0.0)) / passed for pid, seconds in spent.items()}
         workers = {pid: share for pid, share in cores.items() if pid != self.process.pid and pid in self._known}
         rows_per_s, rates = self._rates(passed)
         self._known, self._last = spent, now
         return Look(now - self._started, cores, resident, threads, rows_per_s, rates, stragglers(workers))
+
+    def _share(self, process: Any, seconds: float, passed: float) -> float:
+        """Cores that a process of `seconds` in all kept busy since the last look; over its life, where it is new."""
+        if process.pid in self._known:
+            return max(seconds - self._known[process.pid], 0.0) / passed  # below 0: another has the number now
+        return seconds / max(passed, time.time() - process.create_time())
 
     def _files(self) -> list[Path]:
         found = [file for row in self.rows for file in (row.glob("*.jsonl") if row.is_dir() else [row])]

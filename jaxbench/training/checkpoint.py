@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -68,6 +70,7 @@ class Checkpoints:
         self.processes.agree(True)
         # Orbax reports every phase of every save, and a failed one in pages of traces before it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _drop_late_callbacks()
         newest = policies.LatestN(self.keep)
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False
@@ -244,10 +247,34 @@ class Checkpoints:
             code = getattr(error, "errno", None) or next((c for sign, c in signs.items() if sign in message), None)
             if code is None:
                 raise
-            # Orbax gives a folder its step's number when it is whole.
-            kept = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
-            last = f"the last good checkpoint is step {max(kept)}" if kept else "no checkpoint was finished"
+            kept = finished(self.folder)
+            last = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was finished"
             raise OSError(code, f"{os.strerror(code)}, {last}", str(self.folder)) from error
+
+
+def finished(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, oldest first; none where there is no folder."""
+    # Orbax gives a folder its step's number when it is whole.
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def _drop_late_callbacks() -> None:
+    """Keep quiet about writes of TensorStore that end after the save they belong to has failed.
+
+    Each calls an event loop that is closed by then, from a thread of C++, which can only report the error: a trace for
+    each array, in front of the one line that says what happened.
+    """
+    before = sys.unraisablehook
+    if getattr(before, "drops_late_callbacks", False):
+        return
+
+    def hook(report: Any) -> None:
+        is_late = report.exc_type is RuntimeError and str(report.exc_value) == "Event loop is closed"
+        if not (is_late and threading.current_thread() is not threading.main_thread()):
+            before(report)
+
+    hook.drops_late_callbacks = True
+    sys.unraisablehook = hook
 
 
 def _copy(value: Any) -> Any:

@@ -136,9 +136,10 @@ class Board:
         self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Write the scalars of a step."""
+        """Write the scalars of a step; one that is not finite leaves a gap, for the writer warns of each."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out and close."""

@@ -40,6 +40,7 @@ class Result(NamedTuple):
     validation_loss: float  # nats per token, after the last step
     bits_per_byte: float | None
     tokens_per_s: float  # of this process, without compiling, evaluation and saving
+    skipped: int = 0  # of the steps, those whose loss or gradient was not finite, which changed nothing
 
 
 def run(
@@ -101,6 +102,8 @@ class _Trainer:
         if processes.is_first:
             config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
+        counts = [record["skipped"] for record in self.records.read() if "skipped" in record]
+        self.skipped = counts[-1] if counts else 0  # each line counts all before it
         self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
         self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
         self.rate = schedules.scaled_peak(
@@ -185,6 +188,7 @@ class _Trainer:
         for step, rate, m in fetched:
             records.append({"step": step + 1, "loss": m.loss, "grad_norm": m.grad_norm, "learning_rate": rate})
             records[-1] |= {"loss_scale": m.loss_scale, "skipped": m.skipped}
+            self.skipped = m.skipped
             halts = self.settings.step.nonfinite == "stop" and not m.is_finite
             if halts and not (self.engine.policy.is_scaled and math.isfinite(m.loss)):
                 self.records.add(records)
@@ -271,14 +275,20 @@ class _Trainer:
                 if key.startswith("validation_")
             }
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
-        result = Result(done, loss, size, self.throughput.mean)
+        result = Result(done, loss, size, self.throughput.mean, self.skipped)
         summary = result._asdict() | self._mfu(result.tokens_per_s)
         summary |= {"backend": self.backend, "parameters": self.num_parameters} | self.progress
         if self.processes.is_first:
             outputs.write_json(self.workdir / SUMMARY, summary)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
+        if 2 * self.skipped > done:
+            self.display.say(
+                f"warning: most steps changed nothing, since their loss or gradient was not finite ({self.skipped} of "
+                f"{done}); lower learning_rate={self.settings.learning_rate}"
+            )
+        skipped = f", {self.skipped} of them skipped" if self.skipped else ""
         self.display.say(
-            f"finished {done} steps: held-out loss {loss:.4f}"
+            f"finished {done} steps{skipped}: held-out loss {loss:.4f}"
             + (f", {size:.4f} bits per byte" if size else "")
             + f", {self.throughput.mean:,.0f} tokens/s; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
         )

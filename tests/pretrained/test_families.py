@@ -18,6 +18,7 @@ from transformers import (
 
 from jaxbench import initial, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory import folder as memory_folder
 from jaxbench.pretrained import families, hf_config
 
 SOURCE = Path("folder/config.json")
@@ -155,11 +156,58 @@ def test_yarn_frequencies_and_factor_are_those_of_transformers(more, monkeypatch
     assert config.query_scale == pytest.approx(factor**2, rel=1e-15)  # scores have it once of each side
 
 
-def test_window_counts_for_mistral_only():
-    assert hf_config.config_from_hf(LLAMA | {"sliding_window": 16}, SOURCE).sliding_window is None
+def test_a_window_is_mistrals_and_one_that_a_llama_would_feel_is_refused():
     assert (
         hf_config.config_from_hf(LLAMA | {"sliding_window": 16, "model_type": "mistral"}, SOURCE).sliding_window == 16
     )
+    for window in (None, 2048, 4096):  # as long as the context of 2,048: no query feels it
+        assert hf_config.config_from_hf(LLAMA | {"sliding_window": window}, SOURCE).sliding_window is None
+    with pytest.raises(ValueError, match="sliding_window=16 is not supported in model_type 'llama'"):
+        hf_config.config_from_hf(LLAMA | {"sliding_window": 16}, SOURCE)
+
+
+OTHER_FUNCTIONS = [
+    ("attention_multiplier", 0.1), ("attention_multiplier", 1.0), ("residual_multiplier", 0.2),
+    ("embedding_multiplier", 12.0), ("logits_scaling", 8.0), ("final_logit_softcapping", 30.0),
+    ("num_local_experts", 8), ("num_experts_per_tok", 2), ("clip_qkv", 2.0), ("qk_norm", True), ("use_qk_norm", True),
+    ("qk_layernorm", True), ("layer_types", ["sliding_attention", "full_attention"]), ("scale_emb", 12),
+    ("scale_embedding", True), ("rope_interleaved", True), ("rotary_pct", 0.25), ("use_mrope", True), ("alibi", True),
+    ("use_parallel_residual", True), ("no_rope_layers", [1, 0]), ("attention_sinks", 4), ("moe_layer_freq", [0, 1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), OTHER_FUNCTIONS)
+def test_a_setting_of_another_function_that_no_reader_knows_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=f"^folder/config.json: {key}=.* is not supported in model_type 'llama'"):
+        hf_config.config_from_hf(LLAMA | {key: value}, SOURCE)
+
+
+@pytest.mark.parametrize("key", [key for key, _ in OTHER_FUNCTIONS])
+def test_a_setting_that_is_off_is_read_over(key):
+    for value in (None, False):
+        assert hf_config.config_from_hf(LLAMA | {key: value}, SOURCE) == hf_config.config_from_hf(LLAMA, SOURCE)
+
+
+def test_settings_of_published_files_that_change_nothing_are_read_over():
+    llama = {"attention_multiplier": 8**-0.5, "residual_multiplier": 1.0, "logits_scaling": 1, "num_experts": 0}
+    llama |= {"pretraining_tp": 2, "rope_interleaved": False, "is_llama_config": True, "max_grad_norm": 1.0}
+    llama |= {"layer_norm_eps": 1e-5, "layer_types": ["full_attention"] * 2, "router_aux_loss_coef": 0.1}
+    llama |= {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "default"}}
+    qwen = {"sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 21, "use_mrope": False}
+    gemma2 = {"sliding_window": 4096, "sliding_window_size": 4096, "cache_implementation": "hybrid"}
+    gemma3 = {"_sliding_window_pattern": 6, "sliding_window_pattern": 6, "final_logit_softcapping": None}
+    gpt2 = {"n_ctx": 1024, "scale_attn_weights": True, "summary_first_dropout": 0.1, "reorder_and_upcast_attn": False}
+    for base, more in (
+        (LLAMA, llama), (LLAMA | {"model_type": "qwen2"}, qwen), (QWEN3, qwen), (GEMMA2, gemma2), (GEMMA3, gemma3),
+        (GPT2, gpt2), (LLAMA | {"model_type": "mistral"}, {"layer_types": ["sliding_attention"] * 2}),
+    ):  # fmt: skip
+        assert hf_config.config_from_hf(base | more, SOURCE) == hf_config.config_from_hf(base, SOURCE)
+
+
+def test_a_decoder_with_memory_names_the_command_that_reads_it():
+    with pytest.raises(ValueError, match="decoder with memory, which experiments/serve.py --model=folder reads"):
+        hf_config.config_from_hf({"model_type": hf_config.MEMORY, "decoder": {}}, SOURCE)
+    assert memory_folder.MODEL_TYPE == hf_config.MEMORY
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class NeuralMemory(torch.nn.Module):
         self.out_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if is_gated else None
         self.g_proj = linear(width) if is_gated else None
         self.o_proj = nn.Linear(width, c.d_model, use_bias=False, dtype=dtype)
-        self.num_heads, self.head_dim = c.num_heads, c.head_dim
+        self.num_heads, self.head_dim, self.d_model = c.num_heads, c.head_dim, c.d_model
         self.chunk_size, self.conv_size, self.num_streams = c.chunk_size, c.conv_size, len(c.streams)
         self.has_silu, self.qk_norm, self.max_theta = c.qkv_activation == "silu", c.qk_norm, c.max_theta
         scale = 1.0 if c.loss_reduction == "sum" else 1.0 / c.head_dim
@@ -133,8 +133,12 @@ class NeuralMemory(torch.nn.Module):
 
         Arguments, results and errors are the twin's.
         """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"memory: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
         if state is not None:
             self._check(state, len(x))
+        if x.shape[1] == 0:
+            return x.to(self.o_proj.kernel.dtype), self.init_state(len(x)) if state is None else state
         learn = learn and self.theta is not None
         if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)

@@ -21,6 +21,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import worker
 from jaxbench.training import precision
+from jaxbench.training.step_config import TWIN_OPTIMIZERS
 from jaxbench.training.train_config import TrainConfig
 from torch_ref import prng, train, transformer
 from torch_ref.training import optimizer_step
@@ -48,6 +49,15 @@ class Engine:
         if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.step_config = step_config = settings.step
+        if step_config.optimizer.kind not in TWIN_OPTIMIZERS:
+            raise ValueError(
+                f"engine: step.optimizer.kind={step_config.optimizer.kind} is not in torch_ref, which has "
+                f"{', '.join(TWIN_OPTIMIZERS)}; use --backend=flax"
+            )
+        if step_config.remat.policy != "none":
+            raise ValueError(
+                f"engine: step.remat.policy={step_config.remat.policy} is not in torch_ref; use --backend=flax"
+            )
         if step_config.kernels != "auto":
             raise ValueError(
                 f"engine: step.kernels={step_config.kernels} is JAX's; PyTorch has its own, leave it at auto"

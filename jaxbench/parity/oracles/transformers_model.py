@@ -67,12 +67,26 @@ def why_unread(path: Path) -> str:
                 )
             else:
                 config = transformers.AutoConfig.from_pretrained(path)
+                if reason := _why_inexact(config):
+                    return reason
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # it raises many unrelated types: OSError, KeyError, NotImplementedError, its own
         return (
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
         )
     return ""
+
+
+def _why_inexact(config: Any) -> str:
+    """Why the numbers of a quantised folder are not transformers' to the last bit; empty where they are no integers."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return ""
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+    return (
+        f"quantization_config.quant_method={method}: it multiplies quantised numbers in packages of their own, or "
+        "rounds them to the type of their scales as it unpacks them, and not in float64"
+    )
 
 
 def save(model: torch.nn.Module, folder: Any) -> None:
@@ -89,6 +103,15 @@ def load(path: Path) -> torch.nn.Module:
     """
     if path.is_file():
         return _of_gguf(path)
+    try:
+        return _of_folder(path)
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:  # of PyTorch's loading, and its own
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        raise ValueError(f"transformers: {path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _of_folder(path: Path) -> torch.nn.Module:
+    """Model of a Hugging Face folder, with every tensor in its place."""
     with quiet():  # not wide: the file's types go by their names too
         read, report = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float64, output_loading_info=True
