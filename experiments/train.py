@@ -45,7 +45,7 @@ def main() -> int:
     if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
     process_environment.ensure(values.device, library=cli.array_library())
-    from jaxbench.training import trainer
+    from jaxbench.training import checkpoint, trainer
 
     run_by = processes.ALONE
     if is_joined:
@@ -65,7 +65,11 @@ def main() -> int:
         return find_batch_size(settings, make_engine, extension)
     if values.memory_ladder:
         return measure_memory_savings(settings, make_engine, workdir)
-    cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
+    kept = workdir / trainer.CHECKPOINTS
+    cli.keep(
+        f"finished checkpoints in {workdir} are kept; the same command goes on",
+        when=lambda: bool(checkpoint.finished(kept)),
+    )
     trainer.run(
         settings, make_engine, backend=values.backend, workdir=workdir, data_path=values.data,
         profile_steps=profile_steps, processes=run_by,
@@ -91,11 +95,21 @@ def check_input(settings: Any) -> None:
     text = Path(named).expanduser()
     if not text.is_file():
         raise ValueError(f"data: {text} is no file; name a text with --data")
+    if text.suffix in (".txt", ".jsonl") and 0 < (size := text.stat().st_size) < least_bytes(settings):
+        raise ValueError(
+            f"data: {text} has {size} bytes, and training takes at least {least_bytes(settings)}: a token that follows "
+            "another in each part; use a longer text"
+        )
     if text.suffix in dataset.TOKEN_SUFFIXES and settings.data.tokenizer in small_tokenizers.KINDS:
         try:
             settings.model.resolved(None)
         except ValueError as error:
             raise ValueError(f"data: {text}: {error}") from error
+
+
+def least_bytes(settings: Any) -> int:
+    """Bytes of the shortest text that has a target to train on, and one to hold out where that is not another file."""
+    return 4 if settings.data.validation_path is None else 2
 
 
 def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:

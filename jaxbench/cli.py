@@ -20,9 +20,10 @@ A main of several commands, `watermark.py detect --input=FILE`, gives each its o
     cli.run_commands({"detect": cli.Command(define_detect, detect, "find a watermark")}, about=__doc__)
 
 Exit codes: 0 success, 1 a gate failed or a part that was asked for broke, 2 bad input (one line on stderr that says
-what and how to mend it), 130 interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input. Before the main
-runs, --device has to be attached and --workdir a folder that can be written; nothing is left there. Every command has
---profile=FOLDER and --monitor (docs/profiling.md), but for one that has a flag of that name itself.
+what and how to mend it), 130 interrupted, 141 what read the output closed it (`| head`). JAXBENCH_DEBUG=1 shows the
+whole traceback of bad input. Before the main runs, --device has to be attached and --workdir a folder that can be
+written; nothing is left there. Every command has --profile=FOLDER and --monitor (docs/profiling.md), but for one that
+has a flag of that name itself.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ import difflib
 import errno
 import os
 import re
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TextIO, TypeVar
 
 from absl import flags
 
@@ -47,10 +49,13 @@ FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
 BACKENDS = ("flax", "equinox", "torch")
 EXIT_OK, EXIT_GATE, EXIT_USAGE, EXIT_INTERRUPT = 0, 1, 2, 130
+EXIT_PIPE = 141  # what a shell says of a command that SIGPIPE ends
+ROOT = Path(__file__).resolve().parents[1]
 FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 Model = TypeVar("Model", bound=config.Base)
-_kept: list[str] = []
+_kept: list[str] = []  # what `keep` was given
+_holds: list[Callable[[], bool]] = []  # and whether that holds
 
 
 class GateFailed(Exception):
@@ -61,7 +66,10 @@ class GateFailed(Exception):
 
 
 def define_config(default: str | None, about: str = "YAML file to run") -> None:
-    """Define --config and --set a.b=c (any number of times)."""
+    """Define --config and --set a.b=c (any number of times).
+
+    The default is a path from the repository's root, what a user names one from the working folder.
+    """
     flags.DEFINE_string("config", default, about)
     flags.DEFINE_multi_string("set", [], "change one key of the config: --set decode.new_tokens=64; may be repeated")
 
@@ -142,6 +150,16 @@ def workdir(default: str | Path) -> Path:
     return outputs.check_folder(FLAGS.workdir or default)
 
 
+def resolve_default_config() -> None:
+    """Make --config's default, where it was not given, a path that the working folder does not change."""
+    if "config" not in FLAGS or FLAGS["config"].present or not FLAGS["config"].default:
+        return
+    place = ROOT / (named := Path(FLAGS["config"].default))
+    # From the root itself it keeps its short name, which records and pages show.
+    if place.is_file() and not (named.is_file() and named.samefile(place)):
+        FLAGS["config"].value = str(place)
+
+
 def _check_flags() -> None:
     """Check what --device and --workdir name, in every command that has them, before anything heavy starts."""
     if "device" in FLAGS:
@@ -181,9 +199,17 @@ def _observed() -> Iterator[None]:
 # Running a main
 
 
-def keep(sentence: str) -> None:
-    """Set the sentence that an interrupt prints, e.g. `3 launches in out/results.jsonl; go on with --resume`."""
-    _kept[:] = [sentence]
+def keep(sentence: str, *, when: Callable[[], bool] = lambda: True) -> None:
+    """Set the sentence that an interrupt prints, e.g. `3 launches in out/results.jsonl; go on with --resume`.
+
+    when: asked then; False = nothing is kept yet, and the sentence is left out.
+    """
+    _kept[:], _holds[:] = [sentence], [when]
+
+
+def _is_kept() -> str:
+    """The sentence that `keep` was given, where it holds now."""
+    return next((sentence for sentence, when in zip(_kept, _holds) if when()), "")
 
 
 def run(main: Callable[[], int | None], *, about: str | None = None, argv: Sequence[str] | None = None) -> None:
@@ -194,9 +220,8 @@ def run(main: Callable[[], int | None], *, about: str | None = None, argv: Seque
     argv = list(sys.argv if argv is None else argv)
     define_observation()
     if any(word in ("--help", "-h", "-help", "--helpfull") for word in argv[1:]):
-        print(help_text(Path(argv[0]).name, about))
-        raise SystemExit(EXIT_OK)
-    raise SystemExit(_call(main, argv))
+        raise SystemExit(_read(lambda: print(help_text(Path(argv[0]).name, about))))
+    raise SystemExit(_read(lambda: _call(main, argv)))
 
 
 class Command(NamedTuple):
@@ -212,8 +237,8 @@ def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[
     program, *words = list(sys.argv if argv is None else argv)
     name = words[0] if words else ""
     if name in ("", "--help", "-h", "-help", "--helpfull"):
-        print(commands_text(Path(program).name, commands, about))
-        raise SystemExit(EXIT_OK if name else EXIT_USAGE)
+        code = _read(lambda: print(commands_text(Path(program).name, commands, about)))
+        raise SystemExit(code if name else EXIT_USAGE)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
         hint = f"the nearest is {close[0]}" if close else f"wanted one of {', '.join(commands)}"
@@ -230,6 +255,38 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
     return "\n".join([about.strip(), "", usage, "", *lines])
 
 
+def _read(work: Callable[[], int | None]) -> int:
+    """Exit code of work that prints, without a word where what reads standard output has closed it."""
+    code, place = EXIT_OK, _place(sys.stdout)
+    try:
+        code = work() or EXIT_OK
+        sys.stdout.flush()
+    except (SystemExit, BrokenPipeError) as error:
+        # rich ends the process itself, with a failed gate's 1, once it has pointed the output elsewhere.
+        if not (_place(sys.stdout) != place if isinstance(error, SystemExit) else _is_closed(sys.stdout)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        return code or EXIT_PIPE
+    return code
+
+
+def _place(stream: TextIO) -> tuple[int, int] | None:
+    """What a stream writes into; None where that is no file."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found = os.fstat(stream.fileno())
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """True where nothing reads a stream any more; another pipe may be the broken one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no poll here, or no file behind it
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
+
+
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:
     """Exit code of a main; its errors become one line on stderr."""
     if threading.current_thread() is threading.main_thread():
@@ -242,6 +299,7 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         parse(argv)
+        resolve_default_config()
         _check_flags()
         with _observed():
             return main() or EXIT_OK
@@ -249,10 +307,13 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         # With `python -m` an interrupt that came through an exec of text, such as a NamedTuple's, would end the process
         # by SIGINT in place of the exit code; the next exec makes CPython forget it (pythonrun.c, run_eval_code_obj).
         exec("")
-        return _complain(f"interrupted; {_kept[0] if _kept else 'finished outputs are kept'}", EXIT_INTERRUPT, "")
+        otherwise = "nothing was finished" if _kept else "finished outputs are kept"
+        return _complain(f"interrupted; {_is_kept() or otherwise}", EXIT_INTERRUPT, "")
     except GateFailed as failure:
         return _complain(str(failure), EXIT_GATE, "failed: ")
     except (ValueError, OSError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):
+            raise
         if os.environ.get("JAXBENCH_DEBUG"):
             raise
         return _complain(explain(error), EXIT_USAGE)
@@ -264,7 +325,8 @@ def _interrupt(signal_number: int, _: object) -> None:
 
 def _complain(message: str, code: int, prefix: str = "error: ") -> int:
     """Print one line on stderr and hand the exit code on."""
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # the message matters more
+        sys.stdout.flush()
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 
@@ -289,7 +351,7 @@ def explain(error: BaseException) -> str:
     """Error message in one sentence: what is wrong and, where it is known, how to mend it."""
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = f" {error.filename}" if error.filename else ""
-        kept = f"; kept: {_kept[0]}" if _kept else ""
+        kept = f"; kept: {sentence}" if (sentence := _is_kept()) else ""
         return (
             f"cannot write{place}: {error.strerror}{kept}; "
             "free some space, or name a folder on another disk with --workdir (and JAXBENCH_CACHE for downloads)"
