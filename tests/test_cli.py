@@ -260,3 +260,70 @@ def test_an_interrupt_inside_an_import_ends_with_the_exit_code_of_one(tmp_path):
         [sys.executable, "-m", "interrupted"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True
     )
     assert done.returncode == cli.EXIT_INTERRUPT and done.stderr.startswith(b"interrupted; ")
+
+
+def test_what_is_kept_is_said_only_where_something_is(monkeypatch):
+    full = OSError(28, "No space left on device", "out/x")
+    monkeypatch.setattr(cli, "_kept", [])
+    monkeypatch.setattr(cli, "_holds", [])
+    answers = iter([False, True])
+    cli.keep("checkpoints are in out", when=lambda: next(answers))
+    assert "kept" not in cli.explain(full) and "; kept: checkpoints are in out;" in cli.explain(full)
+    cli.keep("always")
+    assert "; kept: always;" in cli.explain(full)
+
+
+WRITER = """
+import sys
+from absl import flags
+from jaxbench import cli, terminal
+def main():
+    how = flags.FLAGS.how
+    if how == "other":
+        raise BrokenPipeError(32, "Broken pipe")
+    print("first", flush=True)
+    sys.stdin.read()
+    if how == "rich":
+        terminal.console().print("more")
+    elif how != "late":
+        print("more", flush=True)
+    else:
+        print("more")
+flags.DEFINE_string("how", "now", "")
+cli.run(main, argv=sys.argv)
+"""
+
+
+@pytest.mark.parametrize("how", ["now", "late", "rich"])
+def test_output_that_nothing_reads_any_more_ends_the_command_without_a_word(how):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WRITER, f"--how={how}"], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == b"first\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait()) == (b"", cli.EXIT_PIPE)
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error_like_any_other():
+    command = [sys.executable, "-c", WRITER, "--how=other"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: Broken pipe\n")
+
+
+def test_the_default_config_is_the_repositorys_and_a_named_one_the_working_folders(tmp_path, monkeypatch):
+    def value(*words):
+        with harness.one_main():
+            cli.define_config("configs/lm/tiny.yaml")
+            cli.parse(["main.py", *words])
+            cli.resolve_default_config()
+            return cli.FLAGS.config
+
+    monkeypatch.chdir(ROOT)
+    assert value() == "configs/lm/tiny.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert value() == str(ROOT / "configs/lm/tiny.yaml")
+    assert value("--config=configs/lm/tiny.yaml") == "configs/lm/tiny.yaml"
+    (tmp_path / "configs" / "lm").mkdir(parents=True)
+    (tmp_path / "configs" / "lm" / "tiny.yaml").write_text("another file\n")
+    assert value() == str(ROOT / "configs/lm/tiny.yaml")
+    refused(command("memory.py", "cost", "--set=lengths=[]", cwd=tmp_path), "lengths", "empty")

@@ -1,11 +1,13 @@
 """Presets: every flag is one that the installed JAX knows, the user's own settings win, what is exported is quoted."""
 
+import re
 import subprocess
 
 import pydantic
 import pytest
 
 from jaxbench import presets
+from tests.structure import ROOT
 
 SETTING = {"name": "A_B", "kind": "variable", "value": "1", "framework": "jax", "about": "a", "source": "https://x"}
 
@@ -49,3 +51,13 @@ def test_every_setting_says_who_says_so():
         presets.Setting(**SETTING | {"source": "hearsay"})
     with pytest.raises(pydantic.ValidationError, match="A_B is there twice"):
         presets.Preset(device="cpu", about="a", settings=[SETTING, SETTING])
+
+
+def test_the_documented_numbers_of_settings_are_those_of_the_files():
+    text = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+|none)", text, re.MULTILINE)
+    settings = {name: presets.load(name).settings for name in presets.names()}
+    found = {
+        name: (str(len(each)), str(sum(bool(s.measured) for s in each) or "none")) for name, each in settings.items()
+    }
+    assert {name: numbers for name, *numbers in map(list, rows)} == {name: list(pair) for name, pair in found.items()}

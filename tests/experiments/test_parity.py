@@ -128,6 +128,32 @@ def test_a_model_that_transformers_does_not_read_is_not_compared_with_it(folder,
     assert said.startswith("model/tiny is not compared with transformers, which does not read it: ValueError: ")
 
 
+def test_a_quantised_folder_is_not_compared_with_transformers_and_says_why(folder, tmp_path):
+    from jaxbench.parity.oracles import transformers_model
+
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert transformers_model.why_unread(folder) == ""
+    assert "quantization_config.quant_method=compressed-tensors" in transformers_model.why_unread(tmp_path)
+
+
+def test_what_transformers_cannot_load_fails_its_gate_in_one_line(folder, monkeypatch):
+    from jaxbench.parity import own_model
+    from jaxbench.parity.oracles import transformers_model
+    from jaxbench.pretrained import weights
+
+    def broken(path):
+        raise RuntimeError("Error(s) in loading state_dict:\n\tMissing key(s)")
+
+    monkeypatch.setattr(transformers_model, "_of_folder", broken)
+    checkpoint = weights.load_checkpoint(folder)
+    found = own_model.against_transformers(own_model.case_of(folder, checkpoint), folder, checkpoint)
+    [gate] = found["gates"]
+    assert not found["passed"] and gate["where"]
+    assert gate["note"].endswith("cannot be loaded: RuntimeError: Error(s) in loading state_dict: Missing key(s)")
+
+
 def test_a_model_too_large_for_its_proof_is_refused_with_numbers(folder, monkeypatch):
     from jaxbench.measure import environment
     from jaxbench.parity import own_model

@@ -298,3 +298,30 @@ def test_with_initial_match_a_query_is_nearest_to_the_keys_over_its_like():
     np.testing.assert_array_equal(np.sort(nearest, axis=1), np.stack([np.arange(14), np.arange(1, 15)], axis=1))
     other = initial_params(config.model_copy(update={"initial_match": False}), 0)
     assert (other["k_proj.kernel"] != other["q_proj.kernel"]).all()
+
+
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+def test_no_tokens_have_no_answers_and_change_no_state(config):
+    read, model, twin = layer(config)
+    _, behind = read(stream())
+    empty = stream()[:, :0]
+    for state in (None, behind):
+        for learn in (True, False):
+            answer, after = read(empty, state, learn=learn)
+            assert answer.shape == empty.shape and answer.dtype == jnp.float64
+            assert worst(after, model.init_state(3) if state is None else state) == 0.0
+            with torch.no_grad():
+                given = None if state is None else twin(as_torch(stream()))[1]
+                answer, found = twin(as_torch(empty), given, learn=learn)
+            assert tuple(answer.shape) == empty.shape and answer.dtype == torch.float64
+            assert worst(as_numpy(found), after) < 1e-12
+    # What comes behind an empty call is what comes without it.
+    assert worst(read(stream(), read(empty)[1])[0], read(stream())[0]) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 11), (3, 4, 13), (4, 12), (1, 3, 4, 12)])
+def test_a_stream_of_another_width_is_refused_by_both_backends(shape):
+    _, model, twin = layer()
+    for each, x in ((model, jnp.zeros(shape)), (twin, torch.zeros(shape, dtype=torch.float64))):
+        with pytest.raises(ValueError, match=rf"memory: x is \({', '.join(map(str, shape))}\), wanted .* d_model=12"):
+            each(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -74,3 +75,34 @@ def test_operations_of_two_profiles_are_paired_by_name_most_moved_first():
     assert compare.operations(base, head) == [
         ("a", 1.0, 1.5, (2, 2)), ("gone", 0.2, 0.0, (1, 0)), ("new", 0.0, 0.1, (0, 1)),
     ]  # fmt: skip
+
+
+FAMILY = """
+import subprocess, sys
+child = "import sys, time\\nwhile time.process_time() < 1.5: pass\\nprint('spent', flush=True)\\nsys.stdin.read()"
+process = subprocess.Popen([sys.executable, "-c", child], stdin=sys.stdin)
+process.wait()
+"""
+
+
+def test_what_a_child_did_before_the_first_look_is_not_counted():
+    with subprocess.Popen(
+        [sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "spent\n"  # 1.5 s of the processor, and it waits from here on
+        watched = monitor.Watched(process.pid)
+        known, look = dict(watched._known), watched.look()
+        process.stdin.close()
+    [child] = known.keys() - {process.pid}
+    assert known[child] > 1.4 and look.cores[child] < 50  # counted whole in a look of milliseconds, hundreds
+
+
+def test_a_new_child_is_counted_over_its_life_and_a_known_one_since_the_last_look(monkeypatch):
+    watched = object.__new__(monitor.Watched)
+    watched._known = {1: 10.0, 2: 10.0}
+    monkeypatch.setattr(monitor.time, "time", lambda: 100.0)
+    process = lambda pid, born: types.SimpleNamespace(pid=pid, create_time=lambda: born)
+    assert watched._share(process(1, 0.0), 12.0, 4.0) == 0.5
+    assert watched._share(process(2, 99.0), 0.5, 4.0) == 0.0  # another process has the number now
+    assert watched._share(process(3, 80.0), 10.0, 0.01) == 0.5  # 20 s old, and seen for the first time
+    assert watched._share(process(4, 99.0), 1.0, 4.0) == 0.25  # born within the interval

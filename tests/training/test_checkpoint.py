@@ -4,10 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import types
 
 import numpy as np
 import pytest
 
+from jaxbench.training import checkpoint
 from jaxbench.training.checkpoint import Checkpoints
 
 ARRAYS = {
@@ -179,6 +182,12 @@ try:
     checkpoints.wait()
 except OSError as error:
     print("OSError", error)
+many = {f"a{i}": small["a"] for i in range(12)}
+try:
+    checkpoints.save(3, many, {})
+    checkpoints.wait()
+except OSError as error:
+    print("OSError", error)
 print(checkpoints.steps() if not (checkpoints.folder / "2").is_dir() else "written")
 """
 
@@ -188,6 +197,23 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path):
         [sys.executable, "-c", FULL, str(tmp_path / "c")], capture_output=True, text=True, env=os.environ, timeout=120
     )
     assert "OSError" in done.stdout and "the last good checkpoint is step 1" in done.stdout, done.stdout + done.stderr
+    assert "Event loop is closed" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert checkpoint.finished(tmp_path / "c") == [1] and checkpoint.finished(tmp_path / "none") == []
     again = Checkpoints(tmp_path / "c", keep=2)
     assert again.steps() == [1] and again.restore({"a": np.zeros((200, 200))}, check_meta=accept).step == 1
     again.close()
+
+
+def test_only_late_callbacks_of_other_threads_are_kept_quiet(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    checkpoint._drop_late_callbacks()
+    checkpoint._drop_late_callbacks()  # one hook is enough
+    reports = [types.SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(f"{text} is closed")) for text in ("Event loop", "The door")]  # fmt: skip  # noqa: E501
+    for report in reports:
+        thread = threading.Thread(target=sys.unraisablehook, args=(report,))
+        thread.start()
+        thread.join()
+    assert told == reports[1:]
+    sys.unraisablehook(reports[0])
+    assert told == [reports[1], reports[0]]

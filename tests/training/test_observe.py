@@ -42,3 +42,11 @@ def test_records_are_taken_back_and_a_line_that_was_cut_off_is_dropped(tmp_path)
     assert records.read() == [{"step": 1, "loss": 0.1}, {"step": 2, "loss": None}, {"step": 3, "loss": 0.3}]
     records.keep_until(2)
     assert records.path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "loss": null}\n'
+
+
+def test_no_scalar_that_is_not_finite_reaches_tensorboard(tmp_path, monkeypatch):
+    board, written = observe.Board(tmp_path, start=0), []
+    monkeypatch.setattr(board._writer, "add_scalar", lambda *row: written.append(row))
+    board.add(3, {"loss": 1.5, "norm": float("nan"), "scale": float("inf"), "skipped": 2})
+    board.close()
+    assert written == [("loss", 1.5, 3), ("skipped", 2, 3)]

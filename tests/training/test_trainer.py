@@ -321,6 +321,27 @@ def test_a_run_killed_at_any_moment_ends_like_one_that_was_not(tmp_path):
     assert lines_in(cut) == 122
 
 
+@BACKENDS
+def test_skipped_steps_are_counted_in_the_last_line_and_the_summary_and_most_of_them_are_warned_of(
+    backend, tmp_path, text, capsys
+):
+    update = {"learning_rate": 1e30, "steps": 6, "step": {"nonfinite": "skip"}, "schedule": {"kind": "constant"}}
+    result = train(tmp_path, text, backend, **update)
+    said = " ".join(capsys.readouterr().err.split())
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    skipped = [record["skipped"] for record in records if "skipped" in record][-1]
+    assert 3 < skipped == result.skipped == json.loads((tmp_path / "summary.json").read_text())["skipped"]
+    assert f"finished 6 steps, {skipped} of them skipped: held-out loss" in said
+    assert f"warning: most steps changed nothing, since their loss or gradient was not finite ({skipped} of 6)" in said
+    assert train(tmp_path, text, backend, **update).skipped == skipped  # finished already: the records say it
+
+
+def test_a_run_without_skipped_steps_says_nothing_of_them(tmp_path, text, capsys):
+    assert train(tmp_path, text, steps=2).skipped == 0
+    said = capsys.readouterr().err
+    assert "finished 2 steps: held-out loss" in " ".join(said.split()) and "warning: most" not in said
+
+
 def test_the_saved_configuration_loads_again(tmp_path, text):
     train(tmp_path, text, steps=1)
     assert config.load(tmp_path / "config.yaml", (), TrainConfig) == settings(steps=1)
