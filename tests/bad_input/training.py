@@ -32,12 +32,6 @@ CASES = [
     data("a.txt", "hello, world!", "held-out part of", "a.txt", "1 tokens in 1 documents", "no target"),
     data("a.txt", "x", "a.txt has 1 bytes", "at least 4", "longer text"),
     data("a.txt", "ab", "a.txt has 2 bytes", "longer text"),
-    data(
-        "a.txt",
-        "a text of some words",
-        "step.optimizer.kind=adafactor is not in torch_ref, which has adamw, sgd;",
-        options="--backend=torch --set=step.optimizer.kind=adafactor",
-    ),
     data("a.txt", "", "a.txt", "no text"),
     data("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "a.jsonl line 2", '"text"'),
     data("a.jsonl", '{"text": "a"\n', "a.jsonl line 1", "not JSON"),

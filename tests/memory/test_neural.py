@@ -300,6 +300,12 @@ def test_with_initial_match_a_query_is_nearest_to_the_keys_over_its_like():
     assert (other["k_proj.kernel"] != other["q_proj.kernel"]).all()
 
 
+def near(found, wanted, tolerance):
+    """Assert equal states; arrays may be empty, as the convolutions' inputs are where there is no convolution."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
 def test_no_tokens_have_no_answers_and_change_no_state(config):
     read, model, twin = layer(config)
@@ -309,12 +315,12 @@ def test_no_tokens_have_no_answers_and_change_no_state(config):
         for learn in (True, False):
             answer, after = read(empty, state, learn=learn)
             assert answer.shape == empty.shape and answer.dtype == jnp.float64
-            assert worst(after, model.init_state(3) if state is None else state) == 0.0
+            near(after, *((model.init_state(3), 1e-12) if state is None else (state, 0.0)))
             with torch.no_grad():
                 given = None if state is None else twin(as_torch(stream()))[1]
                 answer, found = twin(as_torch(empty), given, learn=learn)
             assert tuple(answer.shape) == empty.shape and answer.dtype == torch.float64
-            assert worst(as_numpy(found), after) < 1e-12
+            near(as_numpy(found), after, 1e-12)
     # What comes behind an empty call is what comes without it.
     assert worst(read(stream(), read(empty)[1])[0], read(stream())[0]) < 1e-12
 
