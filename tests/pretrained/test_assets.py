@@ -141,7 +141,11 @@ def test_default_text_is_prose_without_markup():
     assert assets.default_text_path().stat().st_size < 300_000
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(b"another text"), gzip.compress(b"cut")[:-6]])
+@pytest.mark.parametrize(
+    "content",
+    [b"not gzip", gzip.compress(b"another text"), gzip.compress(b"cut")[:-6]],
+    ids=["no gzip", "another", "cut"],  # their bytes hold the time, and two processes have to name a test alike
+)
 def test_damaged_default_text_is_an_error_that_names_the_file(content, tmp_path, monkeypatch):
     (tmp_path / "text.gz").write_bytes(content)
     monkeypatch.setattr(assets, "default_text_path", lambda: tmp_path / "text.gz")
