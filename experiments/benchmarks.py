@@ -46,9 +46,11 @@ def _suite() -> tuple[Any, str]:
     from jaxbench.regress.suite import Suite
 
     path = Path(VALUES.suite)
-    path = path if path.suffix else SUITES / f"{VALUES.suite}.yaml"
+    if not path.suffix:
+        path = SUITES / f"{VALUES.suite}.yaml"
+        path = path if path.is_file() else cli.ROOT / path  # a name is one of the repository's, from any folder
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in SUITES.glob("*.yaml")))
+        known = ", ".join(sorted(each.stem for each in (cli.ROOT / SUITES).glob("*.yaml")))
         raise ValueError(f"--suite={VALUES.suite}: {path} is no file; wanted one of {known}, or a YAML file")
     suite = config.load(path, VALUES.set, Suite)
     process_environment.check_attached(VALUES.device)

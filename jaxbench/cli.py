@@ -54,8 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 Model = TypeVar("Model", bound=config.Base)
-_kept: list[str] = []  # what `keep` was given
-_holds: list[Callable[[], bool]] = []  # and whether that holds
+_kept: list[tuple[str, Callable[[], bool]]] = []  # what `keep` was given, and whether it holds
 
 
 class GateFailed(Exception):
@@ -204,12 +203,12 @@ def keep(sentence: str, *, when: Callable[[], bool] = lambda: True) -> None:
 
     when: asked then; False = nothing is kept yet, and the sentence is left out.
     """
-    _kept[:], _holds[:] = [sentence], [when]
+    _kept[:] = [(sentence, when)]
 
 
 def _is_kept() -> str:
     """The sentence that `keep` was given, where it holds now."""
-    return next((sentence for sentence, when in zip(_kept, _holds) if when()), "")
+    return next((sentence for sentence, when in _kept if when()), "")
 
 
 def run(main: Callable[[], int | None], *, about: str | None = None, argv: Sequence[str] | None = None) -> None:

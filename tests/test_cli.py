@@ -265,7 +265,6 @@ def test_an_interrupt_inside_an_import_ends_with_the_exit_code_of_one(tmp_path):
 def test_what_is_kept_is_said_only_where_something_is(monkeypatch):
     full = OSError(28, "No space left on device", "out/x")
     monkeypatch.setattr(cli, "_kept", [])
-    monkeypatch.setattr(cli, "_holds", [])
     answers = iter([False, True])
     cli.keep("checkpoints are in out", when=lambda: next(answers))
     assert "kept" not in cli.explain(full) and "; kept: checkpoints are in out;" in cli.explain(full)
@@ -327,3 +326,4 @@ def test_the_default_config_is_the_repositorys_and_a_named_one_the_working_folde
     (tmp_path / "configs" / "lm" / "tiny.yaml").write_text("another file\n")
     assert value() == str(ROOT / "configs/lm/tiny.yaml")
     refused(command("memory.py", "cost", "--set=lengths=[]", cwd=tmp_path), "lengths", "empty")
+    refused(command("benchmarks.py", "run", "--suite=none", cwd=tmp_path), "none.yaml", "quick, standard, tiny")

@@ -50,7 +50,10 @@ def test_a_narrow_layer_norm_has_the_gradients_that_pytorch_gives_it():
 
 def test_scale_and_bias_keep_a_type_of_their_own_in_their_gradients():
     x, scale, bias, _ = _inputs()
-    loss = lambda *each: jnp.sum(functional.layer_norm(*each, eps=EPS).astype(jnp.float32))  # noqa: E731
+
+    def loss(*arrays):
+        return jnp.sum(functional.layer_norm(*arrays, eps=EPS).astype(jnp.float32))
+
     grads = jax.grad(loss, (0, 1, 2))(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), jnp.asarray(bias))
     assert [each.dtype for each in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbench.pair.pair_file import first_line
 from jaxbench.parity.capture import ROOT
 
 Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
@@ -55,8 +56,7 @@ def calling(what: str) -> Iterator[None]:
     except UnknownModel:
         raise
     except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), "")
-        raise ValueError(f"{what}: {type(error).__name__}: {line}") from error
+        raise ValueError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
 class JaxModel(NamedTuple):

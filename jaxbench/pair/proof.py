@@ -252,7 +252,8 @@ class _Work:
         error = alignment.repeat_error(again.outputs.floating, reference.outputs.floating)
         if error > distance.TOLERANCE_FLOAT64:
             self.is_random = True
-            self.gates.append(gates.Gate("P10", f"PyTorch repeats itself, {mode}", False, error, 0.0))
+            limit = distance.TOLERANCE_FLOAT64
+            self.gates.append(gates.Gate("P10", f"PyTorch repeats itself, {mode}", False, error, limit))
             self.causes["PyTorch"] = f"the PyTorch module is random in {mode} mode: dropout left on, such as F.dropout"
 
     def _check_modules(self) -> None:

@@ -248,19 +248,8 @@ def torch_leaves(side: TorchSide, calls: Mapping[str, TorchCall], *, with_values
         is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
         place = order.get(path, len(order)) * 100_000 + i
         value, source = x if with_values else None, sources.get(path, "")
-        leaves.append(
-            Leaf(
-                name,
-                x.shape,
-                place,
-                is_reversed,
-                value,
-                type(owner).__name__,
-                source,
-                name not in params,
-                is_bare(owner),
-            )  # fmt: skip
-        )
+        kinds = {"owner": type(owner).__name__, "is_optional": name not in params, "is_bare": is_bare(owner)}
+        leaves.append(Leaf(name, x.shape, place, is_reversed, value, source=source, **kinds))
     return leaves
 
 

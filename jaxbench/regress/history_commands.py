@@ -39,9 +39,9 @@ def list_() -> int:
     for row in rows:
         table.add_row(row.id, row.time_utc, row.head, row.base, row.host, row.device, row.tag)
     terminal.console().print(table)
-    damaged = len(history.files()) - len(rows)
-    if damaged:
-        print(f"{damaged} of {len(history.files())} run files cannot be read: see history verify")
+    total = len(history.files())
+    if damaged := total - len(rows):
+        print(f"{damaged} of {total} run files cannot be read: see history verify")
     return cli.EXIT_OK
 
 
