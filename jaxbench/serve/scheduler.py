@@ -2,8 +2,8 @@
 
 Data's way: waiting requests by rank -> admitted where a slot and blocks for all their tokens are free, or held by a
 request of lower priority -> a step has one token of every request that is decoding, then parts of prompts up to
-max_batch_tokens. A decoding request that gets no block takes those of the request that ranks last, which waits again
-and is computed anew: its text is the same, so that its answer is.
+max_batch_tokens, short ones not behind a long one. A decoding request that gets no block takes those of the request
+that ranks last, which waits again and is computed anew: its text is the same, so that its answer is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Limits(Base):
     max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
     max_wait_ms: float = pydantic.Field(default=0.0, ge=0, le=10_000)  # that the first request waits for a fuller step
     max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
+    # Of a step's prompt tokens, for prompts that end in it behind one that does not; 0 = strictly by rank
+    short_prompt_share: float = pydantic.Field(default=0.5, ge=0, lt=1)
 
     @property
     def max_logits(self) -> int:
@@ -135,8 +137,8 @@ class Scheduler:
                 parts.append(Part(sequence, sequence.num_computed, 1))
         parts = [part for part in parts if part.sequence in self.running]
         budget -= len(parts)
-        for sequence in self.running:
-            count = self._length(sequence, budget) if sequence.num_waiting > 1 else 0
+        for sequence in self._prompt_order(budget):
+            count = self._length(sequence, budget)
             if count > 0:
                 parts.append(Part(sequence, sequence.num_computed, count))
                 budget -= count
@@ -145,6 +147,26 @@ class Scheduler:
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         return Plan(parts, copies)
+
+    def _prompt_order(self, budget: int) -> list[Sequence]:
+        """Who still has a prompt to read, by rank, but in front of the first that does not end in this step those that
+        do, of its priority, as far as their share of the step goes: they do not wait for all of a long prompt, and it
+        goes on by the rest of the step.
+        """
+        reading = [sequence for sequence in self.running if sequence.num_waiting > 1]
+        ahead: list[Sequence] = []
+        while reading and reading[0].num_waiting <= budget:
+            budget -= reading[0].num_waiting
+            ahead.append(reading.pop(0))
+        if not reading:
+            return ahead
+        long = reading[0]
+        room = min(int(budget * self.limits.short_prompt_share), budget - (self._segment or 1))
+        for sequence in reading[1:]:
+            if sequence.num_waiting <= room and sequence.request.priority == long.request.priority:
+                room -= sequence.num_waiting
+                ahead.append(sequence)
+        return ahead + [sequence for sequence in reading if sequence not in ahead]
 
     def _length(self, sequence: Sequence, budget: int) -> int:
         """Tokens of the next part of a text, at most so many."""

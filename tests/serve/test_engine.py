@@ -13,7 +13,7 @@ from jaxbench.serve.engine import Engine, QueueFull
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.study.fuzz import ACTIONS, Fuzz
-from jaxbench.serve.study.oracle import HashModel, HashRunner
+from jaxbench.serve.study.oracle import HashModel, HashRunner, SlotRunner
 
 
 class Busy(RuleBasedStateMachine):
@@ -150,15 +150,7 @@ def test_a_draft_of_the_same_model_is_always_right_and_takes_fewer_steps():
     requests = [Request(f"r{i}", stem[: 3 * i] + (i, 1), 20) for i in range(4)]
     found = []
     for has_draft in (False, True):
-        how = {
-            "num_blocks": 60,
-            "block_size": 4,
-            "max_seq_len": 40,
-            "vocab_size": 11,
-            "sizes": (4, 16),
-            "max_wanted": 16,
-        }
-        tested = Engine(HashRunner(**how), limits, draft=HashRunner(**how) if has_draft else None)
+        tested = Engine(HashRunner(**DRAFTED), limits, draft=HashRunner(**DRAFTED) if has_draft else None)
         events = tested.generate(requests)
         found.append((
             {name: [each.token for each in mine] for name, mine in events.items()}, tested.num_steps,
@@ -198,6 +190,48 @@ def test_a_prompt_is_computed_beside_the_answers_of_others():
     busy.add(Request("long", tuple(range(10)) * 3, 5))
     found = [busy.step(), busy.step()]
     assert [[event.id for event in events] for events in found] == [["short"], ["short", "long"]]
+
+
+def steps_to_first_tokens(share, requests, runner=None):
+    """Steps of an engine until the first token of each request, all of them there before the first step."""
+    limits = Limits(max_running=4, max_batch_tokens=16, max_waiting=8, short_prompt_share=share)
+    busy = Engine(runner or HashRunner(**LONG_TEXTS), limits)
+    for each in requests:
+        busy.add(each)
+    found = {}
+    while busy.is_busy:
+        for event in busy.step():
+            found.setdefault(event.id, busy.num_steps)
+    return found
+
+
+LONG_TEXTS = {
+    "num_blocks": 80, "block_size": 4, "max_seq_len": 120, "vocab_size": 11, "sizes": (4, 16), "max_wanted": 4,
+}  # fmt: skip
+
+
+def test_short_prompts_behind_a_long_one_take_their_share_of_a_step_and_no_more():
+    long = Request("long", tuple(range(10)) * 8, 2)
+    shorts = [Request(f"short{i}", (i, 1, 2, 3, 4, 5), 2) for i in range(3)]
+    by_rank = steps_to_first_tokens(0.0, [long, *shorts])
+    assert by_rank == {"long": 5, "short0": 6, "short1": 6, "short2": 7}
+    shared = steps_to_first_tokens(0.5, [long, *shorts])
+    assert shared == {"short0": 1, "short1": 2, "short2": 3, "long": 7}  # 18 + 6 tokens of others: one or two steps
+    assert steps_to_first_tokens(0.9, [long, *shorts])["long"] <= 7
+    # A prompt that does not end within the share keeps its place, as one of lower priority does.
+    other = Request("other", (7,) * 9, 2)
+    assert steps_to_first_tokens(0.5, [long, other])["other"] == by_rank["short0"]
+    late = Request("late", (7, 1, 2), 2, priority=1)
+    assert steps_to_first_tokens(0.5, [long, late])["late"] == by_rank["short0"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_long_prompt_in_a_slot_goes_on_by_a_segment_a_step_whoever_is_ahead(share):
+    long = Request("long", tuple(range(10)) * 8, 2)
+    shorts = [Request(f"short{i}", (i, 1, 2), 20) for i in range(3)]
+    runner = SlotRunner(num_slots=4, segment=8, max_seq_len=120, vocab_size=11, max_rows=16)
+    found = steps_to_first_tokens(share, [long, *shorts], runner)
+    assert found["short0"] == (1 if share else 6) and found["long"] == (10 if share else 5)
 
 
 def test_the_beginning_of_a_text_is_computed_once_and_a_part_of_a_block_is_copied():

@@ -39,7 +39,10 @@ class Fuzz:
         segment, running, longest = draw((None, None, draw((2, 3, 4)))), draw((1, 2, 5)), draw((12, 30))
         budget = running + (segment or 0) + draw((0, 1, 7, 40))
         guessed = 0 if segment else draw((0, 0, 2, 5))
-        limits = Limits(max_running=running, max_batch_tokens=budget, max_waiting=4, max_guessed=guessed)
+        limits = Limits(
+            max_running=running, max_batch_tokens=budget, max_waiting=4, max_guessed=guessed,
+            short_prompt_share=draw((0.0, 0.5, 0.9)),
+        )  # fmt: skip
         self.draft: HashRunner | None = None
         if segment:
             self.runner: HashRunner | SlotRunner = SlotRunner(

@@ -2,7 +2,8 @@
 
     python -m jaxbench.serve.study.waits --arms=jaxbench_int8,llama_server --launches=3 --output=FILE
 
-busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. known: the
+busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. behind: the
+first token of prompts of 64 tokens at random times, while one client sends prompts of 2,000, and of those. known: the
 first token behind 2,000 tokens that the server has not seen, and behind the same 2,000 with another end. stream: from
 one token to the next of one client, and the engine's own steps for the same request in a process without a server, by
 turns while both are there; the medians of a turn are a pair.
@@ -30,6 +31,7 @@ from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
 BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 16
+SHORT, LONG, BEHIND = 64, 2000, 32  # tokens, tokens, probes behind long prompts
 OWN = ("jaxbench", "jaxbench_int8", "jaxbench_lookup")  # arms whose engine runs alone, too
 
 
@@ -37,25 +39,57 @@ async def busy(port: int, text: Any, *, seed: int) -> list[float]:
     """Seconds to the first token of prompts of 512 tokens beside busy clients."""
     probes = load.drawn(text, PROBES, prompt=(512, 512), new=(8, 8), seed=seed)
     asks = load.drawn(text, 1000, seed=seed + 1)
-    ended = asyncio.Event()
+    found, _ = await probed(port, probes, [asks[i::BUSY] for i in range(BUSY)], [0.0] * PROBES)
+    return found
+
+
+async def behind(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of short prompts at random times beside long ones, and of the long ones."""
+    probes = load.drawn(text, BEHIND, prompt=(SHORT, SHORT), new=(8, 8), seed=seed)
+    asks = load.drawn(text, 1000, prompt=(LONG, LONG), new=(8, 8), seed=seed + 1)
+    draw = random.Random(seed)
+    return await probed(port, probes, [asks], [draw.uniform(0.0, 1.0) for _ in probes])
+
+
+async def probed(
+    port: int, probes: Sequence[load.Ask], asks: Sequence[Sequence[load.Ask]], pauses_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Seconds to first tokens of probes, one after another, and of other clients' requests meanwhile.
+
+    asks: of each other client, more than it will send. pauses_s: in front of each probe.
+
+    Raises:
+      ValueError: one was not answered.
+    """
+    ended, others = asyncio.Event(), []
 
     async def client(mine: Sequence[load.Ask]) -> None:
         for ask in mine:
             if ended.is_set():
                 return
-            await load.send(clients.HOST, port, "model", ask, timeout_s=600)
+            others.append(await first_token(port, ask))
 
-    others = [asyncio.create_task(client(asks[i::BUSY])) for i in range(BUSY)]
+    tasks = [asyncio.create_task(client(mine)) for mine in asks]
     await asyncio.sleep(3.0)
     found = []
-    for probe in probes:
-        seen = await load.send(clients.HOST, port, "model", probe, timeout_s=600)
-        if not seen.is_whole or seen.first is None:
-            raise ValueError(f"a probe ended with status {seen.status} and {seen.tokens} tokens")
-        found.append(seen.first)
+    for probe, pause_s in zip(probes, pauses_s):
+        await asyncio.sleep(pause_s)
+        found.append(await first_token(port, probe))
     ended.set()
-    await asyncio.gather(*others)
-    return found
+    await asyncio.gather(*tasks)
+    return found, others
+
+
+async def first_token(port: int, ask: load.Ask) -> float:
+    """Seconds to the first token of an answer that comes to its end.
+
+    Raises:
+      ValueError: it does not.
+    """
+    seen = await load.send(clients.HOST, port, "model", ask, timeout_s=600)
+    if not seen.is_whole or seen.first is None:
+        raise ValueError(f"a request ended with status {seen.status} and {seen.tokens} tokens")
+    return seen.first
 
 
 async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
@@ -67,10 +101,7 @@ async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[f
         beginning = text.decode(ids[start : start + SHARED])
         for number, found in enumerate((cold, warm, warm)):
             ask = load.Ask(f"{beginning}\n\nQuestion {number}: what is said here?", 0, 8)
-            seen = await load.send(clients.HOST, port, "model", ask, timeout_s=600)
-            if not seen.is_whole or seen.first is None:
-                raise ValueError(f"a request ended with status {seen.status} and {seen.tokens} tokens")
-            found.append(seen.first)
+            found.append(await first_token(port, ask))
     return cold, warm
 
 
@@ -136,9 +167,11 @@ def measured(arm: str, model: Path, server: clients.Server, text: Any, launch: i
     port = server.port
     asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
     first = asyncio.run(busy(port, text, seed=10 * launch))
+    short, long = asyncio.run(behind(port, text, seed=10 * launch + 4))
     cold, warm = asyncio.run(known(port, text, seed=10 * launch + 2))
     ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
     found = {"busy_first_s": first, "cold_first_s": cold, "warm_first_s": warm}
+    found |= {"short_first_s": short, "long_first_s": long}
     if arm in OWN:  # llama-server's engine is in the same process
         return found | beside(arm, model, server, ask)
     return found | {"turn_between_s": [asyncio.run(stream(server, ask))[0] for _ in range(STREAMS + 1)][1:]}
@@ -154,6 +187,9 @@ def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "arm": arm,
         "busy_first_p50_s": middle(lambda each: np.percentile(each["busy_first_s"], 50)),
         "busy_first_p90_s": middle(lambda each: np.percentile(each["busy_first_s"], 90)),
+        "short_first_p50_s": middle(lambda each: np.percentile(each["short_first_s"], 50)),
+        "short_first_p90_s": middle(lambda each: np.percentile(each["short_first_s"], 90)),
+        "long_first_s": middle(lambda each: statistics.median(each["long_first_s"])),
         "cold_first_s": middle(lambda each: statistics.median(each["cold_first_s"])),
         "warm_first_s": middle(lambda each: statistics.median(each["warm_first_s"])),
         "between_s": middle(lambda each: statistics.median(each["turn_between_s"])),
@@ -173,6 +209,8 @@ def said(found: dict[str, Any]) -> str:
     ms = {name: f"{1e3 * value:.1f} ms" for name, value in found.items() if name.endswith("_s")}
     parts = [
         f"{found['arm']}: first token beside {BUSY} clients p50 {ms['busy_first_p50_s']}, p90 {ms['busy_first_p90_s']}",
+        f"{SHORT} tokens beside prompts of {LONG} p50 {ms['short_first_p50_s']}, p90 {ms['short_first_p90_s']}",
+        f"those {ms['long_first_s']}",
         f"behind {SHARED} new ones {ms['cold_first_s']}, known {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
         f"a token {ms['between_s']}",
     ]
