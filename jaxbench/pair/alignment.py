@@ -187,7 +187,7 @@ def as_torch(mine: capture.Outputs, theirs: capture.Outputs) -> tuple[list[Place
             )
         names = _names(path, [len(floats[0]), max(map(len, integers))])
         for name, i, j in zip(names[0], *floats, strict=True):
-            placed[j] = _placed(name, i, np.asarray(mine.floating[i], np.float64), theirs.floating[j])
+            placed[j] = _placed(name, i, distance.widest(mine.floating[i]), theirs.floating[j])
         exact += [Exact(name, i, j) for name, i, j in zip(names[1], *integers, strict=False)]
         for name in names[1][min(map(len, integers)) :]:
             side = "JAX" if len(integers[0]) > len(integers[1]) else "PyTorch"
@@ -206,6 +206,9 @@ def _names(path: str, counts: Sequence[int]) -> list[list[str]]:
 
 def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> Placed:
     """Layout of one output: as it is, else channels last for channels first; any other order is no layout."""
+    kinds = ["complex" if np.iscomplexobj(x) else "real" for x in (value, reference)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"{name}: {kinds[0]} numbers from JAX, {kinds[1]} ones from PyTorch; wanted the same kind")
     identity = Arrangement(tuple(range(value.ndim)), value.shape)
     is_near = lambda fit: distance.relative_error(fit.apply(value), reference) < NEARLY
     if value.shape == reference.shape and is_near(identity):
@@ -230,7 +233,7 @@ def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> 
 
 def not_finite(value: Any, reference: Any) -> str:
     """Words on the first element that keeps two tensors of one shape from being compared; empty where there is none."""
-    a, b = (np.atleast_1d(np.asarray(x, np.float64)) for x in (value, reference))
+    a, b = (np.atleast_1d(distance.widest(x)) for x in (value, reference))
     if a.shape != b.shape:
         return ""
     places = np.argwhere(~(np.isfinite(a) & np.isfinite(b)) & ~(a == b))
@@ -238,6 +241,11 @@ def not_finite(value: Any, reference: Any) -> str:
         where = [int(i) for i in places[0]]
         return f"not finite at {where}: {a[tuple(where)]} in JAX, {b[tuple(where)]} in PyTorch"
     return ""
+
+
+def count_infinite(outputs: capture.Outputs) -> int:
+    """Elements of floating outputs that are no finite number."""
+    return sum(int(np.count_nonzero(~np.isfinite(x))) for x in outputs.floating)
 
 
 def repeat_error(again: tuple, outputs: tuple) -> float:

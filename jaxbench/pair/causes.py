@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from jaxbench.pair.torch_side import (
     TorchCall,
     TorchSide,
     as_numpy,
+    as_type,
     compared,
     copied,
     floating,
@@ -68,7 +70,7 @@ def likely(
         path = reference.calls[twin.torch_names[child]].module
         inner = path.removeprefix(f"{call.module}.") if call.module != capture.ROOT else path
     mine = forced[child].inputs if child else forced[culprit.module].outputs
-    wanted = [np.asarray(x, np.float64) for x in mine]
+    wanted = [distance.widest(x) for x in mine]
     explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
     if child is not None and explains(lambda module: None):
         return "the same values, handed over in another order"
@@ -100,7 +102,7 @@ def of_state(
     """
     moves = {name: (mine[name] - before[name], theirs[name] - before[name]) for name in mine}
     for name, (move, other) in moves.items():
-        factor = float(np.vdot(move, other) / max(np.vdot(other, other), np.finfo(float).tiny))
+        factor = float(np.vdot(move, other).real / max(np.vdot(other, other).real, np.finfo(float).tiny))
         if abs(factor - 1.0) > CLOSE and distance.relative_error(move, factor * other) <= CLOSE:
             return f"momentum: {name} moves {factor:.4g} times as far in JAX"
     for name in mine:
@@ -134,7 +136,7 @@ def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     """Error of the best fitting value for every wanted one; the largest of them."""
     errors = []
     for each in wanted:
-        fits = [y for y in (alignment.in_layout(x.astype(np.float64), each) for x in values) if y is not None]
+        fits = [y for y in (alignment.in_layout(distance.widest(x), each) for x in values) if y is not None]
         errors.append(min((distance.relative_error(y, each) for y in fits), default=np.inf))
     return max(errors, default=np.inf)
 
@@ -314,7 +316,11 @@ def _factor(values: list[np.ndarray], wanted: list[np.ndarray]) -> str:
     """Constant by which the JAX side's tensor is PyTorch's, such as a forgotten scale; empty where there is none."""
     if len(values) != 1 or len(wanted) != 1 or values[0].shape != wanted[0].shape:
         return ""
-    factor = float(np.vdot(values[0], wanted[0]) / max(np.vdot(values[0], values[0]), np.finfo(float).tiny))
+    factor = np.vdot(values[0], wanted[0]) / max(np.vdot(values[0], values[0]).real, np.finfo(float).tiny)
+    if np.iscomplexobj(factor):
+        factor = np.round(factor, 12)  # a real or imaginary part that is only rounding
+        if _error([values[0].conj()], wanted) <= CLOSE:
+            return "the complex conjugate of PyTorch's"
     return f"{factor:.6g} times PyTorch's" if factor and _error([factor * values[0]], wanted) <= CLOSE else ""
 
 
@@ -325,11 +331,12 @@ def _cast(
     """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
     exact = _called(module, call, lambda m: None, is_training, inner, pick)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        narrow = lambda x, dtype=dtype: x.to(dtype)
+        narrow = functools.partial(as_type, dtype=dtype)
+        narrowed = lambda module, narrow=narrow: module._apply(narrow)
         args, kwargs = map_floating((call.args, call.kwargs), narrow, is_floating=is_floating_tensor)
         narrow_call = call._replace(args=args, kwargs=kwargs)
         with contextlib.suppress(RuntimeError):
-            values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner, pick)
+            values = _called(module, narrow_call, narrowed, is_training, inner, pick)
             own = _error(values, exact)
             if own / CAST_SHARE <= error <= own * CAST_EXCESS:
                 name = str(dtype).removeprefix("torch.")

@@ -33,6 +33,7 @@ class Pair(NamedTuple):
     optimizers: tuple[Any, Callable[[Any], Any]] | None = None  # of optax, and parameters -> one of PyTorch
     num_steps: int = 5  # of the optimisers
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # narrower types, compared by their error against float64
+    disturb: bool = True  # give tensors of one value in every place, such as a fresh norm's, random ones; in copies
     quick: bool = False  # outputs, modules and causes only
 
 

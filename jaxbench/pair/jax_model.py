@@ -263,5 +263,11 @@ def _keywords(options: Options, is_training: bool) -> dict[str, Any]:
 
 
 def is_floating(x: Any) -> bool:
-    """True for a floating array of JAX or numpy."""
-    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    """True for a floating or complex array of JAX or numpy."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def as_type(x: Any, dtype: Any) -> jax.Array:
+    """A floating array in a type; a complex one of parts in it, which are float32 at least."""
+    dtype = jnp.dtype(dtype)
+    return jnp.asarray(x, jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench.pair.jax_model import Handler, JaxModel, is_floating
+from jaxbench.pair.jax_model import Handler, JaxModel, as_type, is_floating
+from jaxbench.parity import distance
 from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
 
 
@@ -56,7 +57,7 @@ class JaxSide:
 
     def cast(self, tree: Any) -> Any:
         """Nested arrays with the floating ones in this side's type."""
-        return map_floating(tree, lambda x: jnp.asarray(x, self.dtype), is_floating=is_floating)
+        return map_floating(tree, lambda x: as_type(x, self.dtype), is_floating=is_floating)
 
     def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[Any, ...]:
         """Floating outputs from left to right."""
@@ -149,7 +150,7 @@ class JaxSide:
         given = floating(self.cast(inputs))
         loss_fn = lambda tensors, given: objective(tensors, _replaced(inputs, given))
         loss, (grads, by_input) = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1)))(self.cast(dict(tensors)), given)
-        return np.asarray(loss), as_numpy(grads), tuple(np.asarray(x, np.float64) for x in by_input)
+        return np.asarray(loss), as_numpy(_by_parts(grads)), tuple(map(distance.widest, _by_parts(by_input)))
 
     def steps(
         self, tensors: Mapping[str, np.ndarray], trained: frozenset[str], inputs: tuple,
@@ -162,12 +163,14 @@ class JaxSide:
         objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
         tensors = self.cast(dict(tensors))
         fixed = {name: x for name, x in tensors.items() if name not in trained}
-        params = {name: x for name, x in tensors.items() if name in trained}
+        params = {name: _parted(x) for name, x in tensors.items() if name in trained}
+        is_complex = {name for name in params if jnp.iscomplexobj(tensors[name])}
+        whole = lambda params: {name: jax.lax.complex(*x) if name in is_complex else x for name, x in params.items()}
         inputs = self.cast(inputs)
 
         @jax.jit
         def step(params: Any, state: Any) -> tuple[Any, Any, Any]:
-            loss, grads = jax.value_and_grad(lambda params: objective(params | fixed, inputs))(params)
+            loss, grads = jax.value_and_grad(lambda params: objective(whole(params) | fixed, inputs))(params)
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
@@ -175,12 +178,12 @@ class JaxSide:
         for _ in range(num_steps):
             params, state, loss = step(params, state)
             losses.append(np.asarray(loss))
-        return np.array(losses), as_numpy(params)
+        return np.array(losses), as_numpy(whole(params))
 
     def _objective(self, tensors: Any, inputs: tuple, *, targets: Any, to_targets: Any, is_training: bool) -> Any:
         outputs, _ = self._apply(tensors, inputs, is_training, lambda example: None)
         pairs = zip(to_targets(outputs.floating), targets, strict=True)
-        return sum(jnp.mean(_difference(y, t) ** 2) / 2 for y, t in pairs)
+        return sum(jnp.mean(_square(_difference(y, t))) / 2 for y, t in pairs)
 
     def _apply(
         self, tensors: Any, inputs: tuple, is_training: bool, handler_of: Callable[[int | None], Handler | None]
@@ -232,6 +235,21 @@ def _difference(y: Any, target: np.ndarray) -> Any:
     return jnp.where(is_infinite, 0.0, y) - jnp.asarray(np.where(is_infinite, 0.0, target), y.dtype)
 
 
+def _square(x: Any) -> Any:
+    """Squares of absolute values."""
+    return x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x**2
+
+
+def _by_parts(gradients: Any) -> Any:
+    """Gradients as PyTorch has those by complex numbers: by the real part + i times by the imaginary one."""
+    return jax.tree.map(jnp.conj, gradients)
+
+
+def _parted(x: Any) -> Any:
+    """Complex numbers as (real part, imaginary part), which PyTorch's optimisers move as numbers of their own."""
+    return (x.real, x.imag) if jnp.iscomplexobj(x) else x
+
+
 def kind_of(x: Any) -> str:
     """Kind of an output, as capture.outputs_of takes it."""
     if is_floating(x):
@@ -248,5 +266,5 @@ def _replaced(tree: Any, values: Any) -> Any:
 
 
 def as_numpy(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays by name in float64."""
-    return {name: np.asarray(x, np.float64) for name, x in tree.items()}
+    """Arrays by name in float64 or complex128."""
+    return {name: distance.widest(x) for name, x in tree.items()}

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbench.pair.rules import Arrangement, Given, Rule, Shape, arrangements
+from jaxbench.parity import distance
 
 # Words of one meaning in the names of parameters. What is not here must be equal or similar.
 KINDS = {
@@ -355,7 +356,7 @@ def _similarity(words: tuple[str, ...], others: tuple[str, ...]) -> float:
 
 def _same_values(value: np.ndarray, other: np.ndarray) -> bool:
     """True where two arrays hold the same numbers in any order, within the rounding of float32, and they differ."""
-    a, b = np.sort(value, axis=None).astype(np.float64), np.sort(other, axis=None).astype(np.float64)
+    a, b = distance.widest(np.sort(value, axis=None)), distance.widest(np.sort(other, axis=None))
     return bool(a.size and a[0] != a[-1] and np.allclose(a, b, rtol=1e-5, atol=1e-7))
 
 

@@ -16,6 +16,7 @@ from jaxbench.pair.jax_model import JaxModel, Options, calling, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import leaves_of
 from jaxbench.pair.matching import TURNED, Matching, match, near
+from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.rules import Read, Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide, torch_leaves, wide
 from jaxbench.parity import capture, distance, gates
@@ -74,8 +75,8 @@ def _run(work: _Work) -> Result:
         with pinned(dtype):
             try:
                 work.reduced(dtype)
-            except (NotImplementedError, TypeError) as error:  # an operation without this type
-                work.notes.append(f"{dtype} was not compared: {error}")
+            except (NotImplementedError, TypeError, RuntimeError) as error:  # an operation without this type
+                work.notes.append(f"{dtype} was not compared: {first_line(error)}")
     return work.result()
 
 
@@ -105,17 +106,17 @@ class _Work:
         self.reference = {"eval": self._torch_run(is_training=False)}
         self.matching = self._matched()
         if pair.weights == "jax":
-            arrays = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
+            arrays = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             shapes = {name: x.shape for name, x in self.twin.tensors().items()}
             self.twin.load(to_torch(self.matching.rules, arrays, shapes))
             self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
         if pair.weights == "own":
             turned = [guess for guess in self.matching.guesses if guess.why == TURNED]
             self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in turned]
-            own = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
+            own = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
             self._compare("weights", own, theirs, gate="P5", tolerance=1e-6)
-        else:
+        elif pair.disturb:
             self._disturb()
         self.tensors = self.twin.tensors()
         self.side = self._side("float64")
@@ -125,11 +126,20 @@ class _Work:
         read = Read(self.twin.tensors())
         with calling("names: a function of the tensors fails"):
             self.matching.to_jax(read)
+        before, own = self.reference["eval"], self.twin.tensors()
         names = self.twin.disturb(read.names)
-        if names:
-            shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
+        if not names:
+            return
+        shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
+        self.reference = {"eval": self._torch_run(is_training=False)}
+        if alignment.count_infinite(self.reference["eval"].outputs) > alignment.count_infinite(before.outputs):
+            self.twin.load(own)
+            self.reference = {"eval": before}
+            self.notes.append(
+                f"constant tensors, which hide slips, keep their values, as others give no number: {shown}"
+            )
+        else:
             self.notes.append(f"constant tensors, which hide slips, were compared with random values: {shown}")
-            self.reference = {"eval": self._torch_run(is_training=False)}
 
     def _matched(self) -> Matching:
         """The weights' matching; both models are called once, so that order of use can speak."""
@@ -227,7 +237,7 @@ class _Work:
 
     def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
         random = np.random.default_rng(TARGET_SEED)
-        drawn = [(y, random.standard_normal(y.shape)) for y in reference.outputs.floating]
+        drawn = [(y, _normal(random, y)) for y in reference.outputs.floating]
         return tuple(np.where(np.isinf(y), np.nan, target) for y, target in drawn)  # infinities have no objective
 
     def _repeated(self, outputs: tuple, mode: str) -> None:
@@ -327,7 +337,7 @@ class _Work:
         theirs = twin.run(self.inputs, is_training=False).outputs.floating
         outputs = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
         placed = next(iter(self.placed.values()))
-        mine = [np.asarray(each.fit.apply(outputs[each.index]), np.float64) for each in placed]
+        mine = [distance.widest(each.fit.apply(outputs[each.index])) for each in placed]
         mine, theirs, wanted = (_numbered("output", x) for x in (mine, theirs, self.reference["eval"].outputs.floating))
         ratio = distance.compare_errors(
             mine, theirs, wanted,
@@ -360,6 +370,12 @@ class _Work:
 
 def _numbered(name: str, values: Any) -> dict[str, Any]:
     return {f"{name} {i}": value for i, value in enumerate(values)}
+
+
+def _normal(random: np.random.Generator, like: np.ndarray) -> np.ndarray:
+    """Normal numbers of another array's shape; complex where it is."""
+    drawn = random.standard_normal(like.shape)
+    return drawn + 1j * random.standard_normal(like.shape) if np.iscomplexobj(like) else drawn
 
 
 def _is_module(name: str, value: Any, arrays: Mapping[str, Any], twin: TorchSide) -> bool:

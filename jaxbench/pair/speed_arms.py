@@ -19,8 +19,9 @@ import torch
 
 from jaxbench.pair import proof, torch_side
 from jaxbench.pair.contract import Pair
-from jaxbench.pair.jax_model import is_floating
+from jaxbench.pair.jax_model import as_type, is_floating
 from jaxbench.pair.jax_side import floating
+from jaxbench.parity import distance
 from jaxbench.parity.capture import map_floating
 
 Arrays = dict[str, Any]
@@ -62,7 +63,7 @@ def arm(name: str, pair: Pair, weights: proof.Weights, *, dtype: str) -> JaxArm 
 class JaxArm:
     """A JAX function, compiled or op by op."""
 
-    as_numpy = staticmethod(lambda y: np.asarray(y, np.float64))
+    as_numpy = staticmethod(distance.widest)
 
     def __init__(self, pair: Pair, model: Functional, trained: frozenset[str], is_training: bool, *, is_compiled: bool):
         self.model, self.is_training = model, is_training
@@ -98,6 +99,7 @@ class JaxArm:
         def step(held: tuple, fixed: Arrays, inputs: tuple) -> tuple:
             params, state, memory = held
             (loss, state), grads = jax.value_and_grad(self._loss, has_aux=True)(params, fixed, state, inputs)
+            grads = jax.tree.map(jnp.conj, grads)  # of complex numbers: PyTorch's convention, down the slope
             updates, memory = self.optimizer.update(grads, memory, params)
             return (optax.apply_updates(params, updates), state, memory), loss
 
@@ -237,10 +239,10 @@ def _wrapped(
 
 def _cast(tree: Any, *, dtype: str) -> Any:
     """Nested arrays as JAX's, the floating ones in a type."""
-    tree = map_floating(tree, lambda x: jnp.asarray(x, dtype), is_floating=is_floating)
+    tree = map_floating(tree, lambda x: as_type(x, dtype), is_floating=is_floating)
     return map_floating(tree, jnp.asarray, is_floating=lambda x: isinstance(x, np.ndarray))
 
 
 def _mean_square(outputs: tuple) -> Any:
     """The objective."""
-    return sum((y * y).mean() / 2 for y in outputs)
+    return sum((y * y.conj()).real.mean() / 2 for y in outputs)

@@ -111,7 +111,8 @@ def quantiles(outputs: Sequence[Any]) -> list[float]:
     """Values of all outputs in order, evenly thinned out: the same for every layout of them."""
     import numpy as np
 
-    values = np.sort(np.concatenate([np.asarray(y, np.float64).ravel() for y in outputs]))
+    parts = [part for y in outputs for part in ((y.real, y.imag) if np.iscomplexobj(y) else (y,))]
+    values = np.sort(np.concatenate([np.asarray(part, np.float64).ravel() for part in parts]))
     places = np.linspace(0, len(values) - 1, min(len(values), NUM_QUANTILES)).round().astype(int)
     return values[places].tolist()
 

@@ -16,6 +16,7 @@ from torch.nn.modules import conv
 from jaxbench.pair.jax_model import tapped
 from jaxbench.pair.leaves import sources_of
 from jaxbench.pair.matching import Leaf
+from jaxbench.parity import distance
 from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
 
 # Modules whose weights are [out, in, *window], so that Flax's and Haiku's kernels are their reverse.
@@ -62,13 +63,13 @@ class TorchSide:
 
     def __init__(self, module: torch.nn.Module, *, dtype: str, pick: Callable[[Any], Any] | None = None):
         self.dtype = getattr(torch, dtype)
-        self.module = copy.deepcopy(module).to("cpu", self.dtype)
+        self.module = copy.deepcopy(module).to("cpu")._apply(lambda x: as_type(x, self.dtype))
         self.pick = pick or (lambda outputs: outputs)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Floating parameters and buffers by name; tied ones once."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return {name: as_numpy(x) for name, x in named if x.is_floating_point()}
+        return {name: as_numpy(x) for name, x in named if is_floating_tensor(x)}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Set parameters and buffers."""
@@ -86,7 +87,7 @@ class TorchSide:
         for name in sorted(set(names) & tensors.keys()):
             x = tensors[name]
             if x.size and np.all(x == x.flat[0]) and np.isfinite(x.flat[0]):
-                size = abs(float(x.flat[0])) or 1.0
+                size = float(abs(x.flat[0])) or 1.0
                 if "var" in name.rpartition(".")[2]:
                     disturbed[name] = size * random.uniform(1 - DISTURBANCE, 1 + DISTURBANCE, x.shape)
                 else:
@@ -117,7 +118,7 @@ class TorchSide:
         calls: dict[str, TorchCall] = {}
         with torch.no_grad(), self._restored(is_training), recorded(self.module, calls):
             result = self.module(*self.tensors_of(inputs))
-            buffers = {n: as_numpy(x) for n, x in self.module.named_buffers() if x.is_floating_point()}
+            buffers = {n: as_numpy(x) for n, x in self.module.named_buffers() if is_floating_tensor(x)}
         found = compared(self.pick(result))
         arrays = (tuple(map(as_numpy, each)) for each in (found.floating, found.exact))
         return Run(Outputs(*arrays, found.tree), calls, buffers)
@@ -156,13 +157,13 @@ class TorchSide:
 
     def _objective(self, result: Any, targets: tuple[np.ndarray, ...]) -> torch.Tensor:
         pairs = zip(compared(result).floating, targets, strict=True)
-        return sum((_difference(y, t) ** 2).mean() / 2 for y, t in pairs)
+        return sum(_square(_difference(y, t)).mean() / 2 for y, t in pairs)
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
         """Inputs as tensors, the floating ones in this side's type."""
 
         def tensor(x: np.ndarray) -> torch.Tensor:
-            return torch.tensor(x).to(self.dtype).requires_grad_(requires_grad)
+            return as_type(torch.tensor(x), self.dtype).requires_grad_(requires_grad)
 
         given = map_floating(inputs, tensor, is_floating=is_floating_numpy)
         return map_floating(given, torch.tensor, is_floating=lambda x: isinstance(x, np.ndarray))
@@ -224,7 +225,7 @@ def floating(tree: Any) -> tuple[torch.Tensor, ...]:
 
 
 def wide(tree: Any) -> Any:
-    """Inputs as numpy, the floating ones in float64."""
+    """Inputs as numpy, the floating ones in float64 or complex128."""
     if isinstance(tree, dict):
         return {key: wide(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -233,8 +234,7 @@ def wide(tree: Any) -> Any:
         tree = tree.detach().cpu().numpy()
     if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
         tree = np.asarray(tree)
-    is_floating = isinstance(tree, np.ndarray) and np.issubdtype(tree.dtype, np.floating)
-    return tree.astype(np.float64) if is_floating else tree
+    return distance.widest(tree).copy() if is_floating_numpy(tree) else tree
 
 
 def torch_leaves(side: TorchSide, calls: Mapping[str, TorchCall], *, with_values: bool) -> list[Leaf]:
@@ -268,24 +268,36 @@ def compared(result: Any) -> Outputs:
     """Tensors of what a call returned."""
 
     def kind_of(x: Any) -> str:
-        if not isinstance(x, torch.Tensor) or x.is_complex():
+        if not isinstance(x, torch.Tensor):
             return ""
-        return "floating" if x.is_floating_point() else "exact"
+        return "floating" if is_floating_tensor(x) else "exact"
 
     return outputs_of(result, kind_of=kind_of)
 
 
 def is_floating_tensor(x: Any) -> bool:
-    """True for a tensor of floating numbers."""
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    """True for a tensor of floating or complex numbers."""
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def is_floating_numpy(x: Any) -> bool:
-    """True for a numpy array of floating numbers."""
-    return isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.floating)
+    """True for a numpy array of floating or complex numbers."""
+    return isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.inexact)
+
+
+def as_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A floating tensor in a type; a complex one of parts in it, which are float32 at least; others as they are."""
+    if x.is_complex():
+        return x.to(torch.promote_types(dtype, torch.complex64))
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """Squares of absolute values."""
+    return x.real**2 + x.imag**2 if x.is_complex() else x**2
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:
     """Values of a tensor; bfloat16 as float32."""
-    x = x.detach()
+    x = x.detach().resolve_conj().resolve_neg()
     return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy().copy()

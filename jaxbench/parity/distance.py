@@ -198,4 +198,12 @@ def _small(x: np.ndarray) -> np.ndarray:
 
 
 def _wide(value: Any) -> np.ndarray:
-    return np.asarray(value).astype(np.float64, copy=False)
+    """Values in float64, complex ones as (real, imaginary) along a further axis: the norms are the same."""
+    x = widest(value)
+    return np.stack((x.real, x.imag), axis=-1) if np.iscomplexobj(x) else x
+
+
+def widest(value: Any) -> np.ndarray:
+    """Values in float64, or in complex128."""
+    x = np.asarray(value)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64, copy=False)
