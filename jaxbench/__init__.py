@@ -1,6 +1,7 @@
 """jaxbench: LLM research systems in JAX/Flax, proven equal to a PyTorch reference and compared with it.
 
-For any pair of models: `compare`, `assert_same_function`, `speed`, `Pair`, `Rule` and `tap`, see docs/your_own_pair.md.
+For any pair of models: `compare`, `assert_same_function`, `speed`, `Pair`, `Rule`, `tap` and `widened`, see
+docs/your_own_pair.md.
 """
 
 _PAIR = {
@@ -10,6 +11,7 @@ _PAIR = {
     "Rule": "rules",
     "speed": "speed",
     "tap": "jax_model",
+    "widened": "widening",
 }
 
 

@@ -40,6 +40,7 @@ CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by le
 ADVICE = (
     "; where that is the model's own type, build it for the comparison with dtype=jnp.float64 (or dtype=None where the "
     "module then takes its inputs' type, as nnx.Linear), because no model that casts can be equal in float64"
+    "; widen=True takes every cast on both sides as one to float64"
 )
 ACTIVATIONS = {
     "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
@@ -151,10 +152,11 @@ def _trials(module: torch.nn.Module, is_training: bool, path: str, proven: set[s
         if (name if path == capture.ROOT else f"{path}.{name}") in proven:
             continue
         where, at = (f" of {name}" if name else ""), _inside(name)
-        if hasattr(child, "eps"):
-            for eps in EPSILONS:
-                if eps != child.eps:
-                    yield f"eps{where}: {eps:g} in JAX, {child.eps:g} in PyTorch", at(_set("eps", eps))
+        for setting, value in vars(child).items():
+            if "eps" in setting and isinstance(value, float):  # variance_epsilon in transformers
+                for eps in EPSILONS:
+                    if eps != value:
+                        yield f"{setting}{where}: {eps:g} in JAX, {value:g} in PyTorch", at(_set(setting, eps))
         if isinstance(child, torch.nn.modules.batchnorm._NormBase):
             mode = "the running statistics" if is_training else "the batch's own statistics (norm in training mode)"
             yield f"JAX normalises by {mode}", at(lambda m, flag=not is_training: m.train(flag))

@@ -34,6 +34,7 @@ class Pair(NamedTuple):
     num_steps: int = 5  # of the optimisers
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # narrower types, compared by their error against float64
     disturb: bool = True  # give tensors of one value in every place, such as a fresh norm's, random ones; in copies
+    widen: bool = False  # in float64, casts to narrower types inside the models become casts to float64, on both sides
     quick: bool = False  # outputs, modules and causes only
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from jaxbench.pair.matching import Leaf
 from jaxbench.parity import capture
 
+DISTURB_SEED = 0
+DISTURBANCE = 0.3  # of a constant, relative
 REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
 
 
@@ -28,17 +30,43 @@ def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str
     return leaves
 
 
+def disturbed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Random numbers around the value of every array that is constant, by name; the others are left out.
+
+    A zero or a one in every place, as norms have at first, hides what is done with it. Variances stay positive.
+    """
+    random, found = np.random.default_rng(DISTURB_SEED), {}
+    for name in sorted(arrays):
+        x = np.asarray(arrays[name])
+        if x.size and np.all(x == x.flat[0]) and np.isfinite(x.flat[0]):
+            size = float(abs(x.flat[0])) or 1.0
+            if "var" in name.rpartition(".")[2]:
+                found[name] = size * random.uniform(1 - DISTURBANCE, 1 + DISTURBANCE, x.shape)
+            else:
+                found[name] = x + DISTURBANCE * size * random.uniform(-1.0, 1.0, x.shape)
+    return found
+
+
 def sources_of(calls: Mapping[str, capture.Call]) -> dict[str, str]:
-    """Module whose output another reads as its first input, number for number; by the reader's name."""
+    """Module whose output another reads as its first input, number for number; by the reader's name.
+
+    Arrays of one number, or of what is none, say nothing: zeros are equal to zeros wherever they come from.
+    """
     made: dict[bytes, str] = {}
     sources: dict[str, str] = {}
     for name, call in calls.items():
-        if call.inputs:
+        if call.inputs and _is_telling(call.inputs[0]):
             source = made.get(np.asarray(call.inputs[0]).tobytes())
             if source:
                 sources.setdefault(name.partition("#")[0], source)
-        made.setdefault(np.asarray(call.outputs[0]).tobytes(), name.partition("#")[0])
+        if _is_telling(call.outputs[0]):
+            made.setdefault(np.asarray(call.outputs[0]).tobytes(), name.partition("#")[0])
     return sources
+
+
+def _is_telling(values: Any) -> bool:
+    x = np.asarray(values)
+    return bool(x.size and np.all(np.isfinite(x)) and np.any(x != x.flat[0]))
 
 
 def _place(name: str, order: Mapping[str, int], position: int) -> int:

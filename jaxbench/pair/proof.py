@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ import torch
 from jaxbench import libtpu
 from jaxbench.pair import alignment, causes
 from jaxbench.pair.contract import Pair, Result
-from jaxbench.pair.jax_model import JaxModel, Options, calling, open_model
+from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
-from jaxbench.pair.leaves import leaves_of
+from jaxbench.pair.leaves import disturbed, leaves_of
 from jaxbench.pair.matching import TURNED, Matching, match, near
 from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.rules import Read, Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide, torch_leaves, wide
+from jaxbench.pair.widening import widened
 from jaxbench.parity import capture, distance, gates
 from jaxbench.parity.run import pinned
 
@@ -65,7 +67,7 @@ def weights(pair: Pair) -> Weights:
 
 def _run(work: _Work) -> Result:
     pair = work.pair
-    with pinned("float64"):
+    with pinned("float64"), widened() if pair.widen else contextlib.nullcontext():
         work.open()
         work.compared_modes = work.modes()
         for mode in work.compared_modes:
@@ -92,7 +94,7 @@ class _Work:
         self.blamed: list[capture.Local] = []
         self.starts: str | None = None
         self.causes: dict[str, str] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = ["casts inside both models were taken as casts to float64"] if pair.widen else []
         self.seen: set[str] = set()  # modules and taps of JAX that were called
         self.is_random = False  # the PyTorch module, in any mode so far
         self.placed: dict[str, list[alignment.Placed]] = {}  # outputs by mode
@@ -145,13 +147,12 @@ class _Work:
         """The weights' matching; both models are called once, so that order of use can speak."""
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
+        probe = arrays | disturbed({name: x for name, x in arrays.items() if is_floating(x)})
         with calling("the JAX model cannot be called on the inputs"):
-            watched = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False)
+            watched = self._side("float64", self_made=probe).watched({}, self.inputs, is_training=False)
         mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
-        names = {
-            name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
-        }
-        return match(mine, torch_leaves(self.twin, self.reference["eval"].calls, with_values=with_values), names)
+        names = {n: value for n, value in self.pair.names.items() if not _is_module(n, value, arrays, self.twin)}
+        return match(mine, torch_leaves(self.twin, self.twin.probed(self.inputs), with_values=with_values), names)
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
         """The JAX side with PyTorch's weights, or with its own."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules import conv
 
 from jaxbench.pair.jax_model import tapped
-from jaxbench.pair.leaves import sources_of
+from jaxbench.pair.leaves import disturbed, sources_of
 from jaxbench.pair.matching import Leaf
 from jaxbench.parity import distance
 from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
@@ -23,8 +23,6 @@ from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_o
 REVERSED = (torch.nn.Linear, conv._ConvNd, torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase,
             torch.nn.Embedding)  # fmt: skip
 REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # of classes of others' that stand for one of these
-DISTURB_SEED = 0
-DISTURBANCE = 0.3  # of a constant, relative
 
 
 class TorchCall(NamedTuple):
@@ -79,21 +77,20 @@ class TorchSide:
                 named[name].copy_(torch.from_numpy(np.array(value)))
 
     def disturb(self, names: Iterable[str]) -> list[str]:
-        """Random numbers around the value of every constant tensor among these; names of those that were constant.
+        """Random numbers around the value of every constant tensor among these; names of those that were constant."""
+        tensors = self.tensors()
+        changed = disturbed({name: tensors[name] for name in set(names) & tensors.keys()})
+        self.load(changed)
+        return list(changed)
 
-        A zero or a one in every place, as norms have at first, hides what is done with it. Variances stay positive.
-        """
-        random, tensors, disturbed = np.random.default_rng(DISTURB_SEED), self.tensors(), {}
-        for name in sorted(set(names) & tensors.keys()):
-            x = tensors[name]
-            if x.size and np.all(x == x.flat[0]) and np.isfinite(x.flat[0]):
-                size = float(abs(x.flat[0])) or 1.0
-                if "var" in name.rpartition(".")[2]:
-                    disturbed[name] = size * random.uniform(1 - DISTURBANCE, 1 + DISTURBANCE, x.shape)
-                else:
-                    disturbed[name] = x + DISTURBANCE * size * random.uniform(-1.0, 1.0, x.shape)
-        self.load(disturbed)
-        return list(disturbed)
+    def probed(self, inputs: tuple) -> dict[str, TorchCall]:
+        """Calls with no constant tensor, so that every module's output is one of its own; the tensors stay."""
+        own = self.tensors()
+        self.disturb(own)
+        try:
+            return self.run(inputs, is_training=False).calls
+        finally:
+            self.load(own)
 
     def owner(self, name: str) -> torch.nn.Module:
         """Module of a tensor; of a parametrised one the module around its parametrisation."""

@@ -1,0 +1,82 @@
+"""Casts to narrower types inside models as casts to float64, so that what is left is the formula.
+
+Published language models take norms, softmax and rotations in float32 whatever their inputs are, on both sides: in
+float64 two equal ones then differ by 1e-8, and a slip that is smaller is not seen. PyTorch's functions are routed
+through a mode of its own, JAX's casts are primitives of which there are few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import primitives
+from torch.overrides import TorchFunctionMode
+
+from jaxbench.parity.capture import map_floating
+
+TORCH_TYPES = {
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex32: torch.complex128, torch.complex64: torch.complex128,
+}  # fmt: skip
+TORCH_CASTS = {
+    torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double,
+    torch.Tensor.float: torch.Tensor.double, torch.Tensor.cfloat: torch.Tensor.cdouble,
+}  # fmt: skip
+JAX_CASTS = {
+    primitives.convert_element_type_p: "new_dtype",
+    primitives.iota_p: "dtype",
+    primitives.dot_general_p: "preferred_element_type",
+    primitives.conv_general_dilated_p: "preferred_element_type",
+}  # primitive -> the parameter that names its result's type
+
+
+class _Wide(TorchFunctionMode):
+    """PyTorch's functions with float64 where a narrower type is named."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        args, kwargs = map_floating(
+            (args, kwargs or {}), TORCH_TYPES.__getitem__,
+            is_floating=lambda x: isinstance(x, torch.dtype) and x in TORCH_TYPES,
+        )  # fmt: skip
+        return TORCH_CASTS.get(func, func)(*args, **kwargs)
+
+
+def _wide_type(dtype: Any) -> Any:
+    """JAX's type for one that a cast names; None and types that are no floating ones stay."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return np.dtype(np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64)
+
+
+def _bind(primitive: Any, name: str) -> Callable[..., Any]:
+    original = primitive.bind
+    return lambda *args, **params: original(*args, **params | {name: _wide_type(params[name])})
+
+
+@contextlib.contextmanager
+def widened() -> Iterator[None]:
+    """Make casts to floating types casts to float64, in JAX and PyTorch, while the context is open.
+
+    `compare(.., widen=True)` opens it around its float64 gates. Build models in it whose constants (rotary frequencies,
+    masks) are computed when they are made. JAX has its 64-bit types inside; programs compiled before it or inside it
+    are dropped, because JAX knows nothing of the change.
+    """
+    default = torch.get_default_dtype()
+    jax.clear_caches()
+    try:
+        for primitive, name in JAX_CASTS.items():
+            primitive.bind = _bind(primitive, name)
+        torch.set_default_dtype(torch.float64)
+        with jax.enable_x64(True), _Wide():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for primitive in JAX_CASTS:
+            vars(primitive).pop("bind", None)
+        jax.clear_caches()
