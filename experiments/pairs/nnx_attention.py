@@ -2,8 +2,8 @@
 
 Command: jaxbench pair experiments/pairs/nnx_attention.py
 Expected: 10 seconds, exit code 1: jax.nn.dot_product_attention, which Flax calls, takes the softmax in float32 whatever
-the inputs are, so in float64 the two agree to 1e-8 only; the cause is named as a cast to float32. With widen=True in the
-Pair they are the same function, 4e-16.
+the inputs are, so in float64 the two agree to 1e-8 only; the cause is named as a cast to float32. With widen=True they
+are the same function, 4e-16.
 """
 
 import numpy as np

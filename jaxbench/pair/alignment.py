@@ -136,7 +136,24 @@ def in_layout(x: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
         return x
     fits = sorted(arrangements(x.shape, wanted.shape, is_reversed=False), key=lambda fit: _preference(fit.axes))
     values = [fit.apply(x) for fit in fits]
-    return next((y for y in values if distance.relative_error(y, wanted) < NEARLY), values[0] if values else None)
+    first = values[0] if values else _rebatched(x, wanted.shape)
+    return next((y for y in values if distance.relative_error(y, wanted) < NEARLY), first)
+
+
+def _rebatched(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A tensor whose batch is one row, or rows that are all alike, as positions' are, with another's batch, or none.
+
+    None where it is no such tensor.
+    """
+    if x.ndim == len(shape) and x.shape[1:] == shape[1:] and 1 in (len(x), shape[0]):
+        row = x[:1]
+    elif x.shape[1:] == shape and len(x):
+        row = x[0]
+    else:
+        row = x
+    is_one_row = x.shape == row.shape or bool(np.all(x == row))
+    is_row = row.shape in (shape, shape[1:], (1, *shape[1:]))
+    return np.broadcast_to(row, shape) if is_one_row and is_row else None
 
 
 def _preference(axes: tuple[int, ...]) -> int:

@@ -184,6 +184,9 @@ def _inside(name: str) -> Callable[[Callable], Callable[[torch.nn.Module], None]
 def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
     """Kernels transposed or flipped, biases left out, gates in another order."""
     for name, p in child.named_parameters(recurse=False):
+        if p.ndim == 1 and "weight" in name:  # of Gemma's norms
+            yield f"{name}{where}: JAX multiplies by 1 more", at(_weight(name, lambda x: x + 1.0))
+            yield f"{name}{where}: PyTorch multiplies by 1 more", at(_weight(name, lambda x: x - 1.0))
         if p.ndim == 2 and p.shape[0] == p.shape[1]:
             yield f"{name}{where} is transposed in JAX", at(_weight(name, lambda x: x.T))
         if p.ndim > 2:
@@ -323,7 +326,8 @@ def _factor(values: list[np.ndarray], wanted: list[np.ndarray]) -> str:
         factor = np.round(factor, 12)  # a real or imaginary part that is only rounding
         if _error([values[0].conj()], wanted) <= CLOSE:
             return "the complex conjugate of PyTorch's"
-    return f"{factor:.6g} times PyTorch's" if factor and _error([factor * values[0]], wanted) <= CLOSE else ""
+    words = f"{factor:.6g}" if abs(factor - 1.0) > 1e-4 else f"1 {factor - 1.0:+.3g}"
+    return f"{words} times PyTorch's" if factor and _error([factor * values[0]], wanted) <= CLOSE else ""
 
 
 def _cast(

@@ -202,7 +202,8 @@ def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> list[Guess]:
 
     if not arrays or not tensors:
         return []
-    tensor_slots = [slot for leaf in tensors for slot in _slots(leaf, arrays, axes=(0,))]
+    outputs = lambda leaf: len(leaf.shape) - 1 if leaf.is_reversed else 0  # the axis that a fused tensor is split along
+    tensor_slots = [slot for leaf in tensors for slot in _slots(leaf, arrays, axes=(outputs(leaf),))]
     parts = [slot.part for slot in tensor_slots]
     array_slots = [slot for leaf in arrays for slot in _slots(leaf, parts, axes=(len(leaf.shape) - 1, 0))]
     costs = np.full((len(array_slots), len(tensor_slots)), NEVER)
@@ -294,7 +295,8 @@ def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], rivals: Mapping[str, int]) ->
             sources = (*guesses[name].rule.sources, tensor.whole.name) if name in guesses else (tensor.whole.name,)
             rule = Rule(sources, arrangement, joined=array.axis)
         else:
-            rule = Rule((tensor.whole.name,), arrangement, (tensor.index, tensor.count) if tensor.count > 1 else None)
+            part = (tensor.index, tensor.count) if tensor.count > 1 else None
+            rule = Rule((tensor.whole.name,), arrangement, part, axis=tensor.axis)
         is_turned = arrangement != _arrangements(tensor.part, array.part)[0]
         why = TURNED if is_turned else _why(array.whole, tensor.whole, rivals[name])
         guesses[name] = Guess(name, rule, why, rivals[name])

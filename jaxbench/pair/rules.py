@@ -41,13 +41,14 @@ class Rule(NamedTuple):
     """One JAX array of one or more PyTorch tensors.
 
     A tensor may hold several JAX arrays one after the other along its first axis (`part`, as torch's fused query, key
-    and value projection); or several tensors stand in one array along `joined`.
+    and value projection) or another (`axis`, as GPT-2's); or several tensors stand in one array along `joined`.
     """
 
     sources: tuple[str, ...]  # PyTorch tensors
     arrangement: Arrangement  # of each source, or of the part
-    part: tuple[int, int] | None = None  # (index, count) of equal parts along the tensor's first axis
+    part: tuple[int, int] | None = None  # (index, count) of equal parts of the tensor
     joined: int | None = None  # axis of the JAX array
+    axis: int = 0  # of the tensor, along which its parts lie
 
     def apply(self, tensors: Mapping[str, Any]) -> Any:
         """The JAX array; tensors are numpy's or JAX's arrays by name."""
@@ -57,15 +58,18 @@ class Rule(NamedTuple):
         return pieces[0].__array_namespace__().concat(pieces, axis=self.joined)
 
     def _piece(self, x: Any) -> Any:
-        if self.part is not None:
-            index, count = self.part
-            rows = x.shape[0] // count
-            x = x[index * rows : (index + 1) * rows]
-        return self.arrangement.apply(x)
+        return self.arrangement.apply(x if self.part is None else x[self.place(x.shape)])
+
+    def place(self, shape: Shape) -> tuple[slice, ...]:
+        """Where in a tensor of this shape its part lies."""
+        index, count = self.part or (0, 1)
+        size = shape[self.axis] // count if shape else 0
+        return (slice(None),) * self.axis + ((slice(index * size, (index + 1) * size),) if shape else ())
 
     def text(self) -> str:
         """Words for it: the tensors and what is done to them."""
         part = "" if self.part is None else f"part {self.part[0] + 1} of {self.part[1]}"
+        part += f" along axis {self.axis}" if self.axis else ""
         joined = "" if self.joined is None else f"joined along axis {self.joined}"
         return ", ".join(text for text in (" + ".join(self.sources), part, self.arrangement.text(), joined) if text)
 
@@ -135,11 +139,7 @@ def to_torch(rules: Mapping[str, Rule], arrays: Mapping[str, np.ndarray], shapes
             raise ValueError(f"weights={name!r}: made by a function, which has no inverse: take PyTorch's weights")
         for source, piece in _pieces(rule, arrays[name], shapes):
             into = tensors.setdefault(source, np.empty(shapes[source], arrays[name].dtype))
-            index, count = rule.part or (0, 1)
-            rows = into.shape[0] // count if into.shape else 0
-            into[...] = piece if rule.part is None else into
-            if rule.part is not None:
-                into[index * rows : (index + 1) * rows] = piece
+            into[rule.place(into.shape) if rule.part is not None else ...] = piece
             filled[source] += piece.size
     partly = [name for name, size in filled.items() if 0 < size < math.prod(shapes[name])]
     if partly:
@@ -153,7 +153,8 @@ def _pieces(rule: Rule, array: np.ndarray, shapes: Mapping[str, Shape]) -> Itera
     if rule.joined is None:
         shape = shapes[rule.sources[0]]
         if rule.part is not None:
-            shape = (shape[0] // rule.part[1], *shape[1:])
+            axis = rule.axis
+            shape = (*shape[:axis], shape[axis] // rule.part[1], *shape[axis + 1 :])
         yield rule.sources[0], rule.arrangement.invert(array, shape)
         return
     rest = array.size // array.shape[rule.joined]

@@ -18,6 +18,7 @@ RESULTS = {  # the same function, or words of the causes that must be named
     "inner_states": ("0.25 times PyTorch's",), "nnx_attention": ("cast to float32",),
     "gpt2_block": ("eps: 1e-06", "gelu (erf)"), "haiku_resnet18": ("padding is (2, 3)",),
     "linen_conv_transpose": ("weight is flipped",), "flax_bert": (), "transformers_llama": (),
+    "transformers_gpt2": (),
     "equimo_vit": ("eps of norm1: 1e-05", "tanh form", "cast to float32"),
     "equimo_convnext": ("gelu (tanh)", "cast to float32"),
 }  # fmt: skip

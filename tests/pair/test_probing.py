@@ -1,11 +1,14 @@
-"""Weights of models whose fresh numbers are all alike are matched by what they compute once they are not."""
+"""What models compute says which weights and outputs belong together, also where fresh numbers are all alike."""
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax import nnx
+from transformers.pytorch_utils import Conv1D
 
 import jaxbench
+from jaxbench.pair import alignment
 
 RANDOM = np.random.default_rng(0)
 
@@ -41,3 +44,61 @@ def test_modules_whose_fresh_outputs_are_all_zeros_are_told_apart_by_what_reads_
     assert {guess.name: guess.rule.sources[0] for guess in result.weights.guesses} == {
         "a.embedding": "wte.weight", "b.scale": "norm.weight", "b.bias": "norm.bias", "c.kernel": "lm_head.weight",
     }  # fmt: skip
+
+
+def test_positions_of_one_row_are_those_of_every_row():
+    rows = np.arange(6.0).reshape(1, 2, 3)
+    every = np.repeat(rows, 4, axis=0)
+    for x, wanted in ((rows, every), (every, rows), (every, rows[0]), (rows[0], every)):
+        np.testing.assert_array_equal(alignment.in_layout(x, wanted), wanted)
+    every[0, 0, 0] = 9.0  # another row
+    for x, shape in (
+        (every, (1, 2, 3)),
+        (every, (2, 3)),
+        (rows, (4, 2, 5)),
+        (np.ones(3), (2,)),
+        (np.ones((3, 2)), (2, 2)),
+    ):
+        assert alignment.in_layout(x, np.zeros(shape)) is None
+
+
+class Fused(torch.nn.Module):
+    """Query, key and value of one matrix [in, out], as GPT-2's."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.c_attn, self.c_proj = layer(12, 4), layer(4, 4)
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).split(4, dim=-1)
+        return self.c_proj(torch.softmax(q @ k.mT, dim=-1) @ v)
+
+
+class Apart(nnx.Module):
+    """The same with three matrices."""
+
+    def __init__(self):
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(4))
+
+    def __call__(self, x):
+        scores = self.q_proj(x) @ jnp.swapaxes(self.k_proj(x), -1, -2)
+        return self.o_proj(jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True) @ self.v_proj(x))
+
+
+@pytest.mark.parametrize("layer", [Conv1D, lambda outputs, inputs: torch.nn.Linear(inputs, outputs)])
+@pytest.mark.parametrize("weights", ["torch", "jax"])
+def test_a_fused_matrix_is_split_along_its_outputs_whichever_axis_they_are(layer, weights):
+    result = jaxbench.compare(Apart(), Fused(layer), RANDOM.standard_normal((2, 3, 4)), weights=weights, quick=True)
+    assert result.passed, str(result)
+    rule = result.weights.rules["k_proj.kernel"]
+    assert rule.part == (1, 3) and rule.axis == (1 if layer is Conv1D else 0)
+
+
+@pytest.mark.parametrize("by_jax, words", [(1.0, "JAX multiplies by 1 more"), (-1.0, "PyTorch multiplies by 1 more")])
+def test_a_norm_that_counts_its_weight_from_one_is_named(by_jax, words):
+    def norm(weight, x):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * (weight + by_jax)[None]
+
+    twin = torch.nn.RMSNorm(4, eps=1e-5)
+    result = jaxbench.compare((norm, np.ones(4)), twin, RANDOM.standard_normal((2, 4)), quick=True)
+    assert result.causes == {"model": f"weight: {words}"}
