@@ -67,7 +67,7 @@ def widened() -> Iterator[None]:
     masks) are computed when they are made. JAX has its 64-bit types inside; programs compiled before it or inside it
     are dropped, because JAX knows nothing of the change.
     """
-    default = torch.get_default_dtype()
+    default, before = torch.get_default_dtype(), {primitive: vars(primitive).get("bind") for primitive in JAX_CASTS}
     jax.clear_caches()
     try:
         for primitive, name in JAX_CASTS.items():
@@ -77,6 +77,8 @@ def widened() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
-        for primitive in JAX_CASTS:
+        for primitive, bind in before.items():
             vars(primitive).pop("bind", None)
+            if bind is not None:  # of the same context around this one
+                primitive.bind = bind
         jax.clear_caches()

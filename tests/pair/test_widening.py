@@ -116,6 +116,9 @@ def test_behind_the_context_casts_are_narrow_again_even_after_an_error():
         assert cast(X).dtype == jnp.float64 and jnp.ones(2, jnp.bfloat16).astype(jnp.complex64).dtype == jnp.complex128
         assert torch.ones(2).half().dtype == torch.ones(2).to("cpu", torch.bfloat16).dtype == torch.float64
         assert torch.ones(2).to(torch.int32).dtype == torch.int32 and jnp.ones(2).astype(jnp.int32).dtype == jnp.int32
+        with jaxbench.widened():
+            assert cast(X).dtype == jnp.float64
+        assert cast(X).dtype == jnp.float64 and torch.ones(2).half().dtype == torch.float64
         raise KeyError("of the caller")
     assert cast(X).dtype == jnp.float32 and torch.ones(2).half().dtype == torch.float16
     assert torch.ones(2).dtype == torch.float32 and jax.dtypes.canonicalize_dtype(float) == jnp.float32
