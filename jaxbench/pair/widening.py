@@ -8,6 +8,7 @@ through a mode of its own, JAX's casts are primitives of which there are few.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ JAX_CASTS = {
     primitives.dot_general_p: "preferred_element_type",
     primitives.conv_general_dilated_p: "preferred_element_type",
 }  # primitive -> the parameter that names its result's type
+WIDE_PRECISION = "float32"  # another name of "highest", by which programs with other casts are traced anew
 
 
 class _Wide(TorchFunctionMode):
@@ -54,9 +56,24 @@ def _wide_type(dtype: Any) -> Any:
     return np.dtype(np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64)
 
 
+def _is_drawing() -> bool:
+    """True inside jax.random, whose draws are put together bit by bit in the type that was asked for."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("jax._src.random"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _bind(primitive: Any, name: str) -> Callable[..., Any]:
     original = primitive.bind
-    return lambda *args, **params: original(*args, **params | {name: _wide_type(params[name])})
+
+    def bind(*args: Any, **params: Any) -> Any:
+        wide = _wide_type(params[name])
+        return original(*args, **params if wide == params[name] or _is_drawing() else params | {name: wide})
+
+    return bind
 
 
 @contextlib.contextmanager
@@ -64,21 +81,21 @@ def widened() -> Iterator[None]:
     """Make casts to floating types casts to float64, in JAX and PyTorch, while the context is open.
 
     `compare(.., widen=True)` opens it around its float64 gates. Build models in it whose constants (rotary frequencies,
-    masks) are computed when they are made. JAX has its 64-bit types inside; programs compiled before it or inside it
-    are dropped, because JAX knows nothing of the change.
+    masks) are computed when they are made. JAX has its 64-bit types inside; what jax.random draws has the type that was
+    asked for.
     """
+    # A compiled module runs as it is written: the compiler does not know the mode.
+    is_compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
     default, before = torch.get_default_dtype(), {primitive: vars(primitive).get("bind") for primitive in JAX_CASTS}
-    jax.clear_caches()
     try:
-        for primitive, name in JAX_CASTS.items():
+        for primitive, name in JAX_CASTS.items() if not any(before.values()) else ():
             primitive.bind = _bind(primitive, name)
         torch.set_default_dtype(torch.float64)
-        with jax.enable_x64(True), _Wide():
+        with eager, jax.enable_x64(True), jax.default_matmul_precision(WIDE_PRECISION), _Wide():
             yield
     finally:
         torch.set_default_dtype(default)
-        for primitive, bind in before.items():
-            vars(primitive).pop("bind", None)
-            if bind is not None:  # of the same context around this one
-                primitive.bind = bind
-        jax.clear_caches()
+        for primitive, own in before.items():
+            if own is None:
+                vars(primitive).pop("bind", None)

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
-from flax import nnx
+from flax import linen, nnx
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import jaxbench
@@ -110,15 +111,35 @@ def test_a_loop_that_carries_float32_is_widened_too():
     assert result.passed and worst(result) < 1e-14
 
 
-def test_behind_the_context_casts_are_narrow_again_even_after_an_error():
+def test_behind_the_context_casts_are_as_written_again_even_after_an_error():
     cast = jax.jit(lambda x: x.astype(jnp.float32))
     with pytest.raises(KeyError), jaxbench.widened():
         assert cast(X).dtype == jnp.float64 and jnp.ones(2, jnp.bfloat16).astype(jnp.complex64).dtype == jnp.complex128
         assert torch.ones(2).half().dtype == torch.ones(2).to("cpu", torch.bfloat16).dtype == torch.float64
         assert torch.ones(2).to(torch.int32).dtype == torch.int32 and jnp.ones(2).astype(jnp.int32).dtype == jnp.int32
+        assert jax.random.truncated_normal(jax.random.key(0), -1.0, 1.0, (2,), jnp.float32).dtype == jnp.float32
         with jaxbench.widened():
             assert cast(X).dtype == jnp.float64
         assert cast(X).dtype == jnp.float64 and torch.ones(2).half().dtype == torch.float64
         raise KeyError("of the caller")
     assert cast(X).dtype == jnp.float32 and torch.ones(2).half().dtype == torch.float16
     assert torch.ones(2).dtype == torch.float32 and jax.dtypes.canonicalize_dtype(float) == jnp.float32
+
+
+class Dense(linen.Module):
+    """Layers with narrow types of their own."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, dtype=jnp.float32)(linen.LayerNorm(epsilon=1e-5, dtype=jnp.bfloat16)(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
+def test_layers_with_types_of_their_own_are_widened_and_both_models_may_be_made_inside():
+    with jaxbench.widened():
+        port = nnx.Linear(16, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        twin = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+    assert jaxbench.compare(Dense(), twin, X, widen=True, dtypes=()).passed
+    assert jaxbench.compare(Dense(), torch.compile(twin), X, widen=True, dtypes=()).passed
+    optimizers = (optax.adamw(1e-2, weight_decay=0.1), lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.1))
+    assert jaxbench.compare(port, twin[1], X, widen=True, dtypes=(), optimizers=optimizers).passed
