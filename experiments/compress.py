@@ -336,7 +336,7 @@ def _questions_asked(compressor: Any, text: str) -> dict[str, Any]:
     from jaxbench.compress import questions
     from jaxbench.generation import decoder, flax_decoder
 
-    piece = compressor.words.decode(compressor.words.encode(text, add_special=False)[: VALUES.question_over])
+    question, how = questions.asked("What is it about?"), {"over": VALUES.question_over, "new_tokens": 65}
     asked = {}
     for activations in ("float32", "int8"):
         choice = decoder.choose(decoder.Options(), "cpu")
@@ -344,9 +344,9 @@ def _questions_asked(compressor: Any, text: str) -> dict[str, Any]:
             choice = decoder.choose(decoder.Options(activations=activations), "cpu")
         reader = flax_decoder.load(_model(), choice)
         generate = sample.Generator(reader.model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
-        found = speed.first_token(compressor, generate, piece, questions.asked("What is it about?"), new_tokens=65)
+        found = speed.first_token(compressor, generate, text, question, **how)
         print(
-            f"a question over {VALUES.question_over} tokens, {found['prompt']} of them read: first token after "
+            f"a question over {found['tokens']} tokens, read as {found['prompt']} positions: first token after "
             f"{1e3 * found['first_token_s']:.0f} ms, then {found['tokens_a_second']:.0f} tokens/s ({choice.kernels}, "
             f"activations {activations})"
         )

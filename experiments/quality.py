@@ -48,7 +48,7 @@ def main() -> int:
     workdir = Path(VALUES.workdir)
     about = {"model": held.source, "model_sha256": held.sha256}
     same = config.config_id(settings, exclude=("methods", "pairs"))  # methods come and go, each is a part of its own
-    store.claim(workdir, f"{same}-{held.sha256[:12]}")
+    store.claim(workdir, f"{same}-{held.sha256[:12]}-{windows.digest(texts)}")
     cli.keep(f"finished methods in {workdir} are kept; the same command goes on")
     found = run(settings, held, texts, seen, workdir)
     console = terminal.console()
@@ -63,7 +63,7 @@ def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[
     from rich import progress
 
     from jaxbench import config, store, transformer
-    from jaxbench.quantization.study import measure, methods
+    from jaxbench.quantization.study import measure, methods, windows
 
     reference = transformer.build(held.config, held.params)
     console, found = terminal.console(stderr=True), {}
@@ -82,6 +82,8 @@ def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[
                 return {"texts": values, "bits_per_weight": bits, "bytes": size}
 
             own = "" if method is None else f"-{config.config_id(method)}"
+            if own and method.recipe is not None and method.recipe.needs_calibration:
+                own = f"-{windows.digest({own: seen()})}"
             found[name], _ = store.kept(workdir / "methods" / f"{name}{own}.json", compute)
             moved(completed=count)
     return found

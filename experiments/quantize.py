@@ -121,16 +121,13 @@ def quantized(made: Any) -> Any:
     """--model by a recipe."""
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.quantization import quantize
+    from jaxbench.quantization.study import windows
     from jaxbench.text import packing
 
     spec, tokens, calibrator = model(), None, None
     if made.needs_calibration:
-        import numpy as np
-
-        prompts = packing.real_prompts(
-            tokenizer.load_tokenizer(spec), [VALUES.length] * VALUES.rows, packing.load_text(VALUES.data)
-        )
-        tokens = np.array(prompts, np.int32)
+        texts = packing.load_text(VALUES.data)
+        tokens = windows.rows_of(tokenizer.load_tokenizer(spec), texts, VALUES.rows, VALUES.length)
     held = weights.load_checkpoint(spec)
     if made.needs_calibration:
         if VALUES.length > held.config.max_seq_len:

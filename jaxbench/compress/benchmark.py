@@ -26,7 +26,7 @@ def lengths(
     compressor.compress(compressor.words.decode(ids[:300]))  # whatever is made once
     found = []
     for count in counts:
-        piece = compressor.words.decode((ids * -(-count // len(ids)))[:count])
+        piece = beginning(compressor, ids, count)
         seconds: list[float] = []
         while len(seconds) < SPREAD and sum(seconds) < LONG:
             started = time.perf_counter()
@@ -42,6 +42,11 @@ def lengths(
         say(f"{row['tokens']} tokens: {middle:.2f} s, {rate:.0f} tokens/s, peak {peak:.0f} MB")
         found.append(row)
     return found
+
+
+def beginning(compressor: AutoCompressor, ids: list[int], count: int) -> str:
+    """A text of so many of the first tokens, which are repeated where they are too few."""
+    return compressor.words.decode((ids * -(-count // len(ids)))[:count])
 
 
 def documents(
@@ -74,14 +79,17 @@ def documents(
 
 
 def first_token(
-    compressor: AutoCompressor, generate: Callable[..., Any], text: str, question: str, *, new_tokens: int
+    compressor: AutoCompressor, generate: Callable[..., Any], text: str, question: str, *, over: int, new_tokens: int
 ) -> dict[str, float]:
     """Seconds to the first token of an answer over a compressed text, and tokens a second behind it.
 
     Args:
       generate: a Generator of the compressor's decoder.
+      text: of whose first tokens, `over` of them, it is asked; repeated where it is too short.
     """
-    prompt = compressor.prompt(compressor.compress(text), question)
+    ids = compressor.words.encode(text, add_special=False)
+    result = compressor.compress(beginning(compressor, ids, over))
+    prompt = compressor.prompt(result, question)
     options = {"vectors": prompt.vectors, "seed": 0}
 
     def timed(count: int) -> float:
@@ -95,8 +103,8 @@ def first_token(
 
     first, whole = timed(1), timed(new_tokens)
     return {
-        "prompt": len(prompt.ids), "vectors": len(prompt.vectors), "first_token_s": first,
-        "tokens_a_second": (new_tokens - 1) / (whole - first),
+        "tokens": result.original_length, "prompt": len(prompt.ids), "vectors": len(prompt.vectors),
+        "first_token_s": first, "tokens_a_second": (new_tokens - 1) / (whole - first),
     }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def compress_file(
       progress: is told of bytes that were read.
 
     Raises:
-      ValueError: the text has no tokens, or is no UTF-8, or workdir holds the parts of another run.
+      ValueError: the text has no tokens, or too few for product codes, or is no UTF-8, or workdir holds the parts of
+        another run.
     """
     claimed = f"{sha256}-{compressor.id}-{compressor.ratio}-{dtype}"
     if workdir.exists():
@@ -82,6 +83,8 @@ def compress_file(
             if stream.vectors - (parts[-1].end if parts else 0) >= part:
                 keep(is_last=False)
         stream.close()
+        if dtype == "pq":  # before anything is kept: another --dtype is then a run of its own
+            product.check(stream.vectors, compressor.config.decoder.d_model)
         keep(is_last=True)
     about = {
         "ratio": compressor.ratio, "original_length": stream.tokens, "processing_time": stream.seconds,

@@ -3,7 +3,7 @@
 - Recovery of a continuation: (loss behind nothing - loss behind vectors) / (loss behind nothing - loss behind the whole
   text), of means over windows. Direct: the tokens that follow at once. Far: those behind 64 more in clear, which say
   what the last few tokens would have said.
-- Keep-last: the last 1/ratio of the tokens in place of vectors, as many of the one as of the other.
+- Keep-last: the last tokens in place of vectors, as many of the one as of the other.
 - Controls: the tag alone, and vectors of another text. What these recover is no content: a tag that was trained on
   books says that a book goes on.
 - Read back: how often the most probable token is the right one, each behind the right ones before it; the same behind
@@ -96,9 +96,9 @@ def continuation(
     Args:
       store: vectors are read as a file of them all would hold them.
     """
-    size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE), compressor.ratio
-    kept = [w.context[-(len(w.context) // ratio) :] for w in drawn]
+    size, tag = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE)
     made = _as_stored([tokens_of(compressor, w.context) for w in drawn], store)
+    kept = [w.context[-len(vectors) :] for (vectors, _), w in zip(made, drawn)]
     arms = {
         "keep": [reading.behind_text(k, w.following, start=start) for k, w in zip(kept, drawn)],
         "vectors": [
@@ -166,14 +166,15 @@ def said_freely(
     """What the decoder says by itself of each window's first chunk, each token behind its own ones before.
 
     Returns:
-      `same`: share of FREE tokens, or of a chunk, that are right at their place, which one word too many ends; `words`:
-      F1 of the words, wherever they stand; `others`: that beside the next window's text, which has common words too.
+      `same`: share of FREE tokens, or of a shorter chunk, that are right at their place, which one word too many ends;
+      `words`: F1 of the words, wherever they stand; `others`: that beside the next window's text, which has common
+      words too.
     """
     size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
     for window in drawn:
         table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag])
         prompts.append(auto.Prompt([*range(size, size + len(table))], table.astype(np.float32)))
-    count, said = min(FREE, compressor.config.chunk), []
+    count, said = min(FREE, compressor.config.chunk, *(len(window.context) for window in drawn)), []
     for first in range(0, len(prompts), TOGETHER):
         ids, table = auto.joined(prompts[first : first + TOGETHER], size)
         tokens = generate(ids, vectors=table, max_new_tokens=count, seed=0).tokens

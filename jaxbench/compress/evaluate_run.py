@@ -6,6 +6,7 @@ Ratios are computed one after another, each kept as a part of --workdir: a run t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,17 @@ def picture(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
     for title, name in (
         ("continuation recovered, direct", "direct"), ("behind 64 tokens in clear", "far"), ("read back", "read_back"),
     ):  # fmt: skip
-        lines = [
-            Line(SAID[arm], COLORS[arm], [Point(row["ratio"], *(100 * x for x in row[name][arm])) for row in rows])
-            for arm in rows[0][name]
-        ]
+        lines = [Line(SAID[arm], COLORS[arm], _points(rows, name, arm)) for arm in rows[0][name]]
         panels.append(Panel(f"{title}, %", across, Axis("%", {float(i): str(i) for i in range(0, 101, 20)}), lines))
     note = f"{about['compressor']}, {about['windows']} windows of {about['documents']} documents, 95 % over documents"
     return line_picture.draw("A decoder behind vectors", note, panels)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str, arm: str) -> list[Point]:
+    """An arm's points in percent: none where it has no number, without an interval where one document has none."""
+    found = []
+    for row in rows:
+        mean, *ends = (100 * x for x in row[name][arm])
+        if not math.isnan(mean):
+            found.append(Point(row["ratio"], mean, *(end for end in ends if not math.isnan(end))))
+    return found

@@ -5,6 +5,7 @@ What is asked for is read and checked before a model is loaded, and every part o
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -56,14 +57,14 @@ def run(how: How) -> Figures:
 
 
 def _continuations(how: How, words: Any) -> Figures:
-    texts = _documents(how, words)
+    texts, sha256 = _documents(how, words)
     drawn = evaluate.windows(texts, how.windows, seed=how.seed, context=how.tokens)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     params = compressor.reader(held.params) if how.adapters else held.params
     side = answer_run.side(held.config, params, words, how.precision)
     start = words.eos_id if words.bos_id is None else words.bos_id
     plan = evaluate_run.Plan(how.ratios, min(how.chunks, how.windows), start or 0, how.store)
-    workdir = _claimed(how, compressor, plan, how.windows, how.tokens, how.adapters, sum(map(len, texts)))
+    workdir = _claimed(how, compressor, plan, how.windows, how.tokens, how.adapters, sha256)
     rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
     rows.sort(key=lambda row: row["ratio"])
     about = _about(how, compressor) | {
@@ -74,11 +75,11 @@ def _continuations(how: How, words: Any) -> Figures:
 
 
 def _needles(how: How, words: Any) -> Figures:
-    texts = _documents(how, words)
+    texts, sha256 = _documents(how, words)
     drawn = needles.needles(texts, words, length=how.needles, count=how.count, seed=how.seed)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     side = answer_run.side(held.config, compressor.reader(held.params), words, how.precision)
-    workdir = _claimed(how, compressor, "needles", how.needles, how.count, sum(map(len, texts)))
+    workdir = _claimed(how, compressor, "needles", how.needles, how.count, sha256)
     rows = needles.run(compressor, side, drawn, how.ratios, workdir)
     about = {"data": Path(how.data or "default").name, "tokens": how.needles, "of_a_kind_at_a_depth": how.count}
     return Figures(rows, _about(how, compressor) | about)
@@ -89,7 +90,8 @@ def _answers(how: How, words: Any) -> Figures:
     found = [each for path in how.questions for each in questions.of_file(path, words)]
     asked = questions.drawn(questions.split(found)[1], how.count, seed=how.seed)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
-    workdir = _claimed(how, compressor, names, len(found), len(asked))
+    sums = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in how.questions]
+    workdir = _claimed(how, compressor, "questions", sums, how.count)
     rows = answer_run.of_questions(compressor, held, how.precision, asked, how.ratios, workdir)
     terminal.console().print(answer_run.table(rows))
     about = _about(how, compressor) | {
@@ -99,11 +101,11 @@ def _answers(how: How, words: Any) -> Figures:
     return Figures(rows, about)
 
 
-def _documents(how: How, words: Any) -> list[Any]:
-    """Token ids of each document."""
+def _documents(how: How, words: Any) -> tuple[list[Any], str]:
+    """Token ids of each document, and the text's SHA-256."""
     corpus, name = dataset.prepare(how.data, tokenizer=words), how.data or "default"
     dataset.check(corpus, vocab_size=weights.read_config(how.model).vocab_size, what=f"the text {name}")
-    return [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
+    return [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)], corpus.sha256
 
 
 def _claimed(how: How, compressor: AutoCompressor, *what: Any) -> Path:

@@ -49,8 +49,7 @@ class Judge:
             tags = (arrays.inputs[:, count] - self._vocabulary - count) // self._prefix
             other = None
             if len(tags) > 1:
-                turned = arrays._replace(context=np.roll(arrays.context, 1, axis=0))
-                other = np.asarray(self._program(cast, compressor.Batch(*turned))[0])
+                other = np.asarray(self._program(cast, compressor.Batch(*_turned(arrays)))[0])
             for tag, kind in KINDS.items():
                 counts = arrays.mask & (tags == tag)[:, None]
                 if not counts.any():
@@ -62,6 +61,19 @@ class Judge:
             if (tags != rows.ANSWER).all():
                 sums.setdefault("local_accuracy", []).append(local[arrays.sampled.reshape(local.shape) >= 0])
         return {name: float(np.concatenate(parts).mean()) for name, parts in sums.items()}
+
+
+def _turned(arrays: rows.Arrays) -> rows.Arrays:
+    """Rows behind each other's passages; of other lengths, these have as many vectors as they had, and their places."""
+    turned = arrays._replace(context=np.roll(arrays.context, 1, axis=0))
+    groups = np.roll(arrays.groups, 1, axis=0)
+    if np.array_equal(groups, arrays.groups):
+        return turned
+    vectors, behind = np.split(arrays.positions, [arrays.groups[0].size], axis=1)
+    ends = behind[:, :1]  # where the tag stands
+    behind = np.where(behind >= 0, behind - ends + np.roll(ends, 1, axis=0), -1)
+    positions = np.concatenate([np.roll(vectors, 1, axis=0), behind], axis=1).astype(np.int32)
+    return turned._replace(groups=groups, positions=positions)
 
 
 def _judged(graph: Any, params: Mapping[str, jax.Array], batch: compressor.Batch) -> tuple[jax.Array, ...]:

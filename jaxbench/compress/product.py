@@ -36,6 +36,19 @@ def quantized(vectors: Float32[np.ndarray, "M D"]) -> Codes:
     return Codes(coded(vectors, centroids), centroids)
 
 
+def check(count: int, width: int) -> None:
+    """Check that so many vectors can have codes.
+
+    Raises:
+      ValueError: they are too few to learn from, or their width is not a multiple of 8.
+    """
+    if count < LEAST or width % PIECE:
+        raise ValueError(
+            f"compressed text: dtype=pq of {count} vectors of {width}; wanted {LEAST} at least, and a multiple of "
+            f"{PIECE}: take int8"
+        )
+
+
 def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np.ndarray, "P 256 8"]:
     """Centroids of `count` vectors, learned from MOST of them at random.
 
@@ -43,16 +56,12 @@ def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np
       taken: vectors [M D] at places.
 
     Raises:
-      ValueError: they are too few to learn from, or D is not a multiple of 8.
+      ValueError: as `check` raises.
     """
     random = np.random.default_rng(0)
     sample = taken(random.permutation(count)[:MOST])
     width = sample.shape[1]
-    if count < LEAST or width % PIECE:
-        raise ValueError(
-            f"compressed text: dtype=pq of {count} vectors of {width}; wanted {LEAST} at least, and a multiple of "
-            f"{PIECE}: take int8"
-        )
+    check(count, width)
     centroids = []
     for first in range(0, width, PIECE):
         with warnings.catch_warnings():

@@ -79,12 +79,24 @@ def drawn(found: Sequence[Question], count: int, *, seed: int) -> list[Question]
     """So many questions at random, or all where there are fewer.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are none, or those drawn are about one article, none has an answer, or one has no passage.
     """
     if not found:
         raise ValueError(f"questions: {len(found)} are about articles that are not learned from; wanted more articles")
     order = np.random.default_rng(seed).permutation(len(found))[:count]
-    return [found[i] for i in np.sort(order)]
+    chosen = [found[i] for i in np.sort(order)]
+    titles, answered = {each.title for each in chosen}, sum(bool(each.answers) for each in chosen)
+    if len(titles) < 2 or not answered:
+        raise ValueError(
+            f"questions: {len(chosen)} were drawn, about {len(titles)} articles, {answered} of them with an answer; "
+            "wanted two articles and an answer at least: ask more, or name other files"
+        )
+    empty = [each.title for each in chosen if not len(each.context)]
+    if empty:
+        raise ValueError(
+            f"questions: {len(empty)} of {len(chosen)} have an empty passage, about {empty[0]!r}; wanted text"
+        )
+    return chosen
 
 
 def fitting(found: Sequence[Question], config: CompressorConfig, settings: rows.RowsConfig) -> list[Question]:

@@ -48,7 +48,7 @@ def train(
     """Trained parameters by name, after all steps; goes on from the newest checkpoint under workdir.
 
     Raises:
-      ValueError: the folder is another run's, a text is too short, or the loss is not finite at the end.
+      ValueError: the folder is another run's or has more steps, a text is too short, or parameters are not finite.
     """
     shape = settings.shape(held.config)
     earlier = _earlier(settings, shape, held)
@@ -64,7 +64,7 @@ def train(
     )  # fmt: skip
     try:
         found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)
-        done = 0 if found is None else found.step
+        done = 0 if found is None else _done(found.step, settings, workdir)
         records = Records(workdir / RECORDS)
         records.keep_until(done)  # what a killed run wrote behind its last checkpoint
         state = state if found is None else _loaded(state, found.arrays)
@@ -102,6 +102,18 @@ def _identity(
     """What two runs share that may go on from each other's checkpoints; more steps are the same run."""
     same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{''.join(each.sum for each in texts)}"
     return same if earlier is None else f"{same}-{earlier.id}"
+
+
+def _done(step: int, settings: TrainingConfig, workdir: Path) -> int:
+    """Steps of the newest checkpoint.
+
+    Raises:
+      ValueError: they are more than the settings have: its weights would be named after fewer.
+    """
+    if step > settings.steps:
+        raise ValueError(f"train: {workdir} has {step} steps, and steps={settings.steps}; wanted {step} or more, or "
+                         "another --workdir")  # fmt: skip
+    return step
 
 
 def _step_fn(step_config: StepConfig) -> Callable[..., Any]:

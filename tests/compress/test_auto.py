@@ -1,6 +1,7 @@
 """Compressing texts: spans, ratios, pieces as they come, saved texts and weights, what is refused."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxbench import initial
-from jaxbench.compress import artifact, auto, document
+from jaxbench.compress import artifact, auto, benchmark, document
 from jaxbench.compress import config as shapes
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
@@ -228,3 +229,14 @@ def test_vectors_of_another_decoder_or_compressor_are_refused(compressor):
             compressor.prompt(other, "a")
     with pytest.raises(ValueError, match="tag='blank'; wanted one of reconstruct, continue, answer"):
         compressor.prompt(result, "a", tag="blank")
+
+
+@pytest.mark.parametrize("over", [7, 200])
+def test_a_question_is_asked_over_as_many_tokens_as_is_said_of_a_short_text_too(compressor, over):
+    def generate(ids, *, vectors, max_new_tokens, seed):
+        time.sleep(1e-3 * max_new_tokens)
+
+    text = "The mill by the river turned slowly and well.\n"
+    found = benchmark.first_token(compressor, generate, text, " Who?", over=over, new_tokens=5)
+    assert found["tokens"] == over
+    assert found["prompt"] == found["vectors"] + compressor.count_tokens(" Who?")

@@ -83,6 +83,14 @@ def test_product_codes_of_a_file_in_parts_are_those_of_a_text_at_once(compressor
     assert content(tmp_path / "a.safetensors") == content(tmp_path / "whole.safetensors")
 
 
+def test_a_text_too_short_for_product_codes_leaves_nothing_behind(compressor, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT[:40], encoding="utf-8")
+    with pytest.raises(ValueError, match="dtype=pq of .* wanted 1024 at least, and a multiple of 8: take int8"):
+        run(compressor, tmp_path / "a.txt", dtype="pq")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert run(compressor, tmp_path / "a.txt", dtype="int8").vectors > 0
+
+
 def interrupted(after):
     """A progress that breaks a run off when so many bytes were read."""
     count = []

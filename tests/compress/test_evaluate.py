@@ -1,12 +1,13 @@
 """Figures of quality: a reader's losses are the decoder's, recovery is 0 behind nothing and 1 behind everything."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxbench import initial, prompts, transformer
-from jaxbench.compress import answer_run, artifact, auto, evaluate, evaluate_run, reading
+from jaxbench.compress import answer_run, artifact, auto, evaluate, evaluate_run, evaluation, reading
 from jaxbench.compress import config as shapes
 from jaxbench.lora import layers
 from jaxbench.parity import cases
@@ -98,6 +99,24 @@ def test_windows_lie_in_one_text_and_come_from_all(reader):
         evaluate.windows(TEXTS, 7, seed=0)
 
 
+@pytest.mark.parametrize(("context", "ratio", "kept"), [(17, 2, 9), (3, 4, 1), (64, 4, 16)])
+def test_as_many_of_the_last_tokens_are_kept_as_there_are_vectors(reader, compressor, context, ratio, kept):
+    drawn = evaluate.windows(TEXTS, 2, seed=0, context=context)
+    found = evaluate.continuation(reader, compressor.at(ratio), drawn, start=1)["keep"][:, 0]
+    rows = [reading.behind_text(w.context[context - kept :], w.following, start=1) for w in drawn]
+    np.testing.assert_allclose(found, [heard.losses[: evaluate.ASKED].mean() for heard in reader(rows)], atol=1e-6)
+    assert kept == len(evaluate.tokens_of(compressor.at(ratio), drawn[0].context)[0])
+
+
+def test_a_window_of_few_tokens_is_said_freely_as_far_as_it_goes(compressor):
+    drawn = evaluate.windows(TEXTS, 2, seed=0, context=5)
+
+    def generate(ids, *, vectors, max_new_tokens, seed):
+        return prompts.Generation(np.stack([w.context for w in drawn]), np.full(2, max_new_tokens))
+
+    np.testing.assert_array_equal(evaluate.said_freely(generate, compressor, drawn)["same"], [1, 1])
+
+
 def test_what_is_said_freely_is_counted_at_its_place_and_wherever_it_stands(compressor):
     drawn = evaluate.windows(TEXTS, 3, seed=0, context=CONTEXT)
     right = [window.context[:16].copy() for window in drawn]
@@ -136,3 +155,35 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params,
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}
     assert "<svg" in evaluate_run.picture(rows, about)
+
+
+@pytest.mark.parametrize("kind", ["texts", "needles", "questions"])
+def test_figures_go_on_with_the_texts_that_they_began_with(tmp_path, kind):
+    words, path = tokenizer.load_tokenizer(None), tmp_path / f"own.{'jsonl' if kind == 'questions' else 'txt'}"
+    decoder = DECODER.model_copy(update={"vocab_size": words.vocab_size})
+    config = CONFIG.model_copy(update={"decoder": decoder})
+    params = {name: value.astype(np.float32) for name, value in initial.initial_params(decoder, 0).items()}
+    held = weights.load_checkpoint(weights.save_checkpoint(tmp_path / "model", decoder, params, tokenizer=words))
+    own = {name: value.astype(np.float32) for name, value in shapes.initial_params(config, 3, distinct=True).items()}
+    trained = artifact.Trained(config, own, held.sha256, "abc", {})
+    of = {"questions": {"questions": (str(path),)}, "needles": {"data": str(path), "needles": 40}}
+    how = evaluation.How(
+        load=lambda ratio: auto.AutoCompressor.of(trained, held, words, ratio, "float32"), precision="float32",
+        model=str(tmp_path / "model"), ratios=(4,), workdir=tmp_path / "parts", windows=2, tokens=16, chunks=1, count=2,
+        **of.get(kind, {"data": str(path)}),
+    )  # fmt: skip
+
+    def write(mill):
+        text = f"The {mill} stands by the river. " * 50
+        rows = [
+            {"title": f"{i} mills", "context": text[:40], "question": "Where?", "answers": ["river"]} for i in range(40)
+        ]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) if kind == "questions" else text)
+
+    write("mill")
+    (tmp_path / "parts").mkdir()
+    drawn = evaluation.run(how).picture
+    assert kind != "texts" or "<svg" in drawn  # one text: means without intervals
+    write("mall")  # as many tokens
+    with pytest.raises(ValueError, match="holds the work of configuration"):
+        evaluation.run(how)

@@ -105,6 +105,16 @@ def test_as_many_questions_as_wanted_are_drawn_once_each(found):
         questions.drawn([], 4, seed=1)
 
 
+def test_questions_about_one_article_or_without_any_answer_or_a_passage_have_no_figures(found):
+    about_one = [each for each in found if each.title == "Mills"]
+    with pytest.raises(ValueError, match="2 were drawn, about 1 articles, 1 of them with an answer"):
+        questions.drawn(about_one, 4, seed=1)
+    with pytest.raises(ValueError, match="3 were drawn, about 3 articles, 0 of them with an answer"):
+        questions.drawn([each for each in found if not each.answers], 4, seed=1)
+    with pytest.raises(ValueError, match="1 of 6 have an empty passage, about 'Mills'; wanted text"):
+        questions.drawn([found[0]._replace(context=found[0].context[:0]), *found[1:]], 9, seed=1)
+
+
 def test_what_has_no_room_is_left_out_and_nothing_left_is_an_error(found):
     assert questions.fitting(found, CONFIG, SETTINGS) == found
     with pytest.raises(ValueError, match="none of 6 has room: num_chunks=2 of 16 tokens, clear=4, num_targets=8"):

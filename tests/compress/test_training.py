@@ -129,6 +129,31 @@ def test_a_text_whose_vectors_are_told_from_anothers_has_a_loss_of_its_own(whole
     assert judge.Judge(SETTINGS, shape, state.graph, [same])(state.params)["continue_own"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_an_answer_is_judged_behind_anothers_vectors_and_no_empty_ones(held, aligned):
+    from jaxbench.compress import compressor, judge, rows
+    from jaxbench.training import optimizer_step
+
+    shape, random = SETTINGS.shape(DECODER), np.random.default_rng(3)
+    passages = [random.integers(0, 64, count).astype(np.int32) for count in (200, 40)]
+    asked = [[random.integers(0, 64, count).astype(np.int32) for count in (3, 5)] for _ in passages]
+    params = config.starting_params(shape, held.params, seed=0)
+    state = optimizer_step.init_state(compressor.build(shape, params), params, SETTINGS.step_config())
+
+    def judged(order):
+        made = [
+            rows.row(passages[i], answer, rows.ANSWER, shape, 32, 1, aligned=aligned, clear=clear)
+            for i, (answer, clear) in zip(order, asked)
+        ]
+        drawn = rows.Draw(32, rows.stacked(made, 4, clear=6))
+        one = material.Material(lambda *args, **how: drawn, RowsConfig(batch=2, num_chunks=1), 1.0, "")
+        return judge.Judge(SETTINGS, shape, state.graph, [one])(state.params)
+
+    own, other = judged((0, 1)), judged((1, 0))
+    assert own["answer_own"] == pytest.approx(other["answer_loss"] - own["answer_loss"], abs=1e-5)
+    assert other["answer_own"] == pytest.approx(-own["answer_own"], abs=1e-5)
+
+
 def alike(drawn):
     """Rows that all have the first one's passage."""
     return drawn._replace(arrays=drawn.arrays._replace(context=np.repeat(drawn.arrays.context[:1], 2, axis=0)))
@@ -185,3 +210,11 @@ def test_one_step_with_rates_of_its_own_is_that_of_the_twin(held):
     first_of_two = 0.1 / 0.19 / np.sqrt(0.05 / (1 - 0.95**2))  # moments of one gradient, corrected as if of two
     assert most[1][f"encoder.{kernel}"] == pytest.approx(0.01 * first_of_two, rel=0.1)
     assert most[1][f"decoder.{kernel}"] == 0.0
+
+
+def test_weights_are_not_named_after_fewer_steps_than_they_have(whole, held):
+    folder = whole[2]
+    before = (folder / training.WEIGHTS).read_bytes()
+    with pytest.raises(ValueError, match="has 4 steps, and steps=2; wanted 4 or more, or another --workdir"):
+        run(held, folder, SETTINGS.model_copy(update={"steps": 2}))
+    assert (folder / training.WEIGHTS).read_bytes() == before and len(records(folder)) == 6

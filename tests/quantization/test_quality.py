@@ -89,6 +89,63 @@ def test_the_default_text_is_calibrated_on_one_half_and_measured_on_the_other():
     assert pieces and not any(piece in second for piece in pieces)
 
 
+def test_windows_of_a_text_of_one_paragraph_are_all_different_and_do_not_meet(tmp_path):
+    words, path = small_tokenizers.ByteTokenizer(), tmp_path / "one.txt"
+    text = " ".join(f"word {i}" for i in range(100))
+    path.write_text(text)
+    found = [bytes(row.tolist()).decode() for row in windows.of_text(words, str(path), 8, 48).tokens]
+    places = [text.index(each) for each in found]
+    assert places[0] == 0 and places[-1] == len(text) - 48 and min(np.diff(places)) >= 48
+    rows = windows.calibration(words, str(path), 8, 48)
+    assert [bytes(row.tolist()).decode() for row in rows] == found
+    with pytest.raises(ValueError, match=r"the text has 789 tokens \(.*one.txt\), 17 windows of 48 were wanted"):
+        windows.of_text(words, str(path), 17, 48)
+
+
+def test_a_table_goes_on_with_the_texts_that_it_began_with(folder, tmp_path):
+    texts = {name: tmp_path / f"{name}.txt" for name in ("seen", "asked")}
+    for path in texts.values():
+        path.write_text("\n\n".join(f"The {i * i} mills of {path.stem} stand by the river." for i in range(20)))
+    config, workdir = tmp_path / "table.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump({
+        "calibration": {"data": str(texts["seen"]), "rows": 4, "length": 32}, "windows": 4, "length": 32,
+        "texts": {"own": str(texts["asked"])}, "methods": {"gptq": {"recipe": {"bits": 3, "rounding": "gptq"}}},
+    }))  # fmt: skip
+    command = ("quality.py", f"--config={config}", f"--model={folder}", f"--workdir={workdir}")
+
+    def gptq():
+        code, out = run_command(*command)
+        assert code == 0, out
+        return json.loads((workdir / "summary.json").read_text())["methods"]["gptq"]["texts"]["own"]["kl"]["mean"]
+
+    first, (part,) = gptq(), (workdir / "methods").glob("gptq-*")
+    texts["seen"].write_text(texts["seen"].read_text().upper())
+    assert gptq() != first and len(list((workdir / "methods").glob("gptq-*"))) == 2 and part.exists()
+    texts["asked"].write_text(texts["asked"].read_text().upper())
+    code, out = run_command(*command)
+    assert code == 2 and "holds the work of configuration" in out
+
+
+def test_no_method_stands_for_the_model_that_all_are_compared_with():
+    with pytest.raises(ValueError, match="methods: float32 is the model that all are compared with"):
+        quality.Quality(methods={"float32": Method(rounded="q4_0")})
+    with pytest.raises(ValueError, match="methods: '../q4' is no name of a file"):
+        quality.Quality(methods={"../q4": Method(rounded="q4_0")})
+
+
+def test_every_way_of_rounding_has_a_line_of_its_own():
+    ways = {
+        "as ggml rounds": {"rounded": "q4_0"}, "torchao": {"torchao": "int4"}, "qwix": {"qwix": "int4"},
+        "to nearest": {"recipe": {}}, "gptq": {"recipe": {"rounding": "gptq"}},
+        **{each: {"recipe": {"equalize": each}} for each in ("awq", "smoothquant")},
+        **{f"{each} and gptq": {"recipe": {"equalize": each, "rounding": "gptq"}} for each in ("awq", "smoothquant")},
+    }  # fmt: skip
+    settings = quality.Quality(methods={name: Method(**values) for name, values in ways.items()})
+    row = {"bits_per_weight": 4.5, "texts": {"default": {"kl": Estimate(2e-3, 1e-3, 3e-3)}}}
+    drawn = report.picture(settings, dict.fromkeys(ways, row))
+    assert [name for name in ways if f">{name}<" not in drawn] == []
+
+
 @pytest.mark.parametrize("method", [{"rounded": "q4_0"}, {"rounded": "bfloat16"}, {"recipe": {"bits": 4}}])
 def test_native_kernels_and_xla_have_the_same_figures(folder, method):
     from jaxbench.native import library

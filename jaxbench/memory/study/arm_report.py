@@ -124,7 +124,7 @@ def _shown(row: dict[str, Any] | None) -> str:
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """HTML page of accuracy against distance: a panel for each task, a line for each arm."""
+    """HTML page of accuracy, of a text bits per byte, against distance: a panel for each task, a line for each arm."""
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
@@ -147,11 +147,12 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
             )  # fmt: skip
         for at in (settings.window, settings.tasks[task].length):
             page.add_vline(x=at, line={"dash": "dot", "color": "#8b949e"}, row=index, col=1)
-        page.update_xaxes(type="log", title="distance of the fact, tokens (dotted: window, training length)", row=index)
         is_text = arms.chance(settings.tasks[task]) is None
+        what = "bytes of the row before" if is_text else "distance of the fact, tokens"
+        page.update_xaxes(type="log", title=f"{what} (dotted: window, training length)", row=index)
         page.update_yaxes(range=None if is_text else [-2, 102], row=index, col=1)
         page.update_yaxes(title="bits per byte" if is_text else "right answers, %", row=index, col=1)
-    page.update_layout(height=430 * max(1, len(tasks)), title="What memory buys: accuracy by distance, 95 % over seeds")
+    page.update_layout(height=430 * max(1, len(tasks)), title="What memory buys, by distance: 95 % over seeds")
     return page.to_html(include_plotlyjs=True, full_html=True)
 
 
@@ -189,7 +190,8 @@ def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str
     names, scale = (("mean", "low", "high"), 100) if rival is None else (DIFFERENCE, 1)
     for color, arm in zip(itertools.cycle(COLORS), settings.arms):
         if rival is None or (settings.rival(arm) == rival and arm != rival):
-            own = [row for row in _points(rows, task, arm) if row[names[0]] is not None]
+            known = ((row, row[names[0]]) for row in _points(rows, task, arm))
+            own = [row for row, mean in known if mean is not None and math.isfinite(mean)]
             shown = [[None if row[name] is None else scale * row[name] for name in names] for row in own]
             if own:
                 lines.append(Line(arm, color, [Point(row["to"], *each) for row, each in zip(own, shown)]))

@@ -124,6 +124,7 @@ class Trials:
                 is_text=measure is arms.BITS,
             )  # fmt: skip
             is_asked = rows.targets != tasks.UNSCORED
+            is_asked[s.test_rows - step * at_once :] = False  # the last call has one shape with the others
             scores.append(np.asarray(score)[is_asked])
             distances.append(rows.distance[is_asked])
         scores, distances = np.concatenate(scores), np.concatenate(distances)

@@ -12,6 +12,7 @@ commands with different parts (1/2, 2/2) fill one workdir together.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -304,13 +305,18 @@ def chance(task: AnyTask) -> float | None:
 
 
 def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
-    """Select the learning rate of the best mean on held-out rows, the lower of equal ones; None: no run."""
+    """Select the learning rate of the best mean on held-out rows, the lower of equal ones; None: no run.
+
+    A run whose score is no finite number (in a record: null) is worse than any other.
+    """
     scores: dict[float, list[float]] = {}
     for run, record in records.items():
         if (run.task, run.arm) == (task, arm):
-            scores.setdefault(run.learning_rate, []).append(record["held_out"])
+            score = record["held_out"]
+            scores.setdefault(run.learning_rate, []).append(math.nan if score is None else score)
     sign = -1.0 if measure(settings.tasks[task]).is_lower_better else 1.0
-    return max(sorted(scores), key=lambda rate: sign * float(np.mean(scores[rate])), default=None)
+    means = {rate: sign * float(np.mean(scores[rate])) for rate in sorted(scores)}
+    return max(means, key=lambda rate: means[rate] if math.isfinite(means[rate]) else -math.inf, default=None)
 
 
 def _cells(scores: dict[str, Any], metric: Measure) -> dict[tuple[int, int], float]:
@@ -337,8 +343,13 @@ def _mean(values: Sequence[float | None], others: Sequence[float | None], metric
 
 
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Mean and 95 % t-interval (mean, low, high); one value has no interval, no value no mean."""
+    """Mean and 95 % t-interval (mean, low, high); one value has no interval, no value no mean.
+
+    Where a value is no finite number, the mean is not a number.
+    """
     if not values:
         return None, None, None
+    if not np.isfinite(values).all():
+        return math.nan, None, None
     interval = verdicts.t_interval(values)
     return (interval.mean, interval.low, interval.high) if len(values) > 1 else (interval.mean, None, None)

@@ -21,6 +21,7 @@ from jaxbench.quantization.recipe import Recipe
 FIGURES = ("nll", "kl", "agreement", "recall")  # of a window: means over its tokens, nats or shares
 
 
+WHOLE = "float32"  # name of the model itself among the methods' figures
 PEERS = ("torchao", "qwix")  # who rounds in place of recipes and ggml
 
 
@@ -72,6 +73,10 @@ class Quality(Base):
 
     @model_validator(mode="after")
     def _known(self) -> Quality:
+        if WHOLE in self.methods:
+            raise ValueError(f"methods: {WHOLE} is the model that all are compared with; give {WHOLE} another name")
+        if strange := [name for name in self.methods if "/" in name or not name]:
+            raise ValueError(f"methods: {strange[0]!r} is no name of a file; wanted one without /")
         unknown = sorted({name for pair in self.pairs for name in pair} - self.methods.keys())
         if unknown:
             raise ValueError(f"pairs name methods that are not there: {', '.join(unknown)}")

@@ -12,7 +12,10 @@ from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.quantization.study import quality
 from jaxbench.quantization.study.quality import Estimate, Quality
 
-COLORS = ("#8b8f98", "#3b82f6", "#e5722a", "#0d9f8c", "#9061d6", "#c2568f")
+# One for each way of rounding there is (_family).
+COLORS = (
+    "#8b8f98", "#3b82f6", "#e5722a", "#0d9f8c", "#9061d6", "#c2568f", "#b08d1a", "#5b8c2a", "#d84c4c",
+)  # fmt: skip
 FIGURES = {  # titles of the columns, and how a number stands there
     "kl": ("KL to float32, nats/token", "{:.3g}"),
     "bits_added": ("bits per byte more", "{:+.4f}"),
@@ -128,7 +131,8 @@ def _family(settings: Quality, name: str) -> str:
     method = settings.methods[name]
     if method.recipe is None:
         return "as ggml rounds" if method.rounded else "torchao" if method.torchao else "qwix"
-    ways = [method.recipe.equalize] * (method.recipe.equalize == "awq") + ["gptq"] * (method.recipe.rounding == "gptq")
+    ways = [method.recipe.equalize] * (method.recipe.equalize != "none")
+    ways += ["gptq"] * (method.recipe.rounding == "gptq")
     return " and ".join(ways) or "to nearest"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +36,52 @@ def calibration(tokenizer: Any, path: str | None, rows: int, length: int) -> Int
     Raises:
       ValueError: the text is too short.
     """
-    return np.array(packing.real_prompts(tokenizer, [length] * rows, documents(path, second_half=False)), np.int32)
+    return rows_of(tokenizer, documents(path, second_half=False), rows, length)
 
 
 def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Windows:
     """Evenly spread windows of a text.
 
     Raises:
-      ValueError: the text is too short.
+      ValueError: the text has fewer tokens than the windows: most of what one counts would be another's.
     """
-    tokens = np.array(packing.real_prompts(tokenizer, [length] * count, documents(path, second_half=True)), np.int32)
+    texts = documents(path, second_half=True)
+    if (size := _count(tokenizer, texts, count * length)) < count * length:
+        raise ValueError(
+            f"prompts: the text has {size} tokens ({path or 'half of the default text'}), {count} windows of {length} "
+            "were wanted; pass more text, or fewer windows"
+        )
+    tokens = rows_of(tokenizer, texts, count, length)
     sizes = [len(tokenizer.decode(row[1:].tolist()).encode()) for row in tokens]
     half = tokens[:, : length // 2]
     return Windows(tokens, sizes, np.concatenate([half, half], axis=1))
+
+
+def rows_of(tokenizer: Any, texts: Sequence[str], count: int, length: int) -> Int[np.ndarray, "B T"]:
+    """Evenly spread rows of texts, each from a paragraph's start on; of texts of fewer paragraphs, from anywhere.
+
+    Raises:
+      ValueError: the texts have fewer tokens than a row.
+    """
+    paragraphs = [part for text in texts for part in text.split("\n\n") if part.strip()]
+    ids = tokenizer.encode("\n\n".join(paragraphs)) if len(paragraphs) < count else []
+    if len(ids) < length:  # enough paragraphs, or too little text: that is said there
+        return np.array(packing.real_prompts(tokenizer, [length] * count, paragraphs), np.int32)
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return np.array([ids[start : start + length] for start in starts], np.int32)
+
+
+def _count(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
+    """Number of tokens of texts, of which no more are read than that takes."""
+    count = 0
+    for part in (part for text in texts for part in text.split("\n\n") if part.strip()):
+        count += len(tokenizer.encode(part))
+        if count >= enough:
+            break
+    return count
+
+
+def digest(parts: Mapping[str, Any]) -> str:
+    """Hash of windows or rows by name: finished work goes on with the texts that it began with."""
+    content = {name: [np.asarray(array).tolist() for array in part] for name, part in parts.items()}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

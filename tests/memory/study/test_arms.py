@@ -60,6 +60,16 @@ def test_every_question_is_counted_once_at_every_length(finished):
         assert max(cell["to"] for cell in found["cells"]) <= 16 * int(factor)
 
 
+def test_as_many_rows_are_counted_as_wanted_however_many_are_computed_at_once(tmp_path, monkeypatch):
+    from jaxbench.memory.study import arm_runs
+
+    monkeypatch.setattr(arm_runs, "TOKENS_AT_ONCE", 5 * 16)
+    settings = arms.Arms(**PLAIN | {"factors": [1], "steps": 1})
+    arm_runs.run_all(settings, tmp_path)
+    (record,) = arms.known(settings, tmp_path).values()
+    assert sum(cell["asked"] for cell in record["factors"]["1"]["cells"]) == settings.test_rows * 2
+
+
 def test_runs_of_other_settings_do_not_count(finished):
     longer = PLAIN | {"steps": 4}
     assert not arms.known(arms.Arms(**longer), finished)
@@ -139,7 +149,26 @@ def test_bits_of_a_text_are_counted_by_what_lies_before(tmp_path):
         bits = sum(cell["bits"] for cell in found["cells"]) / (settings.test_rows * 16 * int(factor))
         assert found["bits_per_byte"] == pytest.approx(bits) and 6 < bits < 10  # near log2(257) after three steps
     shown = arm_report.write(settings, arms.known(settings, tmp_path), tmp_path)
-    assert "bits per byte" in shown[0].title and "bits per byte" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "bits per byte" in shown[0].title and "bits per byte" in page and "bytes of the row before (dotted" in page
+    assert "distance of the fact" not in page and "accuracy by distance" not in page
+
+
+def test_a_run_whose_bits_are_no_number_is_no_reason_to_lose_the_report(tmp_path):
+    from jaxbench.memory.study import arm_runs
+
+    both = {"arms": {"plain": {"d_ff": 16}, "wide": {"d_ff": 16, "window": 8}}, "steps": 1, "seeds": [0]}
+    both["arms"]["wide"]["learning_rates"] = [1e10]  # its logits overflow behind one step
+    settings = arms.Arms(**TEXT | both | {"learning_rates": [1e-2, 1e10]})
+    arm_runs.run_all(settings, tmp_path)
+    finished = arms.known(settings, tmp_path)
+    assert [record["held_out"] is None for record in finished.values()] == [False, True, True]
+    shown = arm_report.write(settings, finished, tmp_path)
+    rates = {(row["arm"], row["learning_rate"]) for row in json.loads((tmp_path / "summary.json").read_text())["rows"]}
+    assert rates == {("plain", 1e-2), ("wide", 1e10)}
+    means = dict(zip(shown[0].columns[0].cells, shown[0].columns[3].cells, strict=True))
+    assert 6 < float(means["plain"]) < 10 and means["wide"] == "nan"
+    assert "<svg" in (tmp_path / "report.svg").read_text()
 
 
 def test_the_learning_rate_of_a_text_is_the_one_with_fewest_bits():
