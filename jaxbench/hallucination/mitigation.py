@@ -180,7 +180,8 @@ def load(model: str | None, settings: Mitigation, *, is_on: bool, package: str) 
     transformer, reader, reweighting = (importlib.import_module(f"{package}.{name}") for name in names)
     checkpoint = weights.load_checkpoint(model)
     reader.check(checkpoint.config)
-    factors(settings, checkpoint.config)  # a bad head is named before a model is built
+    if is_on:
+        factors(settings, checkpoint.config)  # a bad head is named before a model is built
     made = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     answerer = reweighting.Answerer(made, settings if is_on else None, config=checkpoint.config)
     return Answering(answerer, load_tokenizer(model), checkpoint.config.max_seq_len, settings, checkpoint.sha256)

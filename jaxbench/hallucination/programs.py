@@ -58,7 +58,9 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
         raise ValueError(f"detector: {folder} needs ONNX Runtime ({error}); pip install 'jaxbench[export]'") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))  # which it does not read; 0 = all cores
+    # OMP_NUM_THREADS, which it does not read: a number, or several for nested regions; else 0, all cores
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    options.intra_op_num_threads = int(threads) if threads.isdecimal() else 0
     providers = [name for name in PROVIDERS if name in onnxruntime.get_available_providers()]
     types = {"tensor(int32)": "int32", "tensor(bool)": "bool"}
 

@@ -88,6 +88,11 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
         raise ValueError(f"--key_files names {len(key_files)} files, and {', '.join(kinds)} need a key; name one")
     if len(set(key_files)) < len(key_files):
         raise ValueError(f"--key_files={','.join(key_files)} names a file twice")
+    tried = [(one.scheme, one.key.halves) for one in named]
+    twice = next((i for i, one in enumerate(tried) if one in tried[:i]), None)
+    if twice is not None:
+        first = named[tried.index(tried[twice])].name
+        raise ValueError(f"--key_files: {first} and {named[twice].name} have one and the same key; leave one file out")
     return tuple(named)
 
 
@@ -260,7 +265,7 @@ def attack_tools(
     """Tools of an attack: tokenizer, human texts and a rewriter, as far as it needs them.
 
     Raises:
-      ValueError: a file or the model cannot be read, or the kernels cannot be had.
+      ValueError: a file or the model cannot be read, the kernels cannot be had, or the attack needs none that is named.
     """
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.text import passages
@@ -268,6 +273,11 @@ def attack_tools(
     steps = attack.steps if isinstance(attack, attacks.Chain) else (attack,)
     is_token = any(getattr(step, "unit", "word") == "token" for step in steps)
     is_human = any(step.attack in ("copy_paste", "insert", "substitute") for step in steps)
+    is_asked = is_token or attacks.rewrites(attack)
+    for flag, given, is_needed in (("human", human, is_human), ("model", model, is_asked)):
+        if given is not None and not is_needed:
+            names = ", ".join(step.attack for step in steps)
+            raise ValueError(f"--{flag}={given} would do nothing with the attack {names}; leave it out")
     rewriter = None
     if attacks.rewrites(attack):
         from jaxbench.watermark.attack.rewrite import Rewriter
@@ -328,7 +338,8 @@ def attack_file(
             left_out += [(chunk.path, *one) for one in sorted(bad)]
             records = [record for record in records if isinstance(record.content, str)]
             texts = [record.content for record in records]
-            found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
+            rows = range(total, total + len(texts))
+            found = attacks.apply(attack, texts, seed=seed, indices=rows, tools=tools, counts_characters=False)
             kept = _other_keys(chunk, [record.line for record in records], without={field, *TOKEN_KEYS})
             for record, others, text, share in zip(records, kept, found.texts, found.word_edits):
                 own = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}

@@ -119,6 +119,15 @@ def test_an_exported_detector_has_the_same_verdicts(made, folders, kind):
     assert again.detect(text, question, small.RESPONSES[row][3]) == other
 
 
+@pytest.mark.parametrize("threads", ["2,1", "", "many"])
+def test_whatever_says_how_many_threads_there_are_onnx_runtime_reads(folders, monkeypatch, threads):
+    detector = detect.HallucinationDetector(folders / "onnx")
+    wanted = detector.detect("The mill was built in 1820.", "when", "In 1850.")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    found = detect.HallucinationDetector(folders / "onnx").detect("The mill was built in 1820.", "when", "In 1850.")
+    assert found.probability == pytest.approx(wanted.probability, abs=1e-5)
+
+
 def test_answers_of_a_group_are_judged_one_by_one(folders):
     exported = detect.HallucinationDetector(folders / "stablehlo")
     context, responses = "The mill was built in 1820 by Reed.", [row[3] for row in small.RESPONSES[:3]]

@@ -219,6 +219,15 @@ def test_heads_and_layers_beyond_the_model_are_refused(tmp_path, changes, match)
         )
 
 
+@pytest.mark.parametrize("package", BACKENDS)
+def test_plain_answers_ask_for_no_heads_of_the_model(package, tmp_path):
+    model, found = str(small.model(tmp_path / "model")), []
+    for settings in (chosen_of_the_small_model(), chosen_of_the_small_model(heads=((28, 5),))):
+        answering = mitigation.load(model, settings, is_on=False, package=package)
+        found.append(answering([("Rain fell over Lisbon.", "")], new_tokens=6)[0][0].ids)
+    assert len(found[0]) > 0 and found[0] == found[1]
+
+
 def test_the_score_is_0_where_all_comes_from_the_context_and_1_where_nothing_does():
     chosen = settings()
     external, parametric = np.array([0.95, 0.9, 0.75, 0.6, 0.0]), np.array([0.0, 0.001, 0.005, 0.009, 0.5])

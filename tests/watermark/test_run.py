@@ -317,6 +317,10 @@ def test_key_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [one.name for one in found] == [f"kgw/{path}" for path in paths]
     with pytest.raises(ValueError, match="names a file twice"):
         run.candidates([run.read_scheme("kgw")], [str(paths[0])] * 2)
+    copied = tmp_path / "copied.key"
+    write_key_file(copied, Key(1))
+    with pytest.raises(ValueError, match="kgw/.*b/key and kgw/.*copied.* have one and the same key"):
+        run.candidates([run.read_scheme("kgw"), run.read_scheme("dip")], [*map(str, paths), str(copied)])
 
 
 def test_a_passphrase_is_asked_for_on_a_terminal_only(tmp_path):
@@ -356,13 +360,17 @@ def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
         run.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
     with pytest.raises(ValueError, match="strength is 'x'"):
         run.read_attacks(["typo:x"], strength=0.2)
+    typo = run.read_attacks(["typo"], strength=0.2)
+    for how in ({"human": "none.txt", "model": None}, {"human": None, "model": "none.gguf"}):
+        with pytest.raises(ValueError, match="=none.* would do nothing with the attack typo; leave it out"):
+            run.attack_tools(typo, **how)
     path, out, human = tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "human.txt"
     path.write_text("Some words of one text here.\n")
     human.write_text("Nobody marked this sentence, which goes on for a good while.\n")
     for attack in (chosen, token):
         run.attack_file(
-            str(path), str(out), attack, seed=1, tools=run.attack_tools(attack, human=str(human), model=None),
-            overwrite=True,
+            str(path), str(out), attack, seed=1, overwrite=True,
+            tools=run.attack_tools(attack, human=str(human) if attack is chosen else None, model=None),
         )  # fmt: skip
         row = json.loads(out.read_text())
         assert row["text"] != row["original"]

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,8 +71,7 @@ def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = Fals
     part = wanted.output.with_name(f"{wanted.output.name}.{name}.part")
     paths = {name: path for name, path in wanted._asdict().items() if path is not None}
     for name, path in paths.items():
-        # what a run that was stopped between its outputs has written is its own; --output comes last
-        is_own = name != "output" and part.exists()
+        is_own = name != "output" and _is_written_behind(path, part)
         outputs.check_file(path, inputs, overwrite=overwrite or is_own, flag=f"--{name}")
     if len({path.resolve() for path in paths.values()}) < len(paths):
         raise ValueError(f"--output={wanted.output}: --{' and --'.join(list(paths)[1:])} must be other files")
@@ -79,6 +79,14 @@ def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = Fals
         raise ValueError(f"--page={wanted.page} has an unknown suffix, wanted .html")
     kinds = {row_files.kind_of(path, flag=f"--{name}") for name, path in paths.items() if name != "page"}
     return part, row_files.check(source, kinds)
+
+
+def _is_written_behind(path: Path, part: Path) -> bool:
+    """True where a run that was stopped between its outputs wrote a file: behind the last verdict of its part file.
+
+    --output comes last. A file that was there before is the user's.
+    """
+    return path.exists() and part.exists() and path.stat().st_mtime_ns >= part.stat().st_mtime_ns
 
 
 def groups(source: str | Path) -> Iterator[Group]:
@@ -135,14 +143,18 @@ def _detected(
     else:
         found = results(functools.partial(judged, detector), work, processes=processes)
     waiting: dict[int, list[dict[str, Any]]] = {}  # behind a group that is not finished
-    with open(part, "a", encoding="utf-8") as file:
-        for number, verdicts in found:
-            waiting[number] = verdicts
-            while done in waiting:
-                file.write(json.dumps(waiting[done], ensure_ascii=False) + "\n")
-                file.flush()
-                yield waiting.pop(done)
-                done += 1
+    try:
+        with open(part, "a", encoding="utf-8") as file:
+            for number, verdicts in found:
+                waiting[number] = verdicts
+                while done in waiting:
+                    file.write(json.dumps(waiting[done], ensure_ascii=False) + "\n")
+                    file.flush()
+                    done += 1
+                    yield waiting.pop(done - 1)
+    finally:
+        if not done:  # nothing to go on with
+            part.unlink(missing_ok=True)
 
 
 def _judged_here(detector: HallucinationDetector, work: Iterator[Group]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -198,5 +210,6 @@ def _whole_lines(part: Path) -> int:
             for line in file:
                 if line.endswith(b"\n"):
                     count, end = count + 1, end + len(line)
-            file.truncate(end)
+            if end < file.seek(0, os.SEEK_END):  # or the file would be newer than outputs that were made of it
+                file.truncate(end)
     return count

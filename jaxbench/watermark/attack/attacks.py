@@ -107,7 +107,7 @@ class Attacked(NamedTuple):
 
     texts: list[str]
     word_edits: np.ndarray
-    character_edits: np.ndarray
+    character_edits: np.ndarray  # nan where nobody asked for them
 
 
 def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
@@ -171,13 +171,15 @@ def label(attack: Any) -> str:
 
 
 def apply(
-    attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None
-) -> Attacked:
+    attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None,
+    counts_characters: bool = True,
+) -> Attacked:  # fmt: skip
     """Attack texts, each with the same attack (as parse_attack takes it), and measure what changed; an empty one stays.
 
     Args:
       tools: tokenizer, human texts and rewriter where the attack needs them.
       indices: the texts' numbers in the random stream, 0, 1, ... by default.
+      counts_characters: measure the characters that changed too, in time that grows with the square of a text's length.
 
     Raises:
       ValueError: the attack needs a tool that is not given, or indices do not fit.
@@ -191,7 +193,7 @@ def apply(
     for place, step in enumerate(steps):
         changed = _step(step, changed, numbers, seed=seed, place=place, tools=tools)
     words = [edit_rate(text.split(), other.split()) for text, other in zip(texts, changed)]
-    characters = [edit_rate(text, other) for text, other in zip(texts, changed)]
+    characters = [edit_rate(text, other) if counts_characters else np.nan for text, other in zip(texts, changed)]
     return Attacked(changed, np.array(words), np.array(characters))
 
 

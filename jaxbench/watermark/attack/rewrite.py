@@ -22,6 +22,7 @@ from jaxbench.watermark.attack.random_draws import Draws
 PARAPHRASE = "Rewrite the following text in other words. Keep its meaning. Answer with the new text only.\n\n{text}"
 TRANSLATE = "Translate the following text into {language}. Answer with the translation only.\n\n{text}"
 MAX_BLOCKS = 4096  # of one text: row ids are text * MAX_BLOCKS + block
+LONGEST = 400  # words of a sentence that is one block whatever was asked for: the largest block_words
 GROWTH = 1.5  # a reply may have this many times the tokens of its block
 
 
@@ -41,7 +42,11 @@ class Rewriter:
     def __call__(
         self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
     ) -> list[str]:
-        """Texts with a share `attack.strength` of their blocks rewritten; a block without reply stays."""
+        """Texts with a share `attack.strength` of their blocks rewritten; a block without reply stays.
+
+        Raises:
+          ValueError: the model's context does not take a block and its reply.
+        """
         numbers = list(range(len(texts))) if indices is None else list(indices)
         pieces = [blocks(text, attack.block_words) for text in texts]
         chosen = []
@@ -75,6 +80,12 @@ class Rewriter:
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             limit = 16 * -(-int(GROWTH * max(lengths[i] for i in batch) + 1) // 16)
+            longest, row = len(ids[batch[-1]]), row_ids[batch[-1]] // MAX_BLOCKS
+            if longest + limit > self._model.max_seq_len:
+                raise ValueError(
+                    f"rewrite: text {row} (from 0) has a block of {longest} tokens, which with a reply of {limit} is "
+                    f"more than the model's context of {self._model.max_seq_len}; cut the text, or name another model"
+                )
             made = generator(
                 [ids[i] for i in batch],
                 max_new_tokens=limit,
@@ -99,8 +110,12 @@ class Rewriter:
 
 
 def blocks(text: str, words: int) -> list[str]:
-    """A text cut after sentences into blocks of about `words` words; joined they are the text again."""
-    sentences = re.findall(r".+?(?:[.!?]+[\"')\]]*(?=\s)|\Z)", text, flags=re.DOTALL)
+    """A text cut after sentences into blocks of about `words` words; joined they are the text again.
+
+    A sentence of more than LONGEST words, such as a list without a full stop, is cut into pieces of `words` words.
+    """
+    whole = re.findall(r".+?(?:[.!?]+[\"')\]]*(?=\s)|\Z)", text, flags=re.DOTALL)
+    sentences = [piece for sentence in whole for piece in _pieces(sentence, words)]
     found: list[str] = []
     count = 0
     for sentence in sentences:
@@ -112,6 +127,14 @@ def blocks(text: str, words: int) -> list[str]:
             found.append(sentence)
             count = size
     return found
+
+
+def _pieces(sentence: str, words: int) -> list[str]:
+    starts = [found.start() for found in re.finditer(r"\s*\S+", sentence)]
+    if len(starts) <= LONGEST:
+        return [sentence]
+    cuts = starts[::words]
+    return [sentence[start:end] for start, end in zip(cuts, [*cuts[1:], len(sentence)])]
 
 
 def clean(reply: str) -> str:

@@ -8,6 +8,7 @@ training. What the detector's p-value promises: neural_detection.py.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,12 +63,19 @@ class Training(Base):
 
     @model_validator(mode="after")
     def _check(self) -> Training:
+        for schemes in (self.train_schemes, self.test_schemes):
+            power.check_names(schemes, "train-detector")
         for scheme in (*self.train_schemes.values(), *self.test_schemes.values()):
             config.check_generates(scheme, "train-detector", lists=False)
         if max(self.test_lengths) > self.num_tokens or self.min_tokens > self.num_tokens:
             raise ValueError(
                 f"train-detector: test_lengths={list(self.test_lengths)} and min_tokens={self.min_tokens} must not be "
                 f"above num_tokens={self.num_tokens}"
+            )
+        if min(self.levels) * (self.num_null + 1) < 1:
+            raise ValueError(
+                f"train-detector: no p-value reaches level {min(self.levels)} with num_null={self.num_null}; wanted at "
+                f"least {math.ceil(1 / min(self.levels)) - 1} null scores"
             )
         return self
 

@@ -6,6 +6,7 @@ each (engine, case), the median over its rounds; intervals are over launches. De
 texts a second by the clock, and by the process's own processor time beside it.
 
 Results appear as they are measured in WORKDIR/records.jsonl; a run that is started again goes on after the last record.
+Records and inputs carry the configuration's id: several configurations may share a workdir.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from jaxbench import cli, config, store
+from jaxbench import cli, config, outputs, store
 from jaxbench.config import Base
 from jaxbench.generation import decoder
 from jaxbench.measure import environment, process
 from jaxbench.measure.process import Worker, WorkerError
-from jaxbench.pretrained import assets, weights
+from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import packing
 from jaxbench.watermark.config import Count, Scheme
@@ -47,10 +48,24 @@ TRANSFORMERS_KGW = {"greenlist_ratio": 0.25, "bias": 2.0, "hashing_key": 1548586
 TIMEOUT_S = 1800.0  # of one request; the slowest is a peer's pass over its texts
 
 
-class Detection(Base):
-    """What is measured of detection."""
+class _Schemes(Base):
+    """Schemes that are measured."""
 
     schemes: tuple[Scheme, ...] = Field(min_length=1)
+
+    @field_validator("schemes")
+    @classmethod
+    def _check(cls, schemes: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = [benchmark_report.label(scheme.model_dump(mode="json")) for scheme in schemes]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:  # records and tables know a scheme by this name
+            raise ValueError(f"benchmark: {twice.count(twice[0])} schemes are called {twice[0]!r}, wanted one in a run")
+        return schemes
+
+
+class Detection(_Schemes):
+    """What is measured of detection."""
+
     engines: tuple[Literal["numpy", "jax", "torch"], ...] = Field(default=("numpy", "jax", "torch"), min_length=1)
     text_tokens: int = Field(default=200, ge=8, le=4096)  # tokens of each text
     texts: int = Field(default=2048, ge=1)  # texts of a call for jaxbench's engines
@@ -64,10 +79,9 @@ class Detection(Base):
     repeats: int = Field(default=3, ge=1)  # calls of a case in a pass
 
 
-class Generation(Base):
+class Generation(_Schemes):
     """What is measured of generation."""
 
-    schemes: tuple[Scheme, ...] = Field(min_length=1)
     batch_sizes: tuple[Count, ...] = Field(default=(1, 8), min_length=1)
     prompt_tokens: int = Field(default=32, ge=8)
     new_tokens: int = Field(default=48, ge=3)  # of one decode call
@@ -88,7 +102,7 @@ class Benchmark(Base):
     """The benchmark of the watermark lab."""
 
     model: str = "default"  # whose tokenizer, vocabulary and decoder are used
-    data: str | None = None  # text to cut the texts from; unset: the packaged prose
+    data: str | None = None  # text to cut texts and prompts from; unset: the packaged prose
     launches: int = Field(default=3, ge=1)  # sets of fresh processes
     detection: Detection | None = None
     generation: Generation | None = None
@@ -111,12 +125,12 @@ def run(
     Raises:
       ValueError: the text is too short, kernels cannot be had, or a part of jaxbench itself failed.
     """
-    workdir = Path(workdir)
+    workdir = Path(workdir).absolute()  # workers run in a folder of their own
     bench = _Run(settings, workdir, choose(settings, options))
     if bench.choice.note:
         say(bench.choice.note)
-    workdir.mkdir(parents=True, exist_ok=True)
     if settings.detection is not None:
+        bench.inputs()  # too little text leaves nothing in the workdir
         for number in range(settings.launches):
             bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
     if settings.generation is not None:
@@ -154,22 +168,26 @@ class _Run:
 
     def __init__(self, settings: Benchmark, workdir: Path, choice: decoder.Choice):
         self.settings, self.workdir, self.choice = settings, workdir, choice
-        packing.load_text(settings.data)  # what is wrong with it is said before anything starts
+        self.documents = packing.load_text(settings.data)  # what is wrong with it is said before anything starts
         self.tokenizer = load_tokenizer(settings.model)
-        self.vocab_size = weights.load_checkpoint(settings.model).config.vocab_size
-        self.id = config.config_id(settings, extra={"text": packing.text_sha256(settings.data)}) + choice.suffix()
+        self.model = settings.model if settings.model == "default" else str(weights.resolve(settings.model).absolute())
+        self.vocab_size = weights.read_config(settings.model).vocab_size
+        self.model_sha256 = weights.checksum(settings.model)
+        extra = {"text": packing.text_sha256(settings.data), "model_sha256": self.model_sha256}
+        self.id = config.config_id(settings, extra=extra) + choice.suffix()
         self.path = workdir / "records.jsonl"
         rows = map(json.loads, store.rows(self.path))
         self.records = [row for row in rows if row.get("config") == self.id]
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # of the part that is measured
         self._generation: Worker | None = None
 
     def once(self, part: str, measure: Any) -> None:
         """Measure a part whose records are not there yet, and append them in one write."""
         if any(row["part"] == part for row in self.records):
             return
-        start = time.monotonic()
-        rows = [{"config": self.id, "part": part, **row} for row in measure()]
+        start, self.missing = time.monotonic(), {}
+        found = [*measure(), *({"kind": "missing", "what": what, "why": why} for what, why in self.missing.items())]
+        rows = [{"config": self.id, "part": part, **row} for row in found]
         store.append(self.path, rows)
         self.records += rows
         cli.keep(f"{len(self.records)} records in {self.path}; the same command goes on")
@@ -178,8 +196,9 @@ class _Run:
     def about(self) -> dict:
         """Machine, model, missing peers and the commit."""
         facts = environment.describe(threads=environment.usable_cores())
-        about = {"config": self.id, "kernels": self.choice.identity(), "model_sha256": assets.MODEL_SHA256}
-        return {**facts, **about, "missing": self.missing}
+        about = {"config": self.id, "kernels": self.choice.identity(), "model_sha256": self.model_sha256}
+        missing = {row["what"]: row["why"] for row in self.records if row["kind"] == "missing"}
+        return {**facts, **about, "missing": missing}
 
     # Workers
 
@@ -198,15 +217,15 @@ class _Run:
 
     def tokenizer_folder(self) -> str:
         """A Hugging Face folder with the tokenizer, as the peers read it."""
-        folder = self.workdir / "tokenizer"
-        if not (folder / "tokenizer.json").exists():
-            folder.mkdir(exist_ok=True)
-            self.tokenizer.save(folder)
+        folder = self.workdir / f"tokenizer-{self.id}"
+        if not folder.exists():
+            with outputs.whole_folder(folder) as made:
+                self.tokenizer.save(made)
         return str(folder)
 
     def model_folder(self) -> str:
         """A Hugging Face folder with the model, as the peers read it."""
-        folder = self.workdir / "model"
+        folder = self.workdir / f"model-{self.model_sha256[:12]}"
         if not folder.exists():
             checkpoint = weights.load_checkpoint(self.settings.model)
             weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
@@ -215,13 +234,13 @@ class _Run:
     # Detection
 
     def inputs(self) -> str:
-        """Write the texts and their ids, and return the file's name."""
-        path = self.workdir / "inputs.json"
+        """Write the texts of this configuration and their ids, and return the file's name."""
+        path = self.workdir / f"inputs-{self.id}.json"
         wanted = self.settings.detection
         if not path.exists():
             number = max(wanted.texts, wanted.fast_peer_texts)
-            texts, ids = cut_texts(self.tokenizer, packing.load_text(self.settings.data), number, wanted.text_tokens)
-            path.write_text(json.dumps({"texts": texts, "ids": ids}))
+            texts, ids = cut_texts(self.tokenizer, self.documents, number, wanted.text_tokens)
+            outputs.write_json(path, {"texts": texts, "ids": ids})
         return str(path)
 
     def detection_launch(self, number: int) -> list[dict]:
@@ -256,7 +275,7 @@ class _Run:
         return rows
 
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
-        tokenizer = self.tokenizer_folder() if arm in PEERS else self.settings.model
+        tokenizer = self.tokenizer_folder() if arm in PEERS else self.model
         try:
             live[arm].request("start", tokenizer=tokenizer, vocab_size=self.vocab_size, path=path)
         except WorkerError as error:
@@ -270,10 +289,10 @@ class _Run:
     def overhead(self, scheme: dict, batch_size: int) -> list[dict]:
         """Record of one scheme at one batch size."""
         wanted = self.settings.generation
+        prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, self.documents)
         if self._generation is None:
             self._generation = self.worker("generation", threads=environment.usable_cores())
-            self._generation.request("start", model=self.settings.model, choice=self.choice._asdict())
-        prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, packing.load_text())
+            self._generation.request("start", model=self.model, choice=self.choice._asdict())
         arguments = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
         answer = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **answer}]
@@ -289,16 +308,16 @@ class _Run:
     def verdicts(self) -> list[dict]:
         """Let MarkLLM and jaxbench mark texts with the same lists and each detect them all; one record a text."""
         wanted, scheme = self.settings.verdicts, ours_of(MARKLLM_KGW)
+        human = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, self.documents)
         peer = self.worker("markllm", threads=1)
         if peer is None:
             return [{"kind": "verdict", "missing": self.missing["markllm"]}]
-        human = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, packing.load_text())
         prompts = {"prompts": [text[:32] for text in human], "new_tokens": wanted.new_tokens, "seed": 0}
         maker = self.worker("generation", threads=environment.usable_cores())
         with peer, self.worker("numpy", threads=1) as ours, maker:
             peer.request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
-            ours.request("start", tokenizer=self.settings.model, vocab_size=self.vocab_size)
-            maker.request("start", model=self.settings.model, choice=self.choice._asdict())
+            ours.request("start", tokenizer=self.model, vocab_size=self.vocab_size)
+            maker.request("start", model=self.model, choice=self.choice._asdict())
             by_peer = peer.request("generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
             by_us = maker.request("generate", scheme=scheme, **prompts)["ids"]
             ids = by_peer + by_us + human
@@ -323,7 +342,7 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
         listed += [{**case, "part": part} for part in ("tokenise", "split")]
         listed.append({**case, "part": "identify", "keys": wanted.identify_keys})
         listed += [{**case, "part": "neural"}] if arm == "jax" else []
-        for size in sorted(set(wanted.batch_sizes) - {wanted.texts}):
+        for size in sorted({size for size in wanted.batch_sizes if size < wanted.texts}):
             count = min(wanted.texts, 64 * size)
             listed.append({**case, "part": "ids", "batch_size": size, "count": count})
     return listed

@@ -84,7 +84,7 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
     unmarked = content["summary"]["unmarked"]["quality"]["perplexity"]
     note = "" if unmarked is None else f" (unmarked {unmarked:.2f})"
     perplexities = [own["quality"]["perplexity"] for own in schemes.values()]
-    table.add_row("perplexity" + note, *("-" if value is None else f"{value:.2f}" for value in perplexities))
+    table.add_row("median perplexity" + note, *("-" if value is None else f"{value:.2f}" for value in perplexities))
     console.print(table)
     console.print(f"{workdir / 'report.html'} (results.json, results.csv beside it)", markup=False, soft_wrap=True)
 

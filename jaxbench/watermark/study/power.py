@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +57,7 @@ class Power(Base):
 
     @model_validator(mode="after")
     def _check(self) -> Power:
+        check_names(self.schemes, "power")
         for scheme in self.schemes.values():
             config.check_generates(scheme, "power")
         for bar in self.bars:
@@ -104,7 +105,6 @@ def generate(
 ) -> np.ndarray:  # fmt: skip
     """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
     scheme, keys, chunks = settings.schemes[name], text_keys(settings, name, len(given)), []
-    slug = "".join(c if c.isalnum() else "-" for c in name)
 
     @functools.cache
     def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
@@ -131,9 +131,24 @@ def generate(
 
     for start in range(0, len(given), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(given)))
-        path = workdir / "chunks" / f"{slug}-{start:06d}-{len(rows)}.npy"
+        path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
         chunks.append(store.kept(path, functools.partial(continued, rows), read=np.load, write=_save)[0])
     return np.concatenate(chunks)
+
+
+def slug(name: str) -> str:
+    """A scheme's name as the beginning of its batches' file names."""
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def check_names(names: Iterable[str], place: str) -> None:
+    """Raise a ValueError where two schemes' batches would be the same files."""
+    known: dict[str, str] = {}
+    for name in names:
+        if (other := known.setdefault(slug(name), name)) != name:
+            raise ValueError(
+                f"{place}: schemes {other!r} and {name!r} would share the files {slug(name)}-*; rename one"
+            )
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -148,6 +148,31 @@ def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(made, judged, 
     assert output.read_bytes() == (folder / "verdicts.jsonl").read_bytes() and not part.exists()
 
 
+def test_a_run_that_was_stopped_behind_its_first_group_keeps_it(made, judged, tmp_path):
+    done, part = judge(made, judged[0] / "rows.jsonl", tmp_path / "verdicts.jsonl", steps=1)
+    assert done == [3] and part.read_text().count("\n") == 1
+
+
+def test_a_run_that_goes_on_replaces_its_own_page_and_no_other_file(made, judged, tmp_path):
+    source, output, page = judged[0] / "rows.jsonl", tmp_path / "verdicts.jsonl", tmp_path / "page.html"
+    page.write_text("the user's own")
+    _, part = judge(made, source, output, steps=2)
+    os.utime(page, ns=(0, part.stat().st_mtime_ns - 1))
+    with pytest.raises(ValueError, match=f"--page={page} exists"):
+        judge(made, source, output, page=str(page))
+    os.utime(page, ns=(0, part.stat().st_mtime_ns))  # as a run leaves it that is killed between its outputs
+    wanted, detector = (
+        run.Outputs.of(output=str(output), page=str(page)),
+        detect.HallucinationDetector(made[2], model=made[4]),
+    )
+    list(run.detect(detector, source, part))
+    os.utime(page, ns=(0, part.stat().st_mtime_ns))
+    assert list(run.detect(detector, source, part)) == []  # killed once more, before it wrote the page again
+    assert run.check(str(source), str(made[2]), wanted)[0] == part
+    judge(made, source, output, page=str(page))
+    assert "<html" in page.read_text() and not part.exists()
+
+
 def start(made, source, output, engine, processes):
     """Start a run as a process of its own."""
     script = output.with_name("script.py")
@@ -211,6 +236,7 @@ def test_a_row_that_cannot_be_judged_is_named_by_every_engine(made, tmp_path, mo
         source = write(tmp_path / "long.jsonl", content[:3] + [content[0] | {"response": "long " * 20}])
         with pytest.raises(ValueError, match="one of rows 1 to 4: response: 100 tokens"):
             judge(made, source, tmp_path / "long_verdicts.jsonl")
+        assert list(tmp_path.glob("long_verdicts*")) == []  # nothing to go on with
 
 
 def test_long_runs_of_one_prompt_are_several_groups(tmp_path):

@@ -88,6 +88,13 @@ def test_edits_of_token_ids_are_as_strong_as_asked(strength, seed):
     assert all(0 <= token < 500 for token in changed)
 
 
+def test_characters_are_compared_only_where_somebody_asks():
+    # in time that grows with the square of a text's length: half a minute for 60,000 characters
+    asked, plain = (attacks.apply("typo:0.5", [TEXT], seed=3, counts_characters=each) for each in (True, False))
+    assert plain.texts == asked.texts and plain.word_edits == asked.word_edits
+    assert asked.character_edits[0] > 0 and np.isnan(plain.character_edits).all()
+
+
 @given(strength=st.floats(0.02, 0.98), seed=st.integers(0, 2**32))
 def test_character_edits_are_as_strong_as_asked(strength, seed):
     text = "some plain ascii words " * 20

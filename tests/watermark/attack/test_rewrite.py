@@ -24,6 +24,22 @@ def test_blocks_end_after_sentences_and_stay_near_their_size():
     assert rewrite.blocks("one long sentence of seven words here", 2) == ["one long sentence of seven words here"]
 
 
+def test_a_list_without_a_full_stop_is_cut_where_a_long_sentence_is_not():
+    sentence, listed = " ".join(["word"] * rewrite.LONGEST), "  ".join(["item"] * (rewrite.LONGEST + 25)) + " \n"
+    assert rewrite.blocks(sentence, 48) == [sentence]
+    found = rewrite.blocks(listed, 48)
+    assert [len(block.split()) for block in found] == [48] * 8 + [41] and "".join(found) == listed
+    behind = rewrite.blocks(f"A sentence. {listed}", 48)
+    assert behind[0] == "A sentence." and len(behind) == 10 and "".join(behind) == f"A sentence. {listed}"
+
+
+def test_a_block_that_the_model_cannot_take_is_named_by_its_text(rewriter):
+    tools = attacks.Tools(rewrite=rewriter)
+    with pytest.raises(ValueError, match="text 7 .* has a block of .* more than the model's context of 512"):
+        attacks.apply({"attack": "paraphrase", "block_words": 400}, ["a", "b " * 399], seed=0, tools=tools,
+                      indices=[3, 7])  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("reply", "text"),
     [

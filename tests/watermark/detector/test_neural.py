@@ -216,6 +216,14 @@ def test_training_finds_marks_of_a_scheme_and_keys_it_has_not_seen():
     assert found["human text, held out", 0.01] < 0.03
 
 
+def test_a_level_that_no_conformal_p_value_reaches_is_refused():
+    how = {"train_schemes": {"a": {"scheme": "kgw"}}, "test_schemes": {"b": {"scheme": "dip"}}, "levels": (0.01, 1e-3)}
+    with pytest.raises(ValueError, match="no p-value reaches level 0.001 with num_null=998; wanted at least 999"):
+        train_detector.Training(**how, num_null=998)
+    least = train_detector.Training(**how, num_null=999)
+    assert neural_detection.conformal_p(np.ones(1), np.zeros(least.num_null))[0] <= min(least.levels)
+
+
 def test_a_scheme_that_is_trained_on_is_no_test():
     settings = train_detector.Training(train_schemes={"a": {"scheme": "kgw"}}, test_schemes={"b": {"scheme": "kgw"}})
     with pytest.raises(ValueError, match=r"test schemes \['b'\] are also trained on"):

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxbench import config
+from jaxbench.generation import decoder
+from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark.study import benchmark, benchmark_report
+from jaxbench.watermark.study import benchmark, benchmark_report, evaluate_models
 
 ROOT = Path(__file__).resolve().parents[3]
 KGW = {"scheme": "kgw", "gamma": 0.25, "context": {"kind": "left", "width": 1}}
@@ -143,28 +145,59 @@ def test_texts_have_exactly_so_many_tokens():
         benchmark.cut_texts(tokenizer, documents, 5000, 50)
 
 
-def test_a_tiny_run_measures_resumes_and_names_a_missing_peer(tmp_path, monkeypatch):
+def tiny(**changes):
+    own = {
+        "schemes": [KGW], "engines": ["numpy"], "texts": 8, "text_tokens": 32, "batch_sizes": [8], "slow_peer_texts": 1,
+        "fast_peer_texts": 1, "identify_keys": 2, "rounds": 1, "repeats": 1,
+    }  # fmt: skip
+    return benchmark.Benchmark(launches=1, detection=own | changes)
+
+
+def test_a_tiny_run_measures_resumes_and_names_a_missing_peer_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark.process, "PEERS", tmp_path / "none")
-    settings = benchmark.Benchmark(
-        launches=1,
-        detection={
-            "schemes": [KGW],
-            "engines": ["numpy"],
-            "texts": 8,
-            "text_tokens": 32,
-            "batch_sizes": [8],
-            "slow_peer_texts": 1,
-            "fast_peer_texts": 1,
-            "identify_keys": 2,
-            "rounds": 1,
-            "repeats": 1,
-        },
-    )
-    summary = benchmark.run(settings, tmp_path)
+    monkeypatch.chdir(tmp_path)  # workers run in another folder
+    summary = benchmark.run(tiny(), "out")
     parts = {row["part"] for row in summary["rates"] if row["arm"] == "numpy"}
     assert {"ids", "text", "tokenise", "split", "evidence", "statistics", "identify"} <= parts
     assert "make peers" in summary["about"]["missing"]["markllm"]
     assert {row["peer"] for row in summary["ratios"]} == {"transformers WatermarkDetector"}
-    before = (tmp_path / "records.jsonl").read_text()
-    benchmark.run(settings, tmp_path)
-    assert (tmp_path / "records.jsonl").read_text() == before
+    before = (tmp_path / "out/records.jsonl").read_text()
+    again = benchmark.run(tiny(), "out")
+    assert (tmp_path / "out/records.jsonl").read_text() == before
+    assert again["about"]["missing"] == summary["about"]["missing"]
+
+
+def test_a_folder_of_another_configuration_lends_no_texts_and_no_tokenizer(tmp_path):
+    few, more = tiny(), tiny(texts=12, text_tokens=40)
+    for settings, count, size in ((few, 8, 32), (more, 12, 40)):
+        run = benchmark._Run(settings, tmp_path, benchmark.choose(settings, decoder.Options("xla")))
+        content = json.loads(Path(run.inputs()).read_text())
+        assert len(content["texts"]) == count and {len(ids) for ids in content["ids"]} == {size}
+        assert run.about()["model_sha256"] == weights.checksum(None)
+    model = evaluate_models.resolve("tiny", tmp_path)
+    other = benchmark.Benchmark(model=str(model), detection=more.detection)
+    run = benchmark._Run(other, tmp_path, decoder.XLA)
+    assert run.about()["model_sha256"] == weights.checksum(str(model)) != weights.checksum(None)
+    assert load_tokenizer(run.tokenizer_folder()).vocab_size == load_tokenizer(str(model)).vocab_size
+
+
+def test_too_little_text_leaves_nothing_behind(tmp_path):
+    with pytest.raises(ValueError, match="too few for 10000000 texts of 32"):
+        benchmark.run(tiny(texts=10**7), tmp_path / "out")
+    generation = {"schemes": [KGW], "prompt_tokens": 10**6}
+    for settings in ({"generation": generation}, {"verdicts": {"new_tokens": 10**6}}):
+        with pytest.raises(ValueError, match="prompts: the text has .* tokens"):
+            benchmark.run(benchmark.Benchmark(**settings), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_says_how_many_texts_its_calls_have():
+    found = benchmark.cases("numpy", tiny(batch_sizes=[1, 8, 64, 2048]).detection)
+    assert [case["batch_size"] for case in found if case["part"] == "ids"] == [8, 1]
+
+
+@pytest.mark.parametrize("kind", [benchmark.Detection, benchmark.Generation])
+def test_schemes_that_a_table_cannot_tell_apart_are_refused(kind):
+    with pytest.raises(ValueError, match="2 schemes are called 'kgw-left1'"):
+        kind(schemes=[KGW, KGW | {"gamma": 0.5}])
+    assert len(kind(schemes=[KGW, {"scheme": "unigram"}]).schemes) == 2

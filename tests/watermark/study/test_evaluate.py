@@ -128,6 +128,7 @@ def test_results_are_strict_json_and_one_line_a_figure(finished):
 
 def test_the_report_opens_offline_and_shows_every_part(finished):
     text = (finished[0] / "report.html").read_text()
+    assert "<th>median perplexity</th>" in text and "<th>perplexity</th>" not in text
     own = re.sub(r"<script>/\*.*?</script>|<script>!?function.*?</script>", "", text, count=1, flags=re.DOTALL)
     assert not re.findall(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
     assert "@import" not in own and "fetch(" not in own

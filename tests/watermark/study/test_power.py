@@ -11,6 +11,7 @@ from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.pretrained import tokenizer
 from jaxbench.watermark import config
+from jaxbench.watermark.detector import train_detector
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.study import detectability, power
 from tests.watermark import vocabulary
@@ -68,6 +69,16 @@ def test_finished_batches_are_read_back(made, given):
     folder, tokens = made
     again = power.generate(SETTINGS, "kgw", given, model=None, workdir=folder)  # no model: nothing may be generated
     np.testing.assert_array_equal(again, tokens["kgw"])
+
+
+@pytest.mark.parametrize("kind", ["power", "training"])
+def test_schemes_whose_batches_would_be_the_same_files_are_refused(kind):
+    schemes = {"kgw 1": {"scheme": "gumbel"}, "kgw-1": {"scheme": "kgw"}}
+    with pytest.raises(ValueError, match="schemes 'kgw 1' and 'kgw-1' would share the files kgw-1-"):
+        if kind == "power":
+            power.Power(schemes=schemes, lengths=(10,), levels=(0.01,))
+        else:
+            train_detector.Training(train_schemes=schemes, test_schemes={"dip": {"scheme": "dip"}})
 
 
 def test_a_text_does_not_depend_on_how_many_others_there_are(model, given, tmp_path, made):
