@@ -300,13 +300,14 @@ def define_attack() -> None:
     """Define the flags of attack."""
     names = "delete, synonym, typo, homoglyph, truncate, copy_paste, paraphrase, .."
     flags.DEFINE_multi_string("attack", None, f"name or name:strength ({names}); several run one after the other")
-    flags.DEFINE_float("strength", 0.1, "share of the text that is attacked", lower_bound=0.0, upper_bound=1.0)
+    about = "share of the text that is attacked (unset: 0.1, rewriting by a model: 1)"
+    flags.DEFINE_float("strength", None, about, lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_multi_string("set", [], "one more field of the attacks: --set unit=token, --set spans=3")
     flags.DEFINE_string("human", None, "human texts to paste into or to take words from (unset: the packaged prose)")
     flags.DEFINE_string("input", None, "texts: .jsonl or .txt (one a line), plain or .gz")
     flags.DEFINE_string("output", None, "the attacked texts: a .jsonl file")
     flags.DEFINE_bool("overwrite", False, "replace the output; never an input")
-    flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl")
+    flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl, and of the attacked one")
     flags.DEFINE_integer("seed", 0, "of the attack's random stream", lower_bound=0, upper_bound=2**64 - 1)
     kernel_flags.define()
     cli.define_model()

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -237,16 +237,19 @@ def identify_text(
     return identification
 
 
-def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str] = ()) -> Any:
+def read_attacks(given: Sequence[str], *, strength: float | None = None, changes: Sequence[str] = ()) -> Any:
     """Attack of names or name:strength pairs, a chain of several; `changes` set further fields of all.
+
+    strength: of those that are named without; None = 0.1, rewriting by a model 1.
 
     Raises:
       ValueError: as attacks.parse_attack.
     """
-    parsed = []
+    parsed, rewrites = [], get_args(attacks.Rewrite.model_fields["attack"].annotation)
     for name in given:
         named, _, own = name.partition(":")
-        content: dict[str, Any] = {"attack": named, "strength": own or strength}
+        default = 1.0 if named in rewrites else 0.1
+        content: dict[str, Any] = {"attack": named, "strength": own or (default if strength is None else strength)}
         for change in changes:
             config.override(content, change)
         parsed.append(attacks.parse_attack(content))
@@ -321,8 +324,9 @@ def attack_file(
 ) -> tuple[int, float]:
     """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
 
-    A line has the other keys of its input, but those that are of the tokens as they were (TOKEN_KEYS), and: id, text,
-    original, word_edits. Lines that cannot be used are left out and said, as detection does.
+    A line has the other keys of its input, but those that are of the tokens as they were (TOKEN_KEYS), the attacked
+    text under `field`, and: id, original, word_edits. Lines that cannot be used are left out and said, as detection
+    does.
 
     Raises:
       ValueError: there is no text, or as check_attack_files.
@@ -342,7 +346,7 @@ def attack_file(
             found = attacks.apply(attack, texts, seed=seed, indices=rows, tools=tools, counts_characters=False)
             kept = _other_keys(chunk, [record.line for record in records], without={field, *TOKEN_KEYS})
             for record, others, text, share in zip(records, kept, found.texts, found.word_edits):
-                own = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
+                own = {"id": record.id, field: text, "original": record.content, "word_edits": float(share)}
                 file.write(json.dumps(others | own, ensure_ascii=False) + "\n")
             total, edits = total + len(texts), edits + float(found.word_edits.sum())
         if not total:

@@ -351,11 +351,21 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, 
     assert sorted(one.name for one in tmp_path.iterdir()) == before
 
 
+def test_an_attacked_text_stands_under_the_key_it_came_from(tmp_path):
+    path, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text(json.dumps({"answer": "Some words here", "text": "the question", "id": "q"}) + "\n")
+    run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, field="answer")
+    row = json.loads(out.read_text())
+    assert row["text"] == "the question" and row["original"] == "Some words here"
+    assert row["answer"] != row["original"] and row["answer"].lower() == row["original"].lower()
+
+
 def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
     chosen = run.read_attacks(["copy_paste:0.5", "typo"], strength=0.2, changes=[])
     assert [(step.attack, step.strength) for step in chosen.steps] == [("copy_paste", 0.5), ("typo", 0.2)]
     token = run.read_attacks(["delete:0.5"], strength=0.2, changes=["unit=token"])
     assert token.unit == "token"
+    assert [run.read_attacks([name]).strength for name in ("typo", "paraphrase", "back_translate:0.3")] == [0.1, 1, 0.3]
     with pytest.raises(ValueError, match="spans is 3"):
         run.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
     with pytest.raises(ValueError, match="strength is 'x'"):
