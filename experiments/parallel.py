@@ -24,6 +24,7 @@ from absl import flags
 from jaxbench import cli, outputs, process_environment, store
 
 NUM_DEVICES = 8
+COUNT = "--xla_force_host_platform_device_count="
 
 
 def define_flags() -> None:
@@ -38,7 +39,7 @@ def selected() -> list:
     """Cases that the flags ask for.
 
     Raises:
-      ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
+      ValueError: an unknown case, one beside --all or --part, or a part that is not k/n with 1 <= k <= n.
     """
     from jaxbench.parity import memory_meshes, meshes
 
@@ -46,6 +47,8 @@ def selected() -> list:
     part = cli.part()
     if values.case is not None and values.all:
         raise ValueError(f"--case={values.case} and --all exclude each other")
+    if values.case is not None and values["part"].present:
+        raise ValueError(f"--case={values.case} and --part={values.part} exclude each other")
     if values.case is not None:
         return [meshes.find(values.case, *memory_meshes.FORMS)]
     cases = list(meshes.every_case()) if values.all else list(meshes.PAIRWISE)
@@ -58,6 +61,8 @@ def main() -> int:
         if not Path(output).parent.is_dir():
             raise ValueError(f"--output={output}: there is no folder {Path(output).parent}; make it, or name another")
         outputs.check_file(output, overwrite=True)  # lines are appended
+    flags_of_xla = os.environ.get("XLA_FLAGS", "").split()  # a number of devices for a training run is none for a proof
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags_of_xla if not flag.startswith(COUNT))
     os.environ.update(process_environment.simulated_devices(NUM_DEVICES))
     process_environment.ensure("cpu")
     cases = selected()

@@ -38,11 +38,13 @@ def main() -> int:
             raise ValueError(f"--{name} reads XLA's memory analysis; --backend={values.backend} has none")
         if values[name].value and settings.parallel is not None:
             raise ValueError(f"--{name} works on one device, got parallel.mesh={settings.parallel.mesh}")
+        if values[name].value and (values.cluster or values.coordinator is not None):
+            raise ValueError(f"--{name} works in one process, got --cluster or --coordinator={values.coordinator}")
     processes.check_place(values.coordinator, values.num_processes, values.process_id)
     check_input(settings)
     workdir = cli.workdir(Path("out") / f"{Path(values.config).stem}-{values.backend}")
     is_joined = values.cluster or values.coordinator is not None
-    if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
+    if is_joined and values.backend != "flax":
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
     process_environment.ensure(values.device, library=cli.array_library())
     from jaxbench.training import checkpoint, trainer

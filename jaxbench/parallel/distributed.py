@@ -33,6 +33,8 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
       ValueError: no cluster is found where one is asked for, or the others do not come in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's service takes SIGTERM away for checkpoints on notice, which nobody here makes: a run would outlive it.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LOCK = ".lock"  # in the folder of a run
+VISIBLE_TRIES, VISIBLE_PAUSE = 50, 0.2  # seconds between looks for the first process's lock
 
 
 class Processes(NamedTuple):
@@ -33,6 +37,22 @@ class Processes(NamedTuple):
     def agree(self, is_good: bool) -> bool:
         """Logical AND of a flag over all processes; a barrier: every process has to call."""
         return bool(self.gather(np.array([is_good], np.uint32)).all())
+
+    def check_alike(self, content: Mapping[str, Any]) -> None:
+        """Check that all processes were given the same JSON values, by name; a barrier: every process has to call.
+
+        Raises:
+          ValueError: they were not; every process raises, and the message names the values that differ.
+        """
+        sums = [zlib.crc32(json.dumps(value, sort_keys=True).encode()) for value in content.values()]
+        columns = self.gather(np.array(sums, np.uint32)).T
+        differing = [name for name, column in zip(content, columns, strict=True) if len(set(column.tolist())) > 1]
+        if differing:
+            mine = ", ".join(str(content[name]) for name in differing)
+            raise ValueError(
+                f"train: the {self.count} processes were not given the same {', '.join(differing)} (process "
+                f"{self.index} has {mine}); start all with one command and one text"
+            )
 
 
 ALONE = Processes(0, 1, lambda own: own[None])
@@ -73,10 +93,10 @@ def locked(workdir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(workdir: Path, processes: Processes) -> Iterator[None]:
-    """Hold a folder for all processes of a run: the first one locks it.
+    """Hold a folder for all processes of a run: the first one locks it, and all have to see that.
 
     Raises:
-      ValueError: another run holds it; every process raises.
+      ValueError: another run holds it, or it is another folder for a process; every process raises.
     """
     with contextlib.ExitStack() as stack:
         refused = None
@@ -87,7 +107,24 @@ def held(workdir: Path, processes: Processes) -> Iterator[None]:
             refused = error
         if not processes.agree(refused is None):
             raise refused or ValueError(f"train: process {processes.index} stops, the first one cannot use {workdir}")
+        holder = processes.gather(np.array([os.getpid()], np.uint32))[0, 0]
+        if not processes.agree(sees := _sees(workdir, f"{holder}\n")):
+            which = "the" if sees else "not the"
+            raise ValueError(
+                f"train: {workdir.absolute()} of process {processes.index} is {which} folder that the first one holds, "
+                f"wanted one that all {processes.count} processes see; name it with --workdir"
+            )
         yield
+
+
+def _sees(workdir: Path, holder: str) -> bool:
+    """True where the folder's lock is that of this holder; a shared file system may show it late."""
+    for _ in range(VISIBLE_TRIES):
+        with contextlib.suppress(OSError):
+            if (workdir / LOCK).read_text(encoding="utf-8") == holder:
+                return True
+        time.sleep(VISIBLE_PAUSE)
+    return False
 
 
 def check_place(coordinator: str | None, count: int | None, index: int | None) -> None:

@@ -17,12 +17,15 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 import tracemalloc
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxbench import cli
 
 LEAST = {"python_bytes": 64.0, "array_bytes": 1.0, "resident_bytes": 4096.0}  # a call; below, nobody would notice
 CONFIDENCE = 0.99
@@ -154,9 +157,10 @@ def split(place: str) -> tuple[str, str]:
 
 
 def load(module: str, name: str) -> Callable[[], Any]:
-    """The function that `split` named; importing it runs its file.
+    """The function that `split` named, whose errors say where they come from; importing it runs its file.
 
     Raises:
+      cli.GateFailed: by the function that is returned, where the named one raises.
       ValueError: it cannot be imported, lacks the function, or that takes arguments.
     """
     try:
@@ -173,7 +177,16 @@ def load(module: str, name: str) -> Callable[[], Any]:
         raise ValueError(f"--call={module}:{name}: {module} has no function {name}")
     if wanted := _arguments(call):
         raise ValueError(f"--call={module}:{name} wants arguments ({', '.join(wanted)}); wanted a function without")
-    return call
+
+    def named() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(last.filename).name}:{last.lineno}"
+            raise cli.GateFailed(f"--call={module}:{name}: {type(error).__name__} at {place}: {error}") from error
+
+    return named
 
 
 def asker(url: str, body: str | None) -> Callable[[], Any]:

@@ -37,9 +37,11 @@ def config() -> Alerts | None:
     if VALUES.alerts is None:
         return None
     path = Path(VALUES.alerts)
-    path = path if path.suffix else FOLDER / f"{VALUES.alerts}.yaml"
+    if not path.suffix:
+        path = FOLDER / f"{VALUES.alerts}.yaml"
+        path = path if path.is_file() else cli.ROOT / path  # a name is one of the repository's, from any folder
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
+        known = ", ".join(sorted(each.stem for each in (cli.ROOT / FOLDER).glob("*.yaml")))
         raise ValueError(f"--alerts={VALUES.alerts}: {path} is no file; wanted one of {known}, or a YAML file")
     found = configs.load(path, [], Alerts)
     found.check_secrets()

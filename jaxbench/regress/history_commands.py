@@ -110,10 +110,16 @@ def define_import() -> None:
 
 
 def import_() -> int:
-    """Keep runs of another tool, of comparisons, or of any committed result; what is there is not kept twice."""
+    """Keep runs of another tool, of comparisons, or of any committed result; what is there is not kept twice.
+
+    Raises:
+      ValueError: an input is not there, cannot be read, or is of another format; nothing is kept then.
+    """
     from jaxbench.regress import imported
 
     history, runs = folder(), []
+    if missing := [path for path in VALUES.input if not Path(path).exists()]:
+        raise ValueError(f"--input={missing[0]} does not exist; name a file, or a folder of figures")
     for path in VALUES.input:
         runs += imported.read_runs(Path(path), VALUES.format)
     before = len(history.files())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -63,12 +64,14 @@ def run(
       processes: those that run this together, each with the same settings and folder.
 
     Raises:
-      ValueError: bad input, a folder in use, or a checkpoint of another run.
+      ValueError: bad input, a folder in use, a checkpoint of another run, or processes that were not given the same.
       GateFailed: the loss was not finite and step.nonfinite is stop; the message names the first bad module.
       OSError: full disk; the last good checkpoint stays.
     """
     workdir = Path(workdir)
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
+    given = settings.model_dump(mode="json", exclude={"data": {"path"}})  # the text counts, not where it lies
+    processes.check_alike(given | {"text_sha256": data.sha256})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
@@ -93,6 +96,7 @@ class _Trainer:
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
         self.measured_at = -1  # the step after which it was measured
+        self.is_traced = False  # now
         self.pending: list[tuple[int, float, Any]] = []
         self.display = observe.Display(settings.steps, is_shown=processes.is_first)
         self.checkpoints = Checkpoints(
@@ -142,7 +146,8 @@ class _Trainer:
             f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
         )
         self.display.start(self.start)
-        done, early, is_traced = self.start, self._is_early(), False
+        done, early = self.start, self._is_early()
+        first_traced, last_traced = self._traced(profile_steps)
         first, count = self.engine.rows  # a process reads its own rows
         own_rows = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
         with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
@@ -150,18 +155,32 @@ class _Trainer:
             while done < s.steps and not early:
                 arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
                 self.model.check_documents(arrays.segments)
-                if done == profile_steps[0] and self.processes.is_first:
+                if done == first_traced and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
-                    is_traced = True
+                    self.is_traced = True
                 self.throughput.start()
                 rate = schedules.learning_rate(s.schedule, done, peak=self.rate, steps=s.steps)
                 self.pending.append((done, rate, self.engine.step(arrays, rate)))
                 done += 1
-                if is_traced and done == profile_steps[1]:
+                if done == last_traced:
                     self._flush(done)
-                    self.engine.stop_profile()
+                    self._stop_trace()
                 early = self._after_step(done)
+        self._stop_trace()  # of a run that stopped early
         return self._finish(done)
+
+    def _traced(self, wanted: tuple[int, int]) -> tuple[int, int]:
+        """Steps to trace, of those that are still to be taken; says so where none of them is."""
+        first, last = wanted
+        if 0 <= first < last <= self.start:
+            self.display.say(f"no trace: steps {first + 1} to {last} were taken before; the run is at {self.start}")
+        return (max(first, self.start), last) if self.start < last else (-1, -1)
+
+    def _stop_trace(self) -> None:
+        """End the trace, where there is one under way, and write it."""
+        if self.is_traced:
+            self.is_traced = False
+            self.engine.stop_profile()
 
     def _after_step(self, done: int) -> bool:
         """Log, evaluate and save where it is time; True when the run stops early."""
@@ -235,8 +254,8 @@ class _Trainer:
         self.validation = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if size:
             self.validation["bits_per_byte"] = total / size / math.log(2.0)
-        gained = self.progress["best_loss"] is None or loss < self.progress["best_loss"] - s.evaluation.min_gain
-        if gained:
+        best = self.progress["best_loss"]
+        if math.isfinite(loss) and (best is None or loss < best - s.evaluation.min_gain):
             self.progress = {"best_loss": loss, "best_step": done, "without_gain": 0}
         else:
             self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
@@ -261,7 +280,8 @@ class _Trainer:
             "random": {"seed": s.seed, "dropout_step": done * s.step.accumulation},
             "progress": self.progress,
         }
-        loss = self.validation["loss"] if self.measured_at == done else None
+        is_measured = self.measured_at == done and math.isfinite(self.validation["loss"])
+        loss = self.validation["loss"] if is_measured else None
         self.checkpoints.save(done, self.engine.arrays(), meta, loss=loss)
 
     def _finish(self, done: int) -> Result:
@@ -269,17 +289,19 @@ class _Trainer:
         self.checkpoints.wait()
         if not self.validation:  # started again after its last step
             self.validation = {
-                key.removeprefix("validation_"): value
+                key.removeprefix("validation_"): math.nan if value is None else value  # records have no NaN
                 for record in self.records.read()
                 for key, value in record.items()
                 if key.startswith("validation_")
             }
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean, self.skipped)
-        summary = result._asdict() | self._mfu(result.tokens_per_s)
+        summary = result._asdict() | self._speed()
         summary |= {"backend": self.backend, "parameters": self.num_parameters} | self.progress
         if self.processes.is_first:
-            outputs.write_json(self.workdir / SUMMARY, summary)
+            is_nan = lambda value: isinstance(value, float) and not math.isfinite(value)
+            written = {name: None if is_nan(value) else value for name, value in summary.items()}  # JSON has no NaN
+            outputs.write_json(self.workdir / SUMMARY, written)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
         if 2 * self.skipped > done:
             self.display.say(
@@ -290,9 +312,20 @@ class _Trainer:
         self.display.say(
             f"finished {done} steps{skipped}: held-out loss {loss:.4f}"
             + (f", {size:.4f} bits per byte" if size else "")
-            + f", {self.throughput.mean:,.0f} tokens/s; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
+            + (f", {self.throughput.mean:,.0f} tokens/s" if self.throughput.tokens else "")
+            + f"; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
         )
         return result
+
+    def _speed(self) -> dict[str, float | None]:
+        """Tokens/s and MFU of the steps that this process took; of the one before it where there was none to take."""
+        if self.throughput.tokens:
+            return {"tokens_per_s": self.throughput.mean} | self._mfu(self.throughput.mean)
+        try:
+            before = json.loads((self.workdir / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # none, or a damaged one
+            before = {}
+        return {name: before.get(name) for name in ("tokens_per_s", "mfu", "mfu_causal")}
 
     def _export(self) -> str:
         """Write the folder that others read, or say why there is none."""
@@ -316,6 +349,7 @@ class _Trainer:
         """Stop the display and free the threads of the checkpoints."""
         self.display.close()
         self.board.close()
+        self._stop_trace()  # of a run that an error or an interrupt ended
         with contextlib.suppress(OSError):  # told already
             self.checkpoints.close()
 

@@ -92,6 +92,7 @@ CASES = [
     Case("parallel.py --part=1/0", ("--part=1/0",)),
     Case("parallel.py --case=2.5e", ("2.5e", "2.5d")),
     Case("parallel.py --case=2.5d --all", ("--case=2.5d", "--all")),
+    Case("parallel.py --case=2.5d --part=2/8", ("--case=2.5d", "--part=2/8", "exclude each other")),
     Case("train.py --profile_steps=3:1", ("--profile_steps=3:1", "a < b")),
     Case("train.py --memory_mib=-1", ("memory_mib", "-1")),
     Case("train.py --process_id=1", ("--process_id", "--coordinator")),

@@ -19,6 +19,10 @@ from tests.structure import ROOT
         (["--set=parallel.mesh.stages=2"], "the nearest is parallel.mesh.stage"),
         (["--data=no/such.txt"], "no/such.txt is no file"),
         (["--find_batch_size", "--set=parallel.mesh.data=2"], "--find_batch_size works on one device"),
+        (
+            ["--find_batch_size", "--coordinator=a:1", "--num_processes=1", "--process_id=0"],
+            "--find_batch_size works in one process, got --cluster or --coordinator=a:1",
+        ),
         (["--coordinator=node0:1234", "--num_processes=2"], "--process_id are missing beside --coordinator=node0:1234"),
     ],
 )

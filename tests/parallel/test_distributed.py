@@ -5,12 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxbench import config
+from jaxbench import cli, config
 from jaxbench.parallel import processes
 from jaxbench.training import checkpoint, engine, trainer
 from jaxbench.training.train_config import TrainConfig
@@ -45,23 +46,34 @@ def train_alone(workdir, text, steps):
     return trainer.run(settings, engine.Engine, workdir=workdir, backend="flax", data_path=text)
 
 
-def train_in_two(workdir, text, steps):
-    """Train with the command, in two processes of two devices each."""
+def start(workdir, text, steps, *, count=2, own=((), ())):
+    """Start the command in processes of two devices each; `own` are arguments that only one of them gets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    changes = [f"--set={change}" for change in (*CHANGES, *MESH, f"steps={steps}")]
+    mesh = MESH if count == 2 else ()
+    changes = [f"--set={change}" for change in (*CHANGES, *mesh, f"steps={steps}")]
     command = [sys.executable, str(ROOT / "experiments" / "train.py"), f"--config={CONFIG}", f"--workdir={workdir}",
-               f"--data={text}", *changes, f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]  # fmt: skip
+               f"--data={text}", *changes, f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]  # fmt: skip
     here = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": here, "cwd": ROOT}
-    started = [subprocess.Popen([*command, f"--process_id={index}"], **how) for index in range(2)]
+    return [subprocess.Popen([*command, f"--process_id={index}", *own[index]], **how) for index in range(count)]
+
+
+def ended(started):
+    """Wait for processes; return what they printed and their exit codes."""
     try:
         printed = [process.communicate(timeout=240)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    return printed, [process.returncode for process in started]
+
+
+def train_in_two(workdir, text, steps):
+    """Train with the command, in two processes of two devices each."""
+    printed, codes = ended(start(workdir, text, steps))
+    assert codes == [0, 0], "\n".join(printed)
     return printed
 
 
@@ -119,6 +131,39 @@ def test_all_processes_stop_where_one_cannot_go_on(tmp_path):
     with processes.held(tmp_path, processes.ALONE), pytest.raises(ValueError, match="is in use by process"):
         with processes.held(tmp_path, processes.ALONE):
             pass
+
+
+def test_processes_that_were_not_given_the_same_are_refused_and_write_nothing(tmp_path, text):
+    other = tmp_path / "other.txt"
+    other.write_text("another text of another length; " * 90)
+    printed, codes = ended(
+        start(tmp_path / "run", text, 4, own=(("--set=seed=1",), ("--set=seed=2", f"--data={other}")))
+    )
+    assert codes == [cli.EXIT_USAGE] * 2, "\n".join(printed)
+    for index, lines in enumerate(printed):
+        assert f"the 2 processes were not given the same seed, text_sha256 (process {index} has {index + 1}, " in lines
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_see_other_folders_are_refused(tmp_path, text):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / processes.LOCK).write_text("4711\n")  # of an earlier run on that host
+    own = [(f"--workdir={tmp_path / name}",) for name in "ab"]
+    printed, codes = ended(start(tmp_path / "unused", text, 4, own=own))
+    assert codes == [cli.EXIT_USAGE] * 2, "\n".join(printed)
+    for index, said in enumerate(("a of process 0 is the folder", "b of process 1 is not the folder")):
+        assert f"{said} that the first one holds, wanted one that all 2 processes see" in printed[index]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_batch_systems_signal_ends_a_process_that_has_joined_a_coordinator(tmp_path, text):
+    run = start(tmp_path / "run", text, 10**6, count=1, own=((),))
+    while not checkpoint.finished(tmp_path / "run" / trainer.CHECKPOINTS) and run[0].poll() is None:
+        time.sleep(0.1)
+    run[0].terminate()
+    printed, codes = ended(run)
+    assert codes == [cli.EXIT_INTERRUPT], printed[0]
+    assert "the same command goes on" in printed[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 import jax.numpy as jnp
 import pytest
 
+from jaxbench import cli
 from jaxbench.profiling import leaks
 
 kept: list = []
@@ -65,3 +66,11 @@ def test_another_process_is_read_by_its_resident_memory():
     sizes = iter(range(0, 10**9, 10**6))
     found = leaks.find_elsewhere(lambda: None, lambda: next(sizes), repeats=12, warmup=2)
     assert found.growth["resident_bytes"].verdict == "leak"
+
+
+def test_a_function_that_fails_is_named_with_its_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def fails():\n    return {}['key']\n\n\ndef works():\n    return 3\n")
+    assert leaks.load(str(file), "works")() == 3
+    with pytest.raises(cli.GateFailed, match=r"--call=.*mine.py:fails: KeyError at mine.py:2: 'key'"):
+        leaks.find(leaks.load(str(file), "fails"))

@@ -1,10 +1,12 @@
 """Alerts: one a cause, said once, again while nobody acknowledges it, over when a run beside the same base says so."""
 
 import datetime
+import types
 
 import pydantic
 import pytest
 
+from jaxbench.regress import alert_commands
 from jaxbench.regress.alert_config import Alerts
 from jaxbench.regress.alerts import Book
 from jaxbench.regress.judge import Finding
@@ -188,3 +190,15 @@ def test_a_configuration_that_contradicts_itself_is_refused(monkeypatch):
         hook.check_secrets()
     monkeypatch.setenv("JAXBENCH_TEST_HOOK", "http://x")
     hook.check_secrets()
+
+
+def test_a_name_of_the_repositorys_channels_is_found_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(alert_commands, "VALUES", types.SimpleNamespace(alerts="local"))
+    assert [each.name for each in alert_commands.config().channels] == ["terminal", "log"]
+    (tmp_path / "configs" / "alerts").mkdir(parents=True)
+    (tmp_path / "configs" / "alerts" / "local.yaml").write_text("channels: [{name: mine, kind: terminal}]")
+    assert [each.name for each in alert_commands.config().channels] == ["mine"]
+    monkeypatch.setattr(alert_commands, "VALUES", types.SimpleNamespace(alerts="none"))
+    with pytest.raises(ValueError, match="--alerts=none: .*none.yaml is no file; wanted one of local, team, or a YAML"):
+        alert_commands.config()

@@ -221,3 +221,14 @@ def test_a_list_says_how_many_runs_cannot_be_read(kept, command, capsys):
     kept.files()[1].write_text("{")
     assert command("list") == 0
     assert "1 of 3 run files cannot be read: see history verify" in capsys.readouterr().out
+
+
+def test_an_import_of_nothing_is_said_to_be_that_and_keeps_no_other_input(kept, command, tmp_path):
+    there = tmp_path / "figures.json"
+    there.write_text('{"rate_per_s": 2.0}')
+    before = kept.files()
+    missing = str(tmp_path / "results.jsonl")
+    for given in ([missing], [str(there), missing]):
+        with pytest.raises(ValueError, match="--input=.*results.jsonl does not exist; name a file"):
+            command("import", input=given, format="comparison" if len(given) == 1 else "figures")
+    assert kept.files() == before

@@ -253,6 +253,49 @@ def test_steps_can_be_traced_without_changing_the_run(backend, tmp_path, text):
     assert any(path.is_file() for path in (tmp_path / "1" / "profile").rglob("*"))
 
 
+@BACKENDS
+def test_a_trace_begins_where_a_run_goes_on_and_ends_where_it_stops_early(backend, tmp_path, text, capsys):
+    train(tmp_path / "on", text, backend, steps=4)
+    trace = lambda name, traced, **update: trainer.run(
+        settings(**update), ENGINES[backend], workdir=tmp_path / name, backend=backend, data_path=text,
+        profile_steps=traced,
+    )  # fmt: skip
+    files = lambda name: [path for path in (tmp_path / name / "profile").rglob("*") if path.is_file()]
+    trace("on", (1, 3), steps=5)
+    assert "no trace: steps 2 to 3 were taken before" in " ".join(capsys.readouterr().err.split())
+    assert not files("on")
+    trace("on", (3, 6), steps=6)
+    assert files("on") and "no trace" not in capsys.readouterr().err
+    rising = {"learning_rate": 1e2, "evaluation": {"every_steps": 2, "batches": 1, "patience": 1}}
+    assert trace("early", (1, 11), schedule={"kind": "constant"}, **rising).steps < 11
+    assert files("early")
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_rates(tmp_path, text, capsys):
+    train(tmp_path, text, steps=4)
+    before = (tmp_path / "summary.json").read_text()
+    assert json.loads(before)["tokens_per_s"] > 0
+    capsys.readouterr()
+    train(tmp_path, text, steps=4)
+    assert (tmp_path / "summary.json").read_text() == before and "0 tokens/s" not in capsys.readouterr().err
+    (tmp_path / "summary.json").unlink()
+    train(tmp_path, text, steps=4)
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens_per_s"] is None
+
+
+def test_a_held_out_loss_that_is_not_finite_is_never_the_best_and_a_finished_run_starts_again(tmp_path, text):
+    sgd = {"kind": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+    update = {
+        "learning_rate": 1e15, "schedule": {"kind": "constant"}, "evaluation": {"every_steps": 2, "batches": 1},
+        "step": {"nonfinite": "skip", "clip_norm": None, "optimizer": sgd},
+    }  # fmt: skip
+    for _ in range(2):  # the second start finds it finished
+        assert np.isnan(train(tmp_path, text, steps=4, **update).validation_loss)
+        constants: list[str] = []
+        summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=constants.append)
+        assert not constants and summary["validation_loss"] is None and summary["best_loss"] is None
+
+
 # On a mesh
 
 
