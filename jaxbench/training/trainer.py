@@ -120,6 +120,11 @@ class _Trainer:
         checkpoint = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
         if checkpoint is None:
             return 0
+        if checkpoint.step > self.settings.steps:
+            raise ValueError(
+                f"train: {self.workdir} has {checkpoint.step} steps, and steps={self.settings.steps}; wanted "
+                f"{checkpoint.step} or more, or another --workdir"
+            )
         self.engine.load(checkpoint.arrays)
         self.progress = checkpoint.meta["progress"]
         return checkpoint.step

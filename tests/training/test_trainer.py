@@ -271,7 +271,7 @@ def test_a_trace_begins_where_a_run_goes_on_and_ends_where_it_stops_early(backen
     assert files("early")
 
 
-def test_a_finished_run_that_is_started_again_keeps_its_rates(tmp_path, text, capsys):
+def test_a_finished_run_that_is_started_again_keeps_its_rates_and_is_not_said_to_have_fewer_steps(tmp_path, text, capsys):
     train(tmp_path, text, steps=4)
     before = (tmp_path / "summary.json").read_text()
     assert json.loads(before)["tokens_per_s"] > 0
@@ -281,6 +281,10 @@ def test_a_finished_run_that_is_started_again_keeps_its_rates(tmp_path, text, ca
     (tmp_path / "summary.json").unlink()
     train(tmp_path, text, steps=4)
     assert json.loads((tmp_path / "summary.json").read_text())["tokens_per_s"] is None
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ValueError, match="has 4 steps, and steps=2; wanted 4 or more, or another --workdir"):
+        train(tmp_path, text, steps=2)
+    assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_a_held_out_loss_that_is_not_finite_is_never_the_best_and_a_finished_run_starts_again(tmp_path, text):
