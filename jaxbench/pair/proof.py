@@ -137,22 +137,23 @@ class _Work:
         if alignment.count_infinite(self.reference["eval"].outputs) > alignment.count_infinite(before.outputs):
             self.twin.load(own)
             self.reference = {"eval": before}
-            self.notes.append(
-                f"constant tensors, which hide slips, keep their values, as others give no number: {shown}"
-            )
+            what = "keep their values, as others give no number"
         else:
-            self.notes.append(f"constant tensors, which hide slips, were compared with random values: {shown}")
+            what = "were compared with random values"
+        self.notes.append(f"constant tensors, which hide slips, {what}: {shown}")
 
     def _matched(self) -> Matching:
         """The weights' matching; both models are called once, so that order of use can speak."""
-        with_values = self.pair.weights == "own"
-        arrays = {**self.model.params, **self.model.state}
-        probe = arrays | disturbed({name: x for name, x in arrays.items() if is_floating(x)})
+        with_values, calls = self.pair.weights == "own", self.reference["eval"].calls
+        probe = arrays = {**self.model.params, **self.model.state}
+        if self.pair.disturb:
+            probe = arrays | disturbed({name: x for name, x in arrays.items() if is_floating(x)})
+            calls = self.twin.probed(self.inputs)
         with calling("the JAX model cannot be called on the inputs"):
             watched = self._side("float64", self_made=probe).watched({}, self.inputs, is_training=False)
         mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
         names = {n: value for n, value in self.pair.names.items() if not _is_module(n, value, arrays, self.twin)}
-        return match(mine, torch_leaves(self.twin, self.twin.probed(self.inputs), with_values=with_values), names)
+        return match(mine, torch_leaves(self.twin, calls, with_values=with_values), names)
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
         """The JAX side with PyTorch's weights, or with its own."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.modules import conv
 
-from jaxbench.pair.jax_model import tapped
+from jaxbench.pair.jax_model import calling, tapped
 from jaxbench.pair.leaves import disturbed, sources_of
 from jaxbench.pair.matching import Leaf
 from jaxbench.parity import distance
@@ -88,7 +88,8 @@ class TorchSide:
         own = self.tensors()
         self.disturb(own)
         try:
-            return self.run(inputs, is_training=False).calls
+            with calling("the PyTorch module cannot be called with other constants (disturb=False leaves them)"):
+                return self.run(inputs, is_training=False).calls
         finally:
             self.load(own)
 

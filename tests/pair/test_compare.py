@@ -302,28 +302,6 @@ def test_ones_and_zeros_of_a_fresh_norm_hide_nothing_and_the_callers_module_keep
     assert torch.all(twin.weight == 1) and torch.all(twin.bias == 0)
 
 
-class Offset(torch.nn.Module):
-    """A root of a parameter that starts at 0, as of generalised divisive norms."""
-
-    def __init__(self):
-        super().__init__()
-        self.offset = torch.nn.Parameter(torch.zeros(4))
-
-    def forward(self, x):
-        return x * self.offset.sqrt()
-
-
-def test_constants_stay_where_others_give_no_number_or_where_the_caller_says_so():
-    port = (lambda offset, x: x * jnp.sqrt(offset)[None], np.zeros(4))
-    result = jaxbench.compare(port, Offset(), X, quick=True)
-    assert result.passed and result.notes == (
-        "constant tensors, which hide slips, keep their values, as others give no number: offset",
-    )
-    norm, fresh = torch.nn.LayerNorm(4), nnx.LayerNorm(4, epsilon=1e-5, use_scale=False, rngs=nnx.Rngs(0))
-    result = jaxbench.compare(fresh, norm, X, {"weight": None}, quick=True, disturb=False)
-    assert result.passed and result.notes == ()
-
-
 def test_variances_stay_positive_and_tensors_that_jax_lacks_stay_as_they_are():
     side = proof.TorchSide(torch.nn.BatchNorm1d(4), dtype="float64")
     names = {"running_var", "running_mean", "weight"}

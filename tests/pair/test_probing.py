@@ -11,6 +11,7 @@ import jaxbench
 from jaxbench.pair import alignment
 
 RANDOM = np.random.default_rng(0)
+X = RANDOM.standard_normal((3, 4))
 
 
 class Tied(torch.nn.Module):
@@ -102,3 +103,45 @@ def test_a_norm_that_counts_its_weight_from_one_is_named(by_jax, words):
     twin = torch.nn.RMSNorm(4, eps=1e-5)
     result = jaxbench.compare((norm, np.ones(4)), twin, RANDOM.standard_normal((2, 4)), quick=True)
     assert result.causes == {"model": f"weight: {words}"}
+
+
+class Offset(torch.nn.Module):
+    """A root of a parameter that starts at 0, as of generalised divisive norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x * self.offset.sqrt()
+
+
+def test_constants_stay_where_others_give_no_number_or_where_the_caller_says_so():
+    port = (lambda offset, x: x * jnp.sqrt(offset)[None], np.zeros(4))
+    result = jaxbench.compare(port, Offset(), X, quick=True)
+    assert result.passed and result.notes == (
+        "constant tensors, which hide slips, keep their values, as others give no number: offset",
+    )
+    norm, fresh = torch.nn.LayerNorm(4), nnx.LayerNorm(4, epsilon=1e-5, use_scale=False, rngs=nnx.Rngs(0))
+    result = jaxbench.compare(fresh, norm, X, {"weight": None}, quick=True, disturb=False)
+    assert result.passed and result.notes == ()
+
+
+class Repeated(torch.nn.Module):
+    """A constant that counts: 1.0 is one time, another value none."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("times", torch.ones(1))
+
+    def forward(self, x):
+        if self.times.item() != 1.0:
+            raise RuntimeError(f"{self.times.item()} times")
+        return 2.0 * x
+
+
+def test_a_constant_that_must_not_change_is_left_alone_where_the_caller_says_so():
+    port = (lambda params, x: (params["times"][None] + 1.0) * x, {"times": np.ones(1)})
+    with pytest.raises(ValueError, match=r"other constants \(disturb=False leaves them\): RuntimeError: .* times"):
+        jaxbench.compare(port, Repeated(), X, quick=True)
+    assert jaxbench.compare(port, Repeated(), X, quick=True, disturb=False).passed
