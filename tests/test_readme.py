@@ -1,4 +1,4 @@
-"""The front page's library snippet, run as it stands there, by a user whose shell sets nothing."""
+"""The documents' library snippets, run as they stand there, by a user whose shell sets nothing."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def test_the_library_snippet_completes_its_prompt_and_prints_nothing_else():
     done = run(snippet + "\nimport jax\nprint(jax.config.jax_platforms)")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.startswith(" Paris.") and done.stdout.endswith("\ncpu\n"), done.stdout
+
+
+def test_the_engines_snippet_answers_and_prints_nothing():
+    text = (ROOT / "docs" / "serving.md").read_text()
+    snippet = re.search(r"## The engine\n\n```python\n(.*?)```", text, re.DOTALL)[1]
+    done = run(snippet + '\nprint(sorted(events), len([e for e in events["a"] if e.token is not None]) > 1)')
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout == "['a', 'b'] True\n"

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from jaxbench import libtpu
 from jaxbench.native import calls, paged, run
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 
@@ -64,6 +65,7 @@ def build(
       ValueError: a setting is unknown, or layers are of a workload's own kind.
       NotAvailable: the kernels cannot be had here.
     """
+    libtpu.leave_out_if_absent()
     settings = checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     return NativeTransformer(checkpoint, cache_dtype, settings)

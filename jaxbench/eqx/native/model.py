@@ -6,6 +6,7 @@ import equinox as eqx
 from jax import Array
 from jaxtyping import Float, Int
 
+from jaxbench import libtpu
 from jaxbench.config import TransformerConfig
 from jaxbench.native import calls, paged, run
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
@@ -58,6 +59,7 @@ def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
     """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
+    libtpu.leave_out_if_absent()
     settings = checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     return NativeTransformer(checkpoint, cache_dtype, settings)
