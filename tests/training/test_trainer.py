@@ -271,7 +271,7 @@ def test_a_trace_begins_where_a_run_goes_on_and_ends_where_it_stops_early(backen
     assert files("early")
 
 
-def test_a_finished_run_that_is_started_again_keeps_its_rates_and_is_not_said_to_have_fewer_steps(tmp_path, text, capsys):
+def test_a_finished_run_that_is_started_again_keeps_its_rates_and_its_steps(tmp_path, text, capsys):
     train(tmp_path, text, steps=4)
     before = (tmp_path / "summary.json").read_text()
     assert json.loads(before)["tokens_per_s"] > 0
