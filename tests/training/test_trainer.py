@@ -254,21 +254,26 @@ def test_steps_can_be_traced_without_changing_the_run(backend, tmp_path, text):
 
 
 @BACKENDS
-def test_a_trace_begins_where_a_run_goes_on_and_ends_where_it_stops_early(backend, tmp_path, text, capsys):
+def test_a_trace_begins_where_a_run_goes_on_and_ends_where_it_stops_early(backend, tmp_path, text):
+    """Each trace in a process of its own, as a user's: the third in a process of many tests once ended it in XLA."""
     train(tmp_path / "on", text, backend, steps=4)
-    trace = lambda name, traced, **update: trainer.run(
-        settings(**update), ENGINES[backend], workdir=tmp_path / name, backend=backend, data_path=text,
-        profile_steps=traced,
-    )  # fmt: skip
+
+    def trace(name, traced, **update):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(settings(**update).model_dump(mode="json")))
+        command = [
+            sys.executable, "experiments/train.py", f"--config={tmp_path / name}.yaml", f"--backend={backend}",
+            f"--workdir={tmp_path / name}", f"--data={text}", f"--profile_steps={traced}",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stderr.split())
+
     files = lambda name: [path for path in (tmp_path / name / "profile").rglob("*") if path.is_file()]
-    trace("on", (1, 3), steps=5)
-    assert "no trace: steps 2 to 3 were taken before" in " ".join(capsys.readouterr().err.split())
-    assert not files("on")
-    trace("on", (3, 6), steps=6)
-    assert files("on") and "no trace" not in capsys.readouterr().err
+    assert "no trace: steps 2 to 3 were taken before" in trace("on", "1:3", steps=5) and not files("on")
+    assert "no trace" not in trace("on", "3:6", steps=6) and files("on")
     rising = {"learning_rate": 1e2, "evaluation": {"every_steps": 2, "batches": 1, "patience": 1}}
-    assert trace("early", (1, 11), schedule={"kind": "constant"}, **rising).steps < 11
-    assert files("early")
+    trace("early", "1:11", schedule={"kind": "constant"}, **rising)
+    assert json.loads((tmp_path / "early" / "summary.json").read_text())["steps"] < 11 and files("early")
 
 
 def test_a_finished_run_that_is_started_again_keeps_its_rates_and_its_steps(tmp_path, text, capsys):
