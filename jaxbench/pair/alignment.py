@@ -260,7 +260,7 @@ def not_finite(value: Any, reference: Any) -> str:
     return ""
 
 
-def count_infinite(outputs: capture.Outputs) -> int:
+def count_not_finite(outputs: capture.Outputs) -> int:
     """Elements of floating outputs that are no finite number."""
     return sum(int(np.count_nonzero(~np.isfinite(x))) for x in outputs.floating)
 

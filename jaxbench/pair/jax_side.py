@@ -150,7 +150,7 @@ class JaxSide:
         given = floating(self.cast(inputs))
         loss_fn = lambda tensors, given: objective(tensors, _replaced(inputs, given))
         loss, (grads, by_input) = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1)))(self.cast(dict(tensors)), given)
-        return np.asarray(loss), as_numpy(_by_parts(grads)), tuple(map(distance.widest, _by_parts(by_input)))
+        return np.asarray(loss), as_numpy(by_parts(grads)), tuple(map(distance.widest, by_parts(by_input)))
 
     def steps(
         self, tensors: Mapping[str, np.ndarray], trained: frozenset[str], inputs: tuple,
@@ -240,7 +240,7 @@ def _square(x: Any) -> Any:
     return x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x**2
 
 
-def _by_parts(gradients: Any) -> Any:
+def by_parts(gradients: Any) -> Any:
     """Gradients as PyTorch has those by complex numbers: by the real part + i times by the imaginary one."""
     return jax.tree.map(jnp.conj, gradients)
 

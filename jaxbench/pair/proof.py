@@ -134,7 +134,7 @@ class _Work:
             return
         shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
         self.reference = {"eval": self._torch_run(is_training=False)}
-        if alignment.count_infinite(self.reference["eval"].outputs) > alignment.count_infinite(before.outputs):
+        if alignment.count_not_finite(self.reference["eval"].outputs) > alignment.count_not_finite(before.outputs):
             self.twin.load(own)
             self.reference = {"eval": before}
             what = "keep their values, as others give no number"

@@ -20,7 +20,7 @@ import torch
 from jaxbench.pair import proof, torch_side
 from jaxbench.pair.contract import Pair
 from jaxbench.pair.jax_model import as_type, is_floating
-from jaxbench.pair.jax_side import floating
+from jaxbench.pair.jax_side import by_parts, floating
 from jaxbench.parity import distance
 from jaxbench.parity.capture import map_floating
 
@@ -99,8 +99,7 @@ class JaxArm:
         def step(held: tuple, fixed: Arrays, inputs: tuple) -> tuple:
             params, state, memory = held
             (loss, state), grads = jax.value_and_grad(self._loss, has_aux=True)(params, fixed, state, inputs)
-            grads = jax.tree.map(jnp.conj, grads)  # of complex numbers: PyTorch's convention, down the slope
-            updates, memory = self.optimizer.update(grads, memory, params)
+            updates, memory = self.optimizer.update(by_parts(grads), memory, params)
             return (optax.apply_updates(params, updates), state, memory), loss
 
         params = jax.tree.map(jnp.copy, (self.trained, self.model.state))

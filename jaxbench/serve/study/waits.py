@@ -3,10 +3,10 @@
     python -m jaxbench.serve.study.waits --arms=jaxbench_int8,llama_server --launches=3 --output=FILE
 
 busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. behind: the
-first token of prompts of 64 tokens at random times, while one client sends prompts of 2,000, and of those. known: the
-first token behind 2,000 tokens that the server has not seen, and behind the same 2,000 with another end. stream: from
-one token to the next of one client, and the engine's own steps for the same request in a process without a server, by
-turns while both are there; the medians of a turn are a pair.
+first token of prompts of 64 tokens, each 0 to 1 s after the answer before, while one client sends prompts of 2,000 one
+after another, and of those. known: the first token behind 2,000 tokens that the server has not seen, and behind the
+same 2,000 with another end. stream: from one token to the next of one client, and the engine's own steps for the same
+request in a process without a server, by turns while both are there; the medians of a turn are a pair.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def busy(port: int, text: Any, *, seed: int) -> list[float]:
 
 
 async def behind(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of short prompts at random times beside long ones, and of the long ones."""
+    """Seconds to the first token of short prompts, with random pauses, beside long ones, and of the long ones."""
     probes = load.drawn(text, BEHIND, prompt=(SHORT, SHORT), new=(8, 8), seed=seed)
     asks = load.drawn(text, 1000, prompt=(LONG, LONG), new=(8, 8), seed=seed + 1)
     draw = random.Random(seed)
