@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -58,8 +57,8 @@ def rows(path: Path) -> list[bytes]:
 
 
 def lines(new: Iterable[Mapping[str, Any]]) -> str:
-    """Rows of JSON values as lines of text; a number of a row that is not finite becomes null, for JSON has none."""
-    return "".join(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in new)
+    """Rows of JSON values as lines of text, NaN and infinities as null (`outputs.finite`)."""
+    return "".join(json.dumps(outputs.finite(row)) + "\n" for row in new)
 
 
 def cut_short(path: Path) -> None:
@@ -113,10 +112,6 @@ def append_text(path: Path, text: str) -> None:
         except BaseException:
             file.truncate(size)
             raise
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+import numpy as np
 import pytest
 
 from jaxbench import outputs
@@ -125,3 +127,10 @@ def test_a_damaged_json_file_is_named(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="stage.json: cannot be read as JSON .* the work is done again"):
         outputs.read_json(path)
+
+
+def test_json_files_have_null_where_a_number_is_not_finite(tmp_path):
+    path, nan = tmp_path / "x.json", float("nan")
+    outputs.write_json(path, {"a": nan, "deep": [{"b": (1.5, float("inf"))}, np.float64(nan)], "word": "NaN", "n": 3})
+    strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert strict == {"a": None, "deep": [{"b": [1.5, None]}, None], "word": "NaN", "n": 3}

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 from jaxbench import outputs, philox, process_environment
 from jaxbench.pretrained import assets, small_tokenizers
 from jaxbench.text import packing
+from jaxbench.text.lines import JSON_LINES
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
@@ -153,7 +154,7 @@ def documents(path: Path | None, progress: Progress | None = None) -> Iterator[s
     if path is None:
         yield from assets.default_text().split(DOCUMENT_SEPARATOR)
         return
-    size, has_lines = max(path.stat().st_size, 1), ".jsonl" in path.suffixes
+    size, has_lines = max(path.stat().st_size, 1), path.name.endswith(JSON_LINES)
     with open(path, "rb") as raw:
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         offset = 0
@@ -195,7 +196,7 @@ def _load_tokenizer(spec: Any) -> Any:
 
 
 def _kind(path: Path | None) -> str:
-    return "default" if path is None else next(kind for kind in (".jsonl", ".txt") if kind in path.suffixes)
+    return "default" if path is None else ".jsonl" if path.name.endswith(JSON_LINES) else ".txt"
 
 
 def _is_whole(folder: Path) -> bool:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".txt", ".txt.gz")
+JSON_LINES = (".jsonl", ".jsonl.gz")  # with these a line is an object, else a text
+SUFFIXES = (*JSON_LINES, ".txt", ".txt.gz")
 CHUNK_LINES, CHUNK_BYTES = 4096, 2**23  # a chunk ends at whichever comes first
 
 
@@ -115,7 +116,7 @@ def read(chunk: Chunk, *, field: str = "text", prompt_field: str | None = None) 
             stream.seek(chunk.offset)
             data = stream.read(chunk.size)
     records, bad = [], []
-    is_json = ".jsonl" in Path(chunk.path).suffixes
+    is_json = chunk.path.endswith(JSON_LINES)
     lines = data.split(b"\n")
     for line_number, line in enumerate(lines, chunk.first_line):
         if line_number == 1:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from jaxbench.pretrained import assets
+from jaxbench.text.lines import JSON_LINES
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
+SUFFIXES = (".txt", ".txt.gz", *JSON_LINES)
 DOCUMENT_SEPARATOR = "\f"  # a form feed in a .txt file
 
 
@@ -49,7 +50,7 @@ def load_text(path: str | Path | None = None) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"data: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x})") from error
-    if ".jsonl" in path.suffixes:
+    if path.name.endswith(JSON_LINES):
         lines = enumerate(text.split("\n"), start=1)
         documents = [json_text(line, f"data: {path} line {i}") for i, line in lines if line.strip()]
     else:

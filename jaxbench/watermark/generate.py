@@ -287,7 +287,7 @@ def _given(path: str) -> tuple[list[Given], list[str]]:
       ValueError: see packing.load_text; or a line holds what is no Unicode text.
     """
     documents = packing.load_text(path)
-    if ".jsonl" not in Path(path).suffixes:
+    if not path.endswith(lines.JSON_LINES):
         return [Given(str(i), f"prompt {i}", text.strip()) for i, text in enumerate(documents, 1)], []
     found, empty = [], []
     for chunk in lines.chunks(path):

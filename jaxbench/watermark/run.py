@@ -363,7 +363,7 @@ def attack_file(
 
 def _other_keys(chunk: lines.Chunk, numbers: Sequence[int], *, without: Collection[str]) -> list[dict[str, Any]]:
     """What the objects of some lines of a chunk hold beside certain keys; nothing where lines are plain text."""
-    if ".jsonl" not in Path(chunk.path).suffixes:
+    if not chunk.path.endswith(lines.JSON_LINES):
         return [{} for _ in numbers]
     data = chunk.data
     if data is None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.text import lines
+from jaxbench.text import dataset, lines, packing
 
 
 @pytest.fixture
@@ -80,6 +80,13 @@ def test_bad_lines_are_numbered_and_the_rest_goes_on(tmp_path, small_chunks):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     records, _ = read_all(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello\n"))
     assert records[0].content == "hello"
+
+
+def test_only_the_end_of_a_name_says_what_its_lines_are(tmp_path):
+    name = tmp_path / "notes.jsonl.txt"
+    records, bad = read_all(write(name, b"no JSON\n"))
+    assert [one.content for one in records] == ["no JSON"] and bad == []
+    assert packing.load_text(name) == list(dataset.documents(name)) == ["no JSON\n"]
 
 
 def test_a_damaged_file_names_the_last_good_line(tmp_path, small_chunks):
