@@ -77,6 +77,11 @@ class RecordFile:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
+    def set_aside(self) -> None:
+        """Rename the file of an earlier run, whose launches would stand beside the coming ones, to earlier-NAME."""
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"earlier-{self.path.name}"))
+
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk is an OSError that says what was kept."""
         if not records:

@@ -53,6 +53,7 @@ class Result(NamedTuple):
     parameters: tuple[int, int]  # before, after
     zeros: pruning.Count
     losses: dict[str, float]  # held-out, nats per token: dense, pruned, finetuned
+    held_out_tokens: int  # that each loss is the mean of; 0 without losses
 
 
 def check(settings: Settings) -> None:
@@ -133,9 +134,10 @@ def run(
         params = text.finetuned(config, params)
         losses |= {"finetuned": text.loss(config, params)} if settings.batches else {}
     sizes = tuple(sum(value.size for value in each.values()) for each in (checkpoint.params, params))
-    result = Result(path, config, sizes, pruning.count(params), losses)
+    result = Result(path, config, sizes, pruning.count(params), losses, text.held_out_tokens() if losses else 0)
     record = {"source": checkpoint.source, "sha256": checkpoint.sha256, "settings": settings._asdict()}
     record |= {"parameters": sizes, "zeros": result.zeros._asdict(), "held_out_nats_per_token": losses}
+    record |= {"held_out_tokens": result.held_out_tokens}
     with outputs.whole_folder(path) as made:
         weights.save_checkpoint(made, config, params, tokenizer=tokenizer)
         outputs.write_json(made / RECORD, record)
@@ -177,7 +179,7 @@ def summary(result: Result, settings: Settings) -> str:
         what = f"{zeros.zeros:,} of {zeros.weights:,} weights of {zeros.matrices} matrices are zero ({zeros.share:.1%})"
     names = {"dense": "dense", "pruned": "pruned", "finetuned": f"after {settings.finetune_steps} steps"}
     losses = ", ".join(f"{value:.4f} {names[name]}" for name, value in result.losses.items())
-    return f"{settings.method}: {what}" + (f"; held-out nats per token: {losses}" if losses else "")
+    return f"{settings.method}: {what}" + (f"; nats per token, {result.held_out_tokens:,} held out: {losses}" if losses else "")
 
 
 def _needs_text(settings: Settings) -> bool:
@@ -252,6 +254,12 @@ class _Text:
         from jaxbench.training import train_inputs
 
         return pruning_text.mean_loss(config, params, train_inputs.evaluation_batches(self.run(config), self.data))
+
+    def held_out_tokens(self) -> int:
+        """Number of targets that `loss` is the mean of."""
+        from jaxbench.training import train_inputs
+
+        return sum(int(batch.mask.sum()) for batch in train_inputs.evaluation_batches(self.run(self.config), self.data))
 
     def finetuned(self, config: TransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Parameters after the training."""

@@ -21,7 +21,7 @@ def test_a_model_is_pruned_and_read_again(tmp_path):
     model, output = tiny.make(tmp_path / "tiny"), tmp_path / "pruned"
     words = ["--method=wanda", "--fraction=0.25", "--scope=matrix", "--seq_len=32", "--batches=1", "--batch_size=2"]
     shown = call("model", f"--model={model}", f"--output={output}", *words)
-    assert shown.startswith("wanda: 2,560 of 10,240 weights of 7 matrices are zero (25.0%); held-out nats per token: ")
+    assert shown.startswith("wanda: 2,560 of 10,240 weights of 7 matrices are zero (25.0%); nats per token, ")
     assert shown.endswith(f"; written: {output}\n") and len(shown.splitlines()) == 1
     params = weights.load_checkpoint(output).params
     assert (params["layers.0.mlp.up_proj.kernel"] == 0).mean() == 0.25

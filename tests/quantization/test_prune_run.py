@@ -125,6 +125,7 @@ def test_the_record_says_what_was_done_and_the_line_too(model, wanda):
     record = json.loads((wanda.path / prune_run.RECORD).read_text())
     assert record["sha256"] == weights.load_checkpoint(model).sha256 and record["settings"]["method"] == "wanda-2:4"
     assert record["zeros"] == wanda.zeros._asdict() and record["held_out_nats_per_token"] == wanda.losses
+    assert record["held_out_tokens"] == wanda.held_out_tokens > 0
     line = prune_run.summary(wanda, prune_run.Settings("wanda-2:4", finetune_steps=12))
     assert "5,120 of 10,240 weights of 7 matrices are zero (50.0%)" in line and "after 12 steps" in line
 

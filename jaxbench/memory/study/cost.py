@@ -21,7 +21,7 @@ from jaxbench.config import Base
 from jaxbench.measure import environment, line_picture, page, verdicts
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.measure.page import Section
-from jaxbench.measure.records import Record, RecordFile, Workload
+from jaxbench.measure.records import RESULTS_NAME, Record, RecordFile, Workload
 from jaxbench.memory import block_config
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -117,7 +117,8 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any], *, device
     """
     workdir, rows = Path(workdir), []
     workdir.mkdir(parents=True, exist_ok=True)
-    file = RecordFile(workdir / "results.jsonl")
+    file = RecordFile(workdir / RESULTS_NAME)
+    file.set_aside()
     for length in settings.lengths:
         for layer in LAYERS:
             shape = (layer, settings.layer, length, settings.segment)

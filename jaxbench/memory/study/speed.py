@@ -87,10 +87,8 @@ def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[st
         arms.append("titans")
     except ValueError as error:
         missing["titans"] = str(error)
-    results = workdir / RESULTS_NAME
-    if results.exists():  # of an earlier run, whose launches would stand beside these
-        results.replace(workdir / f"earlier-{RESULTS_NAME}")
-    file, versions = RecordFile(results), {}
+    file, versions = RecordFile(workdir / RESULTS_NAME), {}
+    file.set_aside()
     for launch_index in range(settings.launches):
         for arm in process.turn(list(arms), launch_index):
             with _leaving_out(arm, arms, missing):
