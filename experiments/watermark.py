@@ -125,6 +125,9 @@ def define_texts() -> None:
     flags.DEFINE_float("level", 0.01, "p-value that counts as found", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("processes", 1, "processes of one thread each, or Ray actors", lower_bound=1)
     flags.DEFINE_enum("engine", "local", ["local", "ray"], "where they run: this machine, or a Ray cluster")
+    flags.DEFINE_string(
+        "score_cache", None, "where scores are kept and looked up: redis://HOST:PORT/NUMBER, or local"
+    )
     flags.DEFINE_bool("overwrite", False, "replace an output, or what another run left of one; never an input")
     flags.DEFINE_multi_string("set", [], "change one field of the scheme: --set gamma=0.5 --set context.width=4")
     cli.define_model()
@@ -145,12 +148,14 @@ def define_identify() -> None:
     """Define the flags of identify."""
     flags.DEFINE_list("schemes", ["kgw", "gumbel", "unigram", "synthid"], "names of schemes, or YAML files")
     flags.DEFINE_list("key_files", [], "files of secret keys; every scheme is tried under every key")
+    flags.DEFINE_string("watermarks", None, "instead: YAML file of named schemes and key files, as a server has them")
     flags.DEFINE_enum("correction", "holm", ["holm", "bonferroni"], "how the family's error rate is held")
     define_texts()
 
 
 def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
     """Job that the flags describe."""
+    from jaxbench.watermark import score_cache
     from jaxbench.watermark.bulk import bulk_detection
 
     module, name = DETECTORS[VALUES.backend]
@@ -166,6 +171,7 @@ def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
         canonicalize=VALUES.canonicalize,
         field=VALUES.field,
         prompt_field=VALUES.prompt_field,
+        cache=score_cache.named(VALUES.score_cache),
         **options,
     )
 
@@ -202,11 +208,19 @@ def detect() -> int:
 
 def identify_family() -> int:
     """Find which of several schemes and keys marked a text."""
-    from jaxbench.watermark import run
+    from jaxbench.watermark import run, serving
 
-    checks.check_where(*VALUES.schemes, *VALUES.key_files)
-    schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
-    job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
+    if VALUES.watermarks is None:
+        checks.check_where(*VALUES.schemes, *VALUES.key_files)
+        schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
+        candidates = run.candidates(schemes, VALUES.key_files)
+    else:
+        checks.check_where(VALUES.watermarks)
+        for name in ("schemes", "key_files", "set"):
+            if VALUES[name].present:
+                raise ValueError(f"--{name} would do nothing with --watermarks={VALUES.watermarks}; leave one out")
+        candidates = serving.read_watermarks(VALUES.watermarks)
+    job = make_job(candidates, correction=VALUES.correction)
     return score(job, run.identify_text)
 
 

@@ -119,7 +119,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A JSON value whose NaN and infinities are None, at any depth: JSON has no word for them, and strict readers fail."""
+    """A JSON value whose NaN and infinities are None, at any depth: JSON has no word for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

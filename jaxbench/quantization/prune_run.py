@@ -179,7 +179,8 @@ def summary(result: Result, settings: Settings) -> str:
         what = f"{zeros.zeros:,} of {zeros.weights:,} weights of {zeros.matrices} matrices are zero ({zeros.share:.1%})"
     names = {"dense": "dense", "pruned": "pruned", "finetuned": f"after {settings.finetune_steps} steps"}
     losses = ", ".join(f"{value:.4f} {names[name]}" for name, value in result.losses.items())
-    return f"{settings.method}: {what}" + (f"; nats per token, {result.held_out_tokens:,} held out: {losses}" if losses else "")
+    held_out = f"; nats per token, {result.held_out_tokens:,} held out: {losses}" if losses else ""
+    return f"{settings.method}: {what}{held_out}"
 
 
 def _needs_text(settings: Settings) -> bool:

@@ -11,7 +11,7 @@ from absl import flags
 from jaxbench import outputs, process_environment
 
 VALUES = flags.FLAGS
-FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite")  # of --input
+FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite", "score_cache")  # of --input
 TEXT_FLAGS = ("prompt_tokens", "neural")  # of --text
 
 

@@ -124,7 +124,7 @@ def detect(
     limit = num_payloads(detector.scheme)
     if payload is not None and not (_is_whole_number(payload) and 0 <= payload < limit):
         raise ValueError(f"detect: payload={payload!r}, wanted 0 <= payload < {limit} for this scheme, a whole number")
-    key, prompt = _checked_keys(key, len(ids)), _checked_prompts(prompt_lengths, len(ids))
+    key, prompt = checked_keys(key, len(ids)), checked_prompts(prompt_lengths, len(ids))
     payload = payload if payload is None else int(payload)
     parts, places = [], []
     for rows, tokens, lengths in batches(ids):
@@ -143,8 +143,12 @@ def _is_whole_number(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
-    """One key, or one for each text; what is none is not shown, as it may be a secret all the same."""
+def checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
+    """One key, or one for each text; what is none is not shown, as it may be a secret all the same.
+
+    Raises:
+      ValueError: it is neither.
+    """
     if isinstance(key, Key):
         return key
     if not isinstance(key, Iterable) or isinstance(key, str | bytes):
@@ -160,8 +164,12 @@ def _checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
     return keys
 
 
-def _checked_prompts(given: Any, num_texts: int) -> Int[np.ndarray, " N"]:
-    """Tokens of each text that are not scored, of one number or of one for each text."""
+def checked_prompts(given: Any, num_texts: int) -> Int[np.ndarray, " N"]:
+    """Tokens of each text that are not scored, of one number or of one for each text.
+
+    Raises:
+      ValueError: they are no such numbers.
+    """
     try:
         lengths = np.asarray(0 if given is None else given)
     except (ValueError, OverflowError):  # a ragged list

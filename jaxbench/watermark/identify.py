@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.measure.verdicts import holm
-from jaxbench.watermark import detection, significance
+from jaxbench.result_cache import ResultCache
+from jaxbench.watermark import detection, score_cache, significance
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged
@@ -37,6 +38,7 @@ class Identification(NamedTuple):
     best: np.ndarray  # int64 [N], the candidate with the smallest p-value
     p_value: np.ndarray  # float64 [N], its corrected p-value: that of `any of them`
     payloads: np.ndarray  # int64 [N K], the likeliest message under each candidate; -1 where it carries none
+    num_known: int  # of N times K scores, that a cache had
 
 
 def identify(
@@ -47,12 +49,14 @@ def identify(
     make_detector: Callable[..., detection.NumpyDetector],
     correction: str = "holm",
     prompt_lengths: np.ndarray | int | None = None,
+    cache: ResultCache | None = None,
 ) -> Identification:
     """Test every text against every candidate.
 
     Args:
       make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., green_lists=...).
       correction: bonferroni or holm; both hold the family-wise error rate, under any dependence of the candidates.
+      cache: of scores, see score_cache.py; None = every text is scored.
 
     Raises:
       ValueError: no candidates, two of one name, or an unknown correction.
@@ -63,11 +67,13 @@ def identify(
     if correction not in CORRECTIONS:
         raise ValueError(f"identify: correction={correction!r} is unknown, wanted one of {', '.join(CORRECTIONS)}")
     found, payloads = np.empty((len(ids), len(names))), np.empty((len(ids), len(names)), np.int64)
+    num_known = 0
     for column, candidate in enumerate(candidates):
         detector = make_detector(candidate.scheme, vocab_size=vocab_size, green_lists=candidate.green_lists)
-        one = detection.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
+        one, known = score_cache.detect(detector, ids, candidate.key, cache, prompt_lengths=prompt_lengths)
+        num_known += known
         found[:, column], payloads[:, column] = one.p_value, one.payload
     corrected = CORRECTIONS[correction](found)
     best = found.argmin(axis=1)
     p_value = np.take_along_axis(corrected, best[:, None], axis=1)[:, 0]
-    return Identification(names, found, corrected, best, p_value, payloads)
+    return Identification(names, found, corrected, best, p_value, payloads, num_known)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pydantic
 from jaxtyping import Float
 
-from jaxbench.config import Base
+from jaxbench.config import Base, read_yaml
+from jaxbench.result_cache import ResultCache
 from jaxbench.serve.request import Request, Sampling
-from jaxbench.watermark import config, detection, identify
+from jaxbench.watermark import config, detection, identify, score_cache
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.reference import MAX_WIDTH
@@ -40,6 +42,19 @@ class WatermarkKey(Base):
         """
         missing = f"watermarks.{name}.key_file is missing; make a key with `watermark.py keygen`"
         return key_of(self.scheme, self.key_file, missing=missing)
+
+
+def read_watermarks(path: str) -> tuple[identify.Candidate, ...]:
+    """Candidates of a YAML file of named schemes and key files, or of the configuration of a server that has some.
+
+    Raises:
+      ValueError: the file cannot be read, names none, or as Watermarks.
+    """
+    content = read_yaml(Path(path))
+    named = content.get("engine", {}).get("watermarks", {}) if "engine" in content else content
+    if not isinstance(named, dict) or not all(isinstance(fields, dict) for fields in named.values()) or not named:
+        raise ValueError(f"--watermarks={path} names {str(named)[:60]}; wanted NAME: {{scheme: .., key_file: ..}}, ..")
+    return Watermarks(named, package="jaxbench").candidates()
 
 
 class Marker:
@@ -99,9 +114,21 @@ class Watermarks:
         """The watermarks, ready for logits of so many tokens."""
         return Marks(self._keys, vocab_size=vocab_size, package=self._package)
 
-    def finder(self, tokenizer: Any, vocab_size: int) -> Finder:
-        """What finds them again."""
-        return Finder(self._keys, tokenizer, vocab_size)
+    def finder(self, tokenizer: Any, vocab_size: int, cache: ResultCache | None = None) -> Finder:
+        """What finds them again; cache: of scores."""
+        return Finder(self._keys, tokenizer, vocab_size, cache)
+
+    def candidates(self) -> tuple[identify.Candidate, ...]:
+        """All of them as identify.identify takes them.
+
+        Raises:
+          ValueError: a key file cannot be read.
+        """
+        return tuple(identify.Candidate(name, each.scheme, each.read(name)) for name, each in self._keys.items())
+
+    def described(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Some of the watermarks as `watermark.py identify --watermarks` reads them: schemes, and places of keys."""
+        return {name: self._keys[name].model_dump(mode="json") for name in names}
 
 
 class Marks:
@@ -143,13 +170,15 @@ class Marks:
 class Finder:
     """Looks for every key's mark in texts, in numpy: for servers, where nothing should compile."""
 
-    def __init__(self, keys: Mapping[str, WatermarkKey], tokenizer: Any, vocab_size: int):
-        """Read the keys.
+    def __init__(
+        self, keys: Mapping[str, WatermarkKey], tokenizer: Any, vocab_size: int, cache: ResultCache | None = None
+    ):
+        """Read the keys; cache: of scores, None = every text is scored.
 
         Raises:
           ValueError: a key file cannot be read.
         """
-        self.names, self._tokenizer, self._vocab_size = tuple(keys), tokenizer, vocab_size
+        self.names, self._tokenizer, self._vocab_size, self._cache = tuple(keys), tokenizer, vocab_size, cache
         self._candidates = {
             name: identify.Candidate(name, each.scheme, each.read(name), lists_of(each.scheme, vocab_size=vocab_size))
             for name, each in keys.items()
@@ -157,6 +186,8 @@ class Finder:
 
     def find(self, text: str | Sequence[int], names: Sequence[str], *, prompt_tokens: int = 0) -> dict[str, Any]:
         """What each of some keys says of a text, or of token ids, and the p-value of any of them (Holm).
+
+        `is_cached` is true where nothing was computed.
 
         Raises:
           ValueError: a key is unknown, or a token outside the vocabulary.
@@ -170,12 +201,13 @@ class Finder:
             raise ValueError(f"tokens: {str(strange[0])[:20]} is none; wanted 0 to {self._vocab_size - 1}")
         given = [text] if isinstance(text, str) else Ragged.from_lists([list(text)])
         ids = detection.as_ids(given, self._tokenizer, vocab_size=self._vocab_size)
-        mine, found = [self._candidates[name] for name in names], []
+        mine, found, num_known = [self._candidates[name] for name in names], [], 0
         for each in mine:
             detector = detection.NumpyDetector(
                 each.scheme, vocab_size=self._vocab_size, green_lists=each.green_lists
             )  # fmt: skip
-            one = detection.detect(detector, ids, each.key, prompt_lengths=prompt_tokens)
+            one, known = score_cache.detect(detector, ids, each.key, self._cache, prompt_lengths=prompt_tokens)
+            num_known += known
             found.append({
                 "watermark": each.name, "scheme": each.scheme.scheme, "p_value": float(one.p_value[0]),
                 "z_score": float(one.score[0]), "num_scored": int(one.num_scored[0]),
@@ -186,7 +218,7 @@ class Finder:
         corrected = identify.CORRECTIONS["holm"](p_values)[0]
         best = int(p_values[0].argmin())
         return {
-            "num_tokens": int(ids.lengths[0]),
+            "num_tokens": int(ids.lengths[0]), "is_cached": num_known == len(names),
             "best": found[best]["watermark"], "p_value": float(corrected[best]),
             "watermarks": [each | {"corrected_p_value": float(p)} for each, p in zip(found, corrected)],
         }  # fmt: skip

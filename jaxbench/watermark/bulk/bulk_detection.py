@@ -20,8 +20,9 @@ import numpy as np
 
 from jaxbench import outputs, worker_pool
 from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.result_cache import ResultCacheConfig
 from jaxbench.text import lines
-from jaxbench.watermark import detection, identify
+from jaxbench.watermark import detection, identify, score_cache
 from jaxbench.watermark.bulk import part_files
 from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.schemes.contract import Scheme
@@ -40,6 +41,7 @@ class Job:
     correction: str = "holm"
     field: str = "text"
     prompt_field: str | None = None
+    cache: ResultCacheConfig | None = None  # of scores; changes none of them
 
 
 class Worker:
@@ -49,6 +51,8 @@ class Worker:
         self.job, self.folder, self.kind = job, folder, kind
         self.vocab_size = job.vocab_size or load_tokenizer(job.model).vocab_size
         self._encoder: TextEncoder | None = None
+        self._cache = None  # opened where the chunks are scored: a connection is not pickled
+        self._num_known = 0  # scores of this chunk that the cache had
         self._detectors: dict[str, Any] = {}
 
     def __call__(self, chunk: lines.Chunk) -> dict[str, Any]:
@@ -64,6 +68,7 @@ class Worker:
             "num_changed": encoded.num_changed,
         }
         prompt = np.array([record.prompt_tokens for record in records], np.int32)
+        self._num_known = 0
         columns |= self._scores(encoded.ids, prompt)
         problems = sorted(bad + outside)
         part_files.write_part(self.folder / f"{chunk.name}.{self.kind}", columns, self.kind)
@@ -71,8 +76,8 @@ class Worker:
             "name": chunk.name, "path": chunk.path, "bytes": chunk.read_bytes,
             "texts": len(records), "bad": len(problems),
             "first_bad": [[chunk.path, *one] for one in problems[: part_files.LISTED]],
-            "changed": int((encoded.num_changed > 0).sum()), "tokens": int(encoded.ids.lengths.sum()),
-            "seconds": time.monotonic() - start,
+            "known": self._num_known, "changed": int((encoded.num_changed > 0).sum()),
+            "tokens": int(encoded.ids.lengths.sum()), "seconds": time.monotonic() - start,
         }  # fmt: skip
         outputs.write_json(self.folder / f"{chunk.name}.json", report)
         return report
@@ -110,14 +115,20 @@ class Worker:
 
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
         candidates = self.job.candidates
+        if self.job.cache is not None and self._cache is None:
+            self._cache = self.job.cache.open()
         if len(candidates) == 1:
             candidate = candidates[0]
             detector = self._detector(candidate.scheme, vocab_size=self.vocab_size, green_lists=candidate.green_lists)
-            return dict(detection.detect(detector, ids, candidate.key, prompt_lengths=prompt)._asdict())
+            one, self._num_known = score_cache.detect(
+                detector, ids, candidate.key, self._cache, prompt_lengths=prompt
+            )  # fmt: skip
+            return one._asdict()
         identified = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
-            correction=self.job.correction, prompt_lengths=prompt,
+            correction=self.job.correction, prompt_lengths=prompt, cache=self._cache,
         )  # fmt: skip
+        self._num_known = identified.num_known
         columns = {f"p_{name}": identified.p_values[:, i] for i, name in enumerate(identified.names)}
         columns |= {f"corrected_p_{name}": identified.corrected[:, i] for i, name in enumerate(identified.names)}
         columns |= {
@@ -185,7 +196,7 @@ def run(
 
 
 def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) -> dict[str, Any]:
-    totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "changed", "tokens")}
+    totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "known", "changed", "tokens")}
     listed = [problem for report in reports for problem in report["first_bad"]][: part_files.LISTED]
     work = sum(report["seconds"] for report in reports)
     return totals | {"files": len(paths), "seconds": seconds, "work_seconds": work, "first_bad": listed}
@@ -213,7 +224,9 @@ def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
 def describe(job: Job) -> str:
     """Part of a job that decides its scores, without keys, as canonical JSON."""
     fields = {
-        field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "make_detector"
+        field.name: getattr(job, field.name)
+        for field in dataclasses.fields(job)
+        if field.name not in ("make_detector", "cache")
     }
     fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
     return json.dumps(fields, sort_keys=True)
