@@ -2,6 +2,7 @@
 
     benchmarks.py run --suite=quick
     benchmarks.py run --suite=standard --compare_with=main
+    benchmarks.py run --suite=standard --cases=compress
     benchmarks.py gate --suite=quick
     benchmarks.py qualify --suite=quick --launches=180
     benchmarks.py history list
@@ -11,8 +12,8 @@
     benchmarks.py dashboard
 
 A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree as pairs of fresh
-processes in turn. A critical regression ends with exit code 1, bad input with 2 and one line. A run that is killed
-goes on with the same command.
+processes in turn. A critical regression or a broken limit ends with exit code 1, bad input with 2 and one line. A run
+that is killed goes on with the same command.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ def _suite() -> tuple[Any, str]:
     return suite, path.stem
 
 
+def _part(suite: Any, name: str) -> tuple[Any, str, tuple[str, ...]]:
+    """The part of a suite that --cases names, the suite's name, and the names of the cases that are left out."""
+    if VALUES.cases is None:
+        return suite, name, ()
+    part = suite.only(VALUES.cases)
+    kept = {case.name for case in part.cases}
+    return part, name, tuple(case.name for case in suite.cases if case.name not in kept)
+
+
 def _say() -> Any:
     """What prints a line of progress with the seconds since now."""
     from rich import markup
@@ -72,6 +82,9 @@ def define_run() -> None:
     _define_suite()
     flags.DEFINE_string("compare_with", None, "commit, branch or tag that is measured beside; or a run of the history")
     flags.DEFINE_bool("other_machine", False, "compare with a run of another machine: what is counted, no times")
+    flags.DEFINE_list(
+        "cases", None, "names or workloads of cases, as file names match: --cases=native*,bits; unset: all"
+    )
     alert_commands.define_alerts()
     flags.DEFINE_bool("detailed_report", False, "report.html with every series, every section open")
     flags.DEFINE_bool("keep", True, "keep the run in the history")
@@ -82,12 +95,11 @@ def define_run() -> None:
 
 def run() -> int:
     """Run a suite, beside a base where one is named."""
-    from jaxbench import config
     from jaxbench.measure import environment
     from jaxbench.regress import html_report, report, trees
     from jaxbench.regress import run as running
 
-    suite, name = _suite()
+    suite, name, left_out = _part(*_suite())
     alerts = alert_commands.config()
     if alerts is not None and not VALUES.keep:
         raise ValueError(f"--alerts={VALUES.alerts}: an alert names a run of the history; leave --nokeep out")
@@ -99,7 +111,7 @@ def run() -> int:
                 f"--compare_with={VALUES.compare_with} was run on machine {stored['host']}, this is "
                 f"{environment.fingerprint()}; pass --other_machine to compare what is counted"
             )
-    known = [config.config_id(suite), VALUES.device, trees.here().commit, VALUES.compare_with or ""]
+    known = [suite.id, VALUES.device, trees.here().commit, VALUES.compare_with or ""]
     folder = running.unfinished(
         Path("out") / "benchmarks", f"{name}-{hashlib.sha256(repr(known).encode()).hexdigest()[:8]}"
     )
@@ -107,9 +119,12 @@ def run() -> int:
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     found = running.run(
         suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, name=name,
-        qualified=history.qualification(environment.fingerprint(), VALUES.device, name), say=_say(),
+        qualified=None if left_out else history.qualification(environment.fingerprint(), VALUES.device, name),
+        left_out=left_out, say=_say(),
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
+    if (limits := report.limits_table(found.record)) is not None:
+        terminal.console().print(limits)
     written = report.write(found.record, workdir)
     if "html" in suite.reports or VALUES.detailed_report:
         written += html_report.write(found.record, workdir, detailed=VALUES.detailed_report)
@@ -123,9 +138,11 @@ def run() -> int:
         print(f"kept as {id} in {history.folder}")
         if alerts is not None:
             alert_commands.take_in(alerts, found.record, id)
-    critical = [each.series for each in found.findings if each.level == "critical"]
-    if critical:
-        raise cli.GateFailed(f"critical regression of {', '.join(critical)}")
+    critical = ", ".join(each.series for each in found.findings if each.level == "critical")
+    broken = "; ".join(report.broken_limits(found.record))
+    failed = [f"critical regression of {critical}"] * bool(critical) + [f"broken limits: {broken}"] * bool(broken)
+    if failed:
+        raise cli.GateFailed("; ".join(failed))
     return cli.EXIT_OK
 
 

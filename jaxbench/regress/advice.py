@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pydantic
 
-from jaxbench.regress import metrics
+from jaxbench.regress import limits, metrics
 from jaxbench.regress.judge import MOST_LAUNCHES, Finding
+from jaxbench.regress.limits import Judged
 from jaxbench.regress.suite import Suite
 
 FEW = 6  # names that a sentence has
@@ -38,16 +39,25 @@ def primaries(record: Mapping[str, Any]) -> tuple[str, ...]:
     return suite.primaries() if suite is not None else ()
 
 
+def suite_name(record: Mapping[str, Any]) -> str:
+    """What a run's suite is called, with the cases that it ran where it left some out: a group of its own."""
+    name = record.get("suite_name") or record.get("suite_id", "")
+    return f"{name} ({', '.join(_cases(record))} alone)" if record.get("left_out") else name
+
+
 # Recommendations
 
 
 def recommendations(record: Mapping[str, Any]) -> list[str]:
     """What to do next, a sentence each, the most urgent first; none where nothing is left to do."""
     found = [Finding(**each) for each in record["findings"]]
+    broken = [each.series for each in limits.broken(record)]
+    first = [f"limits broken: {_names(broken)}; mend it, or say in the suite why another limit holds"] if broken else []
     if not found:
-        return [f"no base: `{_command(record)} --compare_with=COMMIT` gives verdicts"]
+        busy = _busy(record, limits.broken(record))
+        return [*first, *busy, f"no base: `{_command(record)} --compare_with=COMMIT` gives verdicts"]
     steps = (_bisect, _not_confirmed, _warnings, _counts, _quality, _undecided, _qualify, _busy)
-    return [line for step in steps for line in step(record, found)]
+    return first + [line for step in steps for line in step(record, found)]
 
 
 def _bisect(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
@@ -127,13 +137,13 @@ def _undecided(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]
 
 
 def _qualify(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    if record.get("qualified") is not None:
+    if record.get("qualified") is not None or record.get("left_out"):
         return []
     suite = record.get("suite_name") or "SUITE"
     return [f"not qualified here: `{COMMAND} qualify --suite={suite}` measures false alarms and power on this machine"]
 
 
-def _busy(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
+def _busy(record: Mapping[str, Any], found: Sequence[Finding | Judged]) -> list[str]:
     """Where something else was at work: run again; worth it only where times were judged."""
     machine = record["machine"]
     load = next(iter(machine.get("load_average", ())), 0.0)
@@ -156,7 +166,10 @@ def checklist(record: Mapping[str, Any]) -> list[Item]:
     found = [Finding(**each) for each in record["findings"]]
     head, base = record["sides"]["head"]["commit"], record["sides"].get("base", {}).get("commit", "")
     committed = "+" not in head and not head.startswith("sources-")
-    return [
+    qualified = f"machine {record['host']}" if record.get("qualified") is not None else "`qualify` was not run here"
+    bounds, broken = limits.of_run(record), [each.series for each in limits.broken(record)]
+    said = f"broken: {_names(broken)}" if broken else f"{len(bounds)} limits"
+    items = [
         Item("the base is named", bool(base), base or "none: pass --compare_with"),
         Item("what was measured is a commit", committed, head),
         _covered(record, found),
@@ -167,14 +180,15 @@ def checklist(record: Mapping[str, Any]) -> list[Item]:
         Item(
             "the machine is qualified for this suite",
             record.get("qualified") is not None,
-            f"machine {record['host']}" if record.get("qualified") is not None else "`qualify` was not run here",
+            "a whole suite is qualified, no part of it" if record.get("left_out") else qualified,
         ),
     ]
+    return items + [Item("every limit is held", not broken, said)] * bool(bounds)
 
 
 def _covered(record: Mapping[str, Any], found: Sequence[Finding]) -> Item:
     seen = {each.series.partition(".")[0] for each in found}
-    cases = [case["name"] for case in record["suite"].get("cases", ())]
+    cases = [*_cases(record), *record.get("left_out", ())]
     lost = [name for name in cases if name not in seen]
     said = f"not on both sides: {_names(lost)}" if lost else f"{len(cases)} cases"
     return Item("every case was measured on both sides", bool(found) and not lost, said)
@@ -202,12 +216,18 @@ def _decided(record: Mapping[str, Any], found: Sequence[Finding]) -> Item:
     return Item("every primary series is decided", bool(names) and not open_, said)
 
 
-def _kind(each: Finding) -> str:
+def _kind(each: Finding | Judged) -> str:
     return metrics.metric_of(each.series).kind
 
 
 def _command(record: Mapping[str, Any]) -> str:
-    return f"{COMMAND} run --suite={record.get('suite_name') or 'SUITE'}"
+    only = f" --cases={','.join(_cases(record))}" if record.get("left_out") else ""
+    return f"{COMMAND} run --suite={record.get('suite_name') or 'SUITE'}{only}"
+
+
+def _cases(record: Mapping[str, Any]) -> list[str]:
+    """Names of the cases that a run ran."""
+    return [case["name"] for case in record["suite"].get("cases", ())]
 
 
 def _names(names: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import config
 from jaxbench.measure import environment, verdicts
 from jaxbench.regress import judge, metrics, pairs, trees
 from jaxbench.regress import run as running
@@ -72,7 +71,7 @@ def counts_of(
     running.check(suite, device)
     short, threads = quick(suite), suite.threads or environment.usable_cores()
     packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
-    name = "-".join([config.config_id(short), device, str(threads), packages, side, tree.commit])
+    name = "-".join([short.id, device, str(threads), packages, side, tree.commit])
     plan = running.planned(short, {side: tree}, device, folder / name)
     launches = Launches(plan, say)
     launches.until(1)
@@ -91,7 +90,7 @@ def quick(suite: Suite) -> Suite:
 
 def stored(history: History, suite: Suite, *, commit: str, device: str, threads: int) -> Stored | None:
     """Counts of a commit by the newest run that measured it with this suite on this machine; None where none did."""
-    wanted = (environment.fingerprint(), device, config.config_id(suite))
+    wanted = (environment.fingerprint(), device, suite.id)
     for row in reversed(history.list()):
         side = next((name for name, sha in ((HEAD, row.head), (BASE, row.base)) if sha and sha == commit), None)
         if side is None or (row.host, row.device, row.suite_id) != wanted:

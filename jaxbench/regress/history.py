@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,7 +164,10 @@ class History:
         for path in sorted((self.folder / QUALIFIED).glob("*.json")):
             with contextlib.suppress(OSError, ValueError):
                 found.append(outputs.read_json(path))
-        return [each for each in found if isinstance(each, dict) and {"about", "real", "power"} <= each.keys()]
+        found = [each for each in found if isinstance(each, dict) and {"about", "real", "power"} <= each.keys()]
+        # An effect that no run decides is infinite, for which JSON has null.
+        whole = [{n: math.inf if share is None else share for n, share in q.get("smallest", {}).items()} for q in found]
+        return [each | {"smallest": smallest} for each, smallest in zip(found, whole, strict=True)]
 
     def qualification(self, host: str, device: str, suite: str) -> dict[str, Any] | None:
         """What verdicts of a suite are worth on a machine; None where nobody measured it."""

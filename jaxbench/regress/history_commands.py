@@ -56,6 +56,8 @@ def show() -> int:
 
     record = folder().load(VALUES.run)
     terminal.console().print(report.table(record))
+    if (limits := report.limits_table(record)) is not None:
+        terminal.console().print(limits)
     print(report.summary(record))
     said = report.worth(record) if record["findings"] else []
     for line in report.explanation(record) + said + record["notes"]:

@@ -15,13 +15,14 @@ import markupsafe
 from jaxbench import outputs
 from jaxbench.measure import page
 from jaxbench.measure.page import Section
-from jaxbench.regress import advice, metrics, report
+from jaxbench.regress import advice, limits, metrics, report
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.metrics import Margin
 
 NAME = "report.html"
 COLOURS = {"regression": "#c93a3a", "improvement": "#1a7f45", "undecided": "#8b949e", "no change": "#3b82f6"}
 CLASSES = {"regression": "slower", "improvement": "faster"}
+LIMITS = {"held": "faster", "broken": "slower"}
 FOLDED = {  # sections that a reader opens, and what they say then
     "measured": "medians of both sides, and the launches of head", "worth": "false alarms and power",
     "system": "machine, packages and load",
@@ -48,8 +49,10 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
     figure = forest(record, shown)
     margins = _margins(record, shown)
     rows = [_row(record, each, margins[each.series]) for each in shown]
+    bounds = [(*report.limit_cells(each), LIMITS[each.verdict]) for each in limits.of_run(record)]
     why, measured = report.explanation(record), series_rows(record)
     sections = [
+        Section("limits", "Limits", bool(bounds)),
         Section("findings", "Findings", bool(found)),
         Section("ratios", "By how much head is worse", figure is not None),
         Section("why", "Why", bool(why)),
@@ -63,7 +66,7 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
     return page.render(
         f"Performance: {report.summary(record)}", sections, {"chart-ratios": figure} if figure else {},
         name=f"Performance of {record['sides']['head']['commit']}", template=Path(__file__).with_suffix(".html"),
-        record=record, cards=cards(record, found), rows=rows,
+        record=record, cards=cards(record, found), rows=rows, limits=bounds, suite=advice.suite_name(record),
         left_out=len(found) - len(shown), measured=measured, why=why, detailed=detailed, system=system(record),
         recommendations=advice.recommendations(record), checklist=advice.checklist(record),
         worth=report.worth(record) if found else [], folded=FOLDED, filters={"code": code},
@@ -72,17 +75,20 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
 
 def cards(record: Mapping[str, Any], found: Sequence[Finding]) -> list[tuple[str, str, str]]:
     """The figures on top: figure, what, remark."""
+    count, broken = len(limits.of_run(record)), len(limits.broken(record))
+    bounds = [(f"{count - broken} of {count}", "limits held", "of head alone")] * bool(count)
     if not found:
-        return [(str(len(record["series"])), "series measured", "no base to compare with")]
-    count = {word: sum(each.verdict == word for each in found) for word in report.ORDER}
+        return [(str(len(record["series"])), "series measured", "no base to compare with"), *bounds]
+    words = {word: sum(each.verdict == word for each in found) for word in report.ORDER}
     critical = sum(each.level == "critical" for each in found)
     items = advice.checklist(record)
     done = sum(item.is_done for item in items)
     return [
-        (str(count["regression"]), "regressions", f"{critical} critical"),
-        (str(count["improvement"]), "improvements", "beyond chance and the margin"),
-        (str(count["no change"]), "no change", "the interval lies within the margin"),
-        (str(count["undecided"]), "undecided", "more launches would tell"),
+        (str(words["regression"]), "regressions", f"{critical} critical"),
+        (str(words["improvement"]), "improvements", "beyond chance and the margin"),
+        (str(words["no change"]), "no change", "the interval lies within the margin"),
+        (str(words["undecided"]), "undecided", "more launches would tell"),
+        *bounds,
         (f"{done} of {len(items)}", "points of a release", "done, by this run"),
     ]
 

@@ -91,6 +91,8 @@ METRICS = {
     "executables": Metric("count", False, "exact"),
     "recompilations": Metric("count", False, "exact"),
 }
+# Of each compiled program, which a series names behind its case: decode.prefill.flops
+OF_PROGRAMS = ("flops", "bytes_accessed", "temp_bytes", "argument_bytes", "output_bytes", "hlo_ops", "collectives")
 
 
 def metric_of(series: str) -> Metric:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from xml.etree import ElementTree
 import rich.table
 
 from jaxbench import outputs
-from jaxbench.regress import advice, metrics, why
+from jaxbench.regress import advice, limits, metrics, why
 from jaxbench.regress.judge import Finding
+from jaxbench.regress.limits import Judged
 from jaxbench.regress.qualify import Share
 
 ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
@@ -22,7 +24,9 @@ SHOWN = {"regression", "improvement"}  # in a summary; the rest is counted
 
 def findings_of(record: Mapping[str, Any]) -> list[Finding]:
     """Findings of a run's record, regressions first, the worst of them first."""
-    found = [Finding(**each) for each in record["findings"]]
+    # A rise from 0 is infinite, for which a run's JSON file has null.
+    made = ({name: math.inf if value is None else value for name, value in each.items()} for each in record["findings"])
+    found = [Finding(**each) for each in made]
     return sorted(found, key=lambda each: (ORDER[each.verdict], each.level != "critical", -each.worse))
 
 
@@ -30,11 +34,19 @@ def summary(record: Mapping[str, Any]) -> str:
     """One line: what was found."""
     found = findings_of(record)
     if not found:
-        return f"{len(record['series'])} series measured, no base to compare with"
+        return f"{len(record['series'])} series measured, no base to compare with{_limits_in_short(record)}"
     counts = {word: sum(each.verdict == word for each in found) for word in ORDER}
     critical = sum(each.level == "critical" for each in found)
     said = [f"{count} {word}" for word, count in counts.items() if count]
-    return ", ".join(said) + (f"; {critical} of the regressions critical" if critical else "")
+    shown = ", ".join(said) + (f"; {critical} of the regressions critical" if critical else "")
+    return shown + _limits_in_short(record)
+
+
+def _limits_in_short(record: Mapping[str, Any]) -> str:
+    count, broken = len(limits.of_run(record)), len(limits.broken(record))
+    if not count:
+        return ""
+    return f"; {broken} of {count} limits broken" if broken else f"; {count} of {count} limits held"
 
 
 def table(record: Mapping[str, Any]) -> rich.table.Table:
@@ -52,6 +64,32 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
         for name, both in record["series"].items():
             shown.add_row(name, "", number(both["head"]["median"], metrics.of_run(record, name).unit), "", "")
     return shown
+
+
+def limits_table(record: Mapping[str, Any]) -> rich.table.Table | None:
+    """The limits of a run on a terminal; None where its suite has none."""
+    if not (found := limits.of_run(record)):
+        return None
+    shown = rich.table.Table(title="limits, of the median of head's launches")
+    for column in ("series", "value", "wanted", "verdict"):
+        shown.add_column(column, justify="right" if column == "value" else "left")
+    for each in found:
+        shown.add_row(*limit_cells(each))
+    return shown
+
+
+def limit_cells(each: Judged) -> tuple[str, str, str, str]:
+    """Series, value, what was wanted, and the verdict of a limit, in words."""
+    unit = metrics.metric_of(each.series).unit
+    bounds = (("at least", each.least), ("at most", each.most))
+    wanted = ", ".join(f"{word} {number(bound, unit)}" for word, bound in bounds if bound is not None)
+    return each.series, "not measured" if each.value is None else number(each.value, unit), wanted, each.verdict
+
+
+def broken_limits(record: Mapping[str, Any]) -> list[str]:
+    """A sentence's part for each limit that a run broke."""
+    cells = [limit_cells(each) for each in limits.broken(record)]
+    return [f"{series} {value}, wanted {wanted}" for series, value, wanted, _ in cells]
 
 
 def number(value: float, unit: str) -> str:
@@ -88,6 +126,8 @@ def explanation(record: Mapping[str, Any]) -> list[str]:
 
 def worth(record: Mapping[str, Any]) -> list[str]:
     """What verdicts of this suite are worth on this machine: false alarms, power, the smallest effects."""
+    if record.get("left_out"):
+        return ["verdicts of some cases alone are not qualified: `qualify` measures a whole suite"]
     if (found := record.get("qualified")) is None:
         return ["verdicts of this suite are not qualified on this machine: `qualify` measures false alarms and power"]
     real, drawn = (Share(*found[name]) for name in ("real", "drawn"))
@@ -117,6 +157,9 @@ def markdown(record: Mapping[str, Any]) -> str:
             cells = (each.series, number(each.base, unit), number(each.head, unit), interval(each), verdict(each))
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+    if of_run := limits.of_run(record):
+        lines += ["| limit | value | wanted | verdict |", "|---|---|---|---|"]
+        lines += ["| " + " | ".join(limit_cells(each)) + " |" for each in of_run] + [""]
     undecided = [each.series for each in found if each.verdict == "undecided"]
     if undecided:
         lines += [f"Undecided: {', '.join(undecided)}.", ""]
@@ -135,12 +178,12 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def junit(record: Mapping[str, Any]) -> str:
-    """The run as JUnit XML: a critical regression is a failure, what is undecided is skipped."""
-    found = findings_of(record)
-    failed = sum(each.level == "critical" for each in found)
+    """The run as JUnit XML: a critical regression or a broken limit is a failure, what is undecided is skipped."""
+    found, bounds = findings_of(record), limits.of_run(record)
+    failed = sum(each.level == "critical" for each in found) + len(limits.broken(record))
     skipped = sum(each.verdict == "undecided" for each in found)
     suite = ElementTree.Element(
-        "testsuite", name="performance", tests=str(len(found)), failures=str(failed), skipped=str(skipped)
+        "testsuite", name="performance", tests=str(len(found) + len(bounds)), failures=str(failed), skipped=str(skipped)
     )
     properties = ElementTree.SubElement(suite, "properties")
     for line in worth(record):
@@ -155,6 +198,13 @@ def junit(record: Mapping[str, Any]) -> str:
             ElementTree.SubElement(case, "skipped", message=said)
         else:
             ElementTree.SubElement(case, "system-out").text = said
+    for each in bounds:
+        case = ElementTree.SubElement(suite, "testcase", classname="limits", name=each.series)
+        _, value, wanted, judged = limit_cells(each)
+        if judged == "broken":
+            ElementTree.SubElement(case, "failure", message=f"{value}; wanted {wanted}")
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{value}; wanted {wanted}"
     ElementTree.indent(suite)
     buffer = io.BytesIO()
     ElementTree.ElementTree(suite).write(buffer, encoding="utf-8", xml_declaration=True)
@@ -178,7 +228,17 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a table: findings with the smallest effect that the machine shows; without any, what was measured."""
+    """Rows of a table: findings with the smallest effect that the machine shows; without any, what was measured.
+
+    A series with a limit has its bounds and verdict too, and a row of its own where it has no other.
+    """
     smallest = record.get("qualified", {}).get("smallest", {})
     found = [each._asdict() | {"smallest_effect": smallest.get(each.series, "")} for each in findings_of(record)]
-    return found or [{"series": name, "head": both["head"]["median"]} for name, both in record["series"].items()]
+    found = found or [{"series": name, "head": both["head"]["median"]} for name, both in record["series"].items()]
+    bounds = {
+        each.series: {"least": each.least, "most": each.most, "limit": each.verdict} for each in limits.of_run(record)
+    }
+    rest = {each.series: {"series": each.series, "head": each.value} for each in limits.of_run(record)}
+    for row in found:
+        rest.pop(row["series"], None)
+    return [row | bounds.get(row["series"], {}) for row in [*found, *rest.values()]]

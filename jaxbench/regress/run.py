@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import config, outputs, store
+from jaxbench import outputs, store
 from jaxbench.measure import environment, verdicts
 from jaxbench.pretrained import assets, weights
-from jaxbench.regress import history, judge, metrics, pairs, tiny, trees, why
+from jaxbench.regress import history, judge, limits, metrics, pairs, tiny, trees, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
@@ -36,7 +36,8 @@ class Outcome(NamedTuple):
 
 def run(
     suite: Suite, *, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None = None,
-    name: str = "", qualified: Mapping[str, Any] | None = None, say: Callable[[str], Any] = print,
+    name: str = "", qualified: Mapping[str, Any] | None = None, left_out: Sequence[str] = (),
+    say: Callable[[str], Any] = print,
 ) -> Outcome:  # fmt: skip
     """Run a suite, resumable: what is finished in workdir is not made again.
 
@@ -46,6 +47,7 @@ def run(
         not, for a machine is another one at another time.
       name: of the suite.
       qualified: what its verdicts are worth on this machine, where `qualify` measured it.
+      left_out: names of cases of the suite of this name that `suite` is without.
 
     Raises:
       ValueError: the machine lacks what the suite requires, git knows no such commit, workdir is another run's, or
@@ -53,7 +55,7 @@ def run(
     """
     check(suite, device)
     head = trees.here()
-    sides, notes = {HEAD: head}, []
+    sides, notes = {HEAD: head}, _parts(left_out, stored)
     if compare_with is not None:
         try:
             sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
@@ -61,7 +63,13 @@ def run(
             notes.append(f"the base is left out: {error}")
             say(notes[-1])
     with _alone(workdir):
-        return _run(suite, sides, notes, device, workdir, stored, name, qualified, say)
+        return _run(suite, sides, notes, device, workdir, stored, name, qualified, left_out, say)
+
+
+def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[str]:
+    """What is said of a run, or one that it stands beside, that has not all cases of its suite."""
+    sides = (("this run is", left_out), ("the run beside it is", (stored or {}).get("left_out", ())))
+    return [f"{which} no whole suite; cases left out: {', '.join(names)}" for which, names in sides if names]
 
 
 @contextlib.contextmanager
@@ -84,7 +92,8 @@ def _alone(workdir: Path) -> Iterator[None]:
 
 def _run(
     suite: Suite, sides: Mapping[str, trees.Tree], notes: list[str], device: str, workdir: Path,
-    stored: Mapping[str, Any] | None, name: str, qualified: Mapping[str, Any] | None, say: Callable[[str], Any],
+    stored: Mapping[str, Any] | None, name: str, qualified: Mapping[str, Any] | None,
+    left_out: Sequence[str], say: Callable[[str], Any],
 ) -> Outcome:  # fmt: skip
     plan = planned(suite, sides, device, workdir)
     launches, findings, confirmed = Launches(plan, say), [], {}
@@ -107,6 +116,8 @@ def _run(
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
     record = _record(plan, findings, confirmed, notes, launches.finished())
     record |= {"suite_name": name} | ({} if qualified is None else {"qualified": qualified})
+    if left_out:
+        record["left_out"] = list(left_out)
     if explained is not None:
         record["why"] = explained
     if stored is not None:
@@ -143,7 +154,7 @@ def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir:
     Raises:
       ValueError: workdir is another run's.
     """
-    origin = [config.config_id(suite), device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
+    origin = [suite.id, device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
     store.claim(workdir, "-".join(origin))
     threads = suite.threads or environment.usable_cores()
     named = Path(suite.model)  # a worker's working folder is its tree
@@ -239,13 +250,13 @@ def _record(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
         "schema": history.SCHEMA, "time_utc": now, "suite": plan.suite.model_dump(mode="json"), "device": plan.device,
-        "suite_id": config.config_id(plan.suite), "host": origin["host"], "machine": origin,
+        "suite_id": plan.suite.id, "host": origin["host"], "machine": origin,
         "model_sha256": _model_sha256(plan), "launches": num_launches,
         "sides": {
             name: {"commit": tree.commit, "subject": tree.subject} for name, tree in plan.sides.items()
         },
         "series": series, "findings": [each._asdict() for each in findings], "confirmed": confirmed,
-        "notes": list(notes),
+        "limits": [each._asdict() for each in limits.judge(plan.suite.limits, series)], "notes": list(notes),
     }  # fmt: skip
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import pydantic
 
-from jaxbench.config import Base
-from jaxbench.regress import metrics
+from jaxbench.config import Base, config_id
+from jaxbench.regress import limits, metrics
+from jaxbench.regress.limits import Limit
 from jaxbench.regress.metrics import METRICS, Margin
 
 Dtype = Literal["float32", "bfloat16"]
@@ -199,6 +202,7 @@ class Suite(Base):
     confirm: int = pydantic.Field(default=5, ge=0)  # fresh launches that a critical verdict has to stand; 0 = none
     primary: tuple[str, ...] = ()  # series that the looks wait for, case.metric; () = tokens_per_s of every case
     margins: dict[str, Margin] = {}  # by series, metric or kind; the first of these that is named
+    limits: dict[str, Limit] = {}  # by series: what its median has to be, base or none
     timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)  # of one request to a worker
     threads: int | None = pydantic.Field(default=None, ge=1)  # None = all cores that may be used
     requires: Requires = Requires()
@@ -225,6 +229,8 @@ class Suite(Base):
                     f"({', '.join(metrics.MARGINS)})"
                 )
             self._check_direction(key)
+        for series in self.limits:
+            limits.check(series, {case.name: case.workload for case in self.cases}, NO_RATE)
         return self
 
     def _check_direction(self, key: str) -> None:
@@ -249,6 +255,39 @@ class Suite(Base):
             return metrics.OWN_MARGINS[metric]
         kind = metrics.metric_of(series).kind
         return self.margins.get(kind, metrics.MARGINS[kind])
+
+    @property
+    def id(self) -> str:
+        """Id of what is measured and how it is judged beside a base; limits, judged afterwards, do not change it."""
+        return config_id(self, exclude=("limits",))
+
+    def only(self, patterns: Sequence[str]) -> Suite:
+        """The suite with those cases alone whose name or workload matches a pattern, as file names match.
+
+        Primary series, margins and limits of the others are left out too.
+
+        Raises:
+          ValueError: a pattern matches no case.
+        """
+        kept: set[str] = set()
+        for pattern in patterns or [""]:
+            found = {
+                case.name for case in self.cases
+                if any(fnmatch.fnmatchcase(word, pattern) for word in (case.name, case.workload))
+            }  # fmt: skip
+            if not found:
+                known = ", ".join(f"{case.name} ({case.workload})" for case in self.cases)
+                raise ValueError(f"--cases: {pattern!r} matches no case; wanted names or workloads of {known}")
+            kept |= found
+        lost = {case.name for case in self.cases} - kept
+        changes = {"cases": tuple(case for case in self.cases if case.name in kept)}
+        changes["primary"] = tuple(name for name in self.primary if name.partition(".")[0] in kept)
+        for name in ("margins", "limits"):
+            of_series = getattr(self, name)
+            changes[name] = {
+                key: of_series[key] for key in of_series if "." not in key or key.partition(".")[0] not in lost
+            }
+        return self.model_copy(update=changes)
 
     def primaries(self) -> tuple[str, ...]:
         """The series that the looks wait for."""

@@ -103,7 +103,7 @@ def _caption(record: Mapping[str, Any], run: str) -> str:
     base = f" beside `{sides['base']['commit']}`" if "base" in sides else ""
     cores = f", {machine['threads']} threads" if "threads" in machine else ""
     jax = f", jax {machine['versions']['jax']}" if "jax" in machine.get("versions", {}) else ""
-    suite = record.get("suite_name") or record.get("suite_id") or "-"
+    suite = advice.suite_name(record) or "-"
     return (
         f"Run `{run}`: `{sides['head']['commit']}`{base}, suite {suite}, {record['launches']} launches, "
         f"{record['time_utc'][:10]}, {machine.get('cpu') or record['host']}{cores}, {record['device']}{jax}."

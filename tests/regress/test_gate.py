@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxbench import cli, config
+from jaxbench import cli
 from jaxbench.measure import environment
 from jaxbench.regress import gate, gate_command, history, trees
 from jaxbench.regress.pairs import BASE, HEAD
@@ -35,7 +35,7 @@ def kept(tmp_path, suite, **changes) -> history.History:
     """Return a history of one run of a suite on this machine: head c..., base b..., counts 7."""
     found = history.History(tmp_path / "h")
     series = {name: {side: {"median": 7.0} for side in (HEAD, BASE)} for name in ("decode.decode.flops", records.RATE)}
-    run = records.record([], host=environment.fingerprint(), suite_id=config.config_id(suite), series=series)
+    run = records.record([], host=environment.fingerprint(), suite_id=suite.id, series=series)
     found.add(run | changes)
     return found
 
@@ -95,7 +95,7 @@ def test_the_command_fails_on_a_critical_rise_and_passes_on_equal_counts(flags_o
     monkeypatch.setattr(gate, "counts_of", lambda *_, **__: (counts, {}))
     kept(tmp_path, records.SUITE)
     suite = records.SUITE.model_copy(update={"threads": 2})
-    monkeypatch.setattr(config, "config_id", lambda model: history.History(tmp_path / "h").list()[0].suite_id)
+    monkeypatch.setattr(Suite, "id", history.History(tmp_path / "h").list()[0].suite_id)
     assert gate_command.gate(suite, say=print) == cli.EXIT_OK
     assert "1 of 1 counts of" in (out := capsys.readouterr().out) and "(run 2026" in out
     counts["decode.decode.flops"] = 70.0

@@ -1,10 +1,11 @@
 """A run's primary series in a document: written between its marks, and checked to be current."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from jaxbench import cli
+from jaxbench import cli, outputs
 from jaxbench.regress import history, history_commands, tables, trees
 from tests.regress.records import LOAD, RATE, finding, quiet, record
 
@@ -16,6 +17,12 @@ def document(tmp_path):
     path = tmp_path / "a.md"
     path.write_text(EMPTY)
     return path
+
+
+def test_a_rise_from_0_is_infinite_also_where_a_file_has_null():
+    risen = finding(RATE, "regression", "critical", float("inf"), low=float("inf"), high=float("inf"))
+    run = json.loads(json.dumps(outputs.finite(record([risen, *quiet()[1:]]))))
+    assert "| was 0 | regression, critical |" in tables.table(run, "r")
 
 
 @pytest.fixture

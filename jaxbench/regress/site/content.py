@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from scipy import stats
 
-from jaxbench.regress import change_points, metrics, report
+from jaxbench.regress import advice, change_points, metrics, report
 from jaxbench.regress.alerts import Alert, Book
 from jaxbench.regress.history import History, read, work_of
 from jaxbench.regress.site import primary
@@ -133,7 +133,7 @@ def _run(id: str, record: Mapping[str, Any]) -> Run:
     return Run(
         id, record["time_utc"], record["host"], record["machine"].get("cpu", ""), record["device"],
         sides["head"]["commit"], sides["head"].get("subject", ""), sides.get("base", {}).get("commit", ""),
-        record.get("suite_name") or record.get("suite_id", ""), record["launches"], len(record["series"]), dict(counts),
+        advice.suite_name(record), record["launches"], len(record["series"]), dict(counts),
         sum(each["level"] == "critical" for each in record["findings"]), record.get("tag", ""),
     )  # fmt: skip
 

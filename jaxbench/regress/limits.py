@@ -1,0 +1,92 @@
+"""What a suite asks of its series in absolute terms, whatever a base does: least and most, held or broken (S file).
+
+A margin says how far a series may move from a base; a limit, what its median over head's launches may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.regress.metrics import METRICS, OF_PROGRAMS
+
+START = "start.import_s"  # of a launch, not of a case
+
+
+class Limit(Base):
+    """Bounds of a series' median, in its metric's unit, both of them held where it equals them; one bound at least."""
+
+    least: float | None = None
+    most: float | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Limit:
+        if self.least is None and self.most is None:
+            raise ValueError(f"least={self.least} and most={self.most} are no bound; wanted one of them or both")
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise ValueError(f"least={self.least} is above most={self.most}; wanted the other way round")
+        return self
+
+
+class Judged(NamedTuple):
+    """A limit after a run."""
+
+    series: str
+    value: float | None  # median over the launches of head; None = not measured
+    least: float | None
+    most: float | None
+    verdict: Literal["held", "broken"]
+
+
+def check(series: str, workloads: Mapping[str, str], no_rate: Sequence[str]) -> None:
+    """Check that cases can have a series.
+
+    Args:
+      workloads: by name of a case.
+      no_rate: workloads without tokens/s.
+
+    Raises:
+      ValueError: there is no such case or metric, or the case has none of this metric.
+    """
+    case, *program, metric = series.split(".") if "." in series else (series, "")
+    if series == START:
+        return
+    if case not in workloads:
+        raise ValueError(f"suite: limits.{series}; wanted CASE.METRIC, cases {', '.join(workloads)}")
+    if metric not in METRICS or len(program) > 1:
+        raise ValueError(f"suite: limits.{series}; wanted {case}.METRIC, metrics {', '.join(METRICS)}")
+    if bool(program) != (metric in OF_PROGRAMS):
+        form = f"{case}.PROGRAM.{metric}, a compiled program's" if not program else f"{case}.{metric}, the case's"
+        raise ValueError(f"suite: limits.{series}; wanted {form}")
+    if metric == "import_s":
+        raise ValueError(f"suite: limits.{series}; wanted {START}, once a launch")
+    if metric == "tokens_per_s" and workloads[case] in no_rate:
+        raise ValueError(f"suite: limits.{series}: workload {workloads[case]} has no tokens/s; wanted another metric")
+
+
+def judge(limits: Mapping[str, Limit], series: Mapping[str, Mapping[str, Any]]) -> list[Judged]:
+    """Every limit beside what was measured, in the suite's order; one whose series was not measured is broken.
+
+    Args:
+      series: of a run's record: by name and side, with the median.
+    """
+    found = []
+    for name, limit in limits.items():
+        value = series.get(name, {}).get("head", {}).get("median")
+        is_held = value is not None and (limit.least is None or value >= limit.least)
+        is_held = is_held and (limit.most is None or value <= limit.most)  # a value that is no number breaks either
+        found.append(Judged(name, value, limit.least, limit.most, "held" if is_held else "broken"))
+    return found
+
+
+def of_run(record: Mapping[str, Any]) -> list[Judged]:
+    """The limits of a run's record; none where its suite has none."""
+    return [Judged(**each) for each in record.get("limits", ())]
+
+
+def broken(record: Mapping[str, Any]) -> list[Judged]:
+    """Those that a run broke."""
+    return [each for each in of_run(record) if each.verdict == "broken"]
