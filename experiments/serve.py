@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import os
 import signal
 import socket
@@ -28,21 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, process_environment
+from jaxbench import cli, log_lines, outputs, process_environment
 
 VALUES = flags.FLAGS
-
-
-class JsonLines(logging.Formatter):
-    """A log record as one line of JSON: time, level, what happened, its fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        line = {"time": round(record.created, 3), "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
 
 
 def main() -> int:
@@ -69,10 +55,7 @@ def main() -> int:
     from jaxbench.pretrained import tokenizer
 
     _check(config)
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.getLogger("jaxbench.serve").addHandler(handler)
-    logging.getLogger("jaxbench.serve").setLevel(logging.INFO)
+    log_lines.start("jaxbench.serve", "jaxbench.result_cache")
     made = app.make(config, lambda: tokenizer.load_tokenizer(config.engine.model), _watermarks(config.engine))
     options = uvicorn.Config(
         made, http=head_limit.protocol(), log_level="warning", access_log=False, server_header=False,
@@ -120,9 +103,15 @@ def _check(config: Any) -> None:
     Raises:
       ValueError: the model cannot be read, or others could use the server.
     """
+    from jaxbench.serve import watch
     from jaxbench.serve.intake import KEY_VARIABLE
 
     engine, key = config.engine, os.environ.get(KEY_VARIABLE)
+    config.result_cache.open()
+    if config.jobs.folder is not None:
+        outputs.check_folder(config.jobs.folder, flag="jobs.folder")
+    if config.alerts.send is not None:
+        watch.channels_of(config.alerts.send)
     if key is not None and not key.strip():
         raise ValueError(f"{KEY_VARIABLE}={key!r} is blank; wanted a key, or no such variable")
     sizes = [engine.read_config(path).vocab_size for path in (engine.model, engine.draft or engine.model)]
@@ -183,6 +172,9 @@ def serve_fleet(config: Any) -> int:
     from jaxbench.measure import environment
 
     _check(config)
+    for name, is_set in (("jobs.folder", config.jobs.folder), ("alerts.rules", config.alerts.rules)):
+        if is_set:
+            raise ValueError(f"{name} is of one server, and --replicas={VALUES.replicas} starts several; leave one out")
     cores, is_local = environment.usable_cores(), "RAY_ADDRESS" not in os.environ
     threads = config.engine.threads or (max(1, cores // VALUES.replicas) if is_local else 1)
     if config.engine.kernels == "native":  # XLA's and PyTorch's own operations take all cores that they find

@@ -125,9 +125,7 @@ def define_texts() -> None:
     flags.DEFINE_float("level", 0.01, "p-value that counts as found", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("processes", 1, "processes of one thread each, or Ray actors", lower_bound=1)
     flags.DEFINE_enum("engine", "local", ["local", "ray"], "where they run: this machine, or a Ray cluster")
-    flags.DEFINE_string(
-        "score_cache", None, "where scores are kept and looked up: redis://HOST:PORT/NUMBER, or local"
-    )
+    flags.DEFINE_string("score_cache", None, "where scores are kept and looked up: redis://HOST:PORT/NUMBER, or local")
     flags.DEFINE_bool("overwrite", False, "replace an output, or what another run left of one; never an input")
     flags.DEFINE_multi_string("set", [], "change one field of the scheme: --set gamma=0.5 --set context.width=4")
     cli.define_model()

@@ -48,6 +48,10 @@ def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] |
       library: which one computes, "XLA" or "PyTorch".
       say: prints a line (unset: to standard error).
     """
+    if library == "XLA":
+        from jaxbench import libtpu
+
+        libtpu.leave_out_if_absent()  # its part of the profiler ends the process where there is no TPU
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as temporary:
         watch, started = Watch(Path(temporary), library), time.monotonic()

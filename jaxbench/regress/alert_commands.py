@@ -34,15 +34,22 @@ def config() -> Alerts | None:
     Raises:
       ValueError: there is no such file, it is wrong, or a secret that it names is not set.
     """
-    if VALUES.alerts is None:
-        return None
-    path = Path(VALUES.alerts)
+    return None if VALUES.alerts is None else named(VALUES.alerts, "--alerts")
+
+
+def named(name: str, flag: str) -> Alerts:
+    """The channels of a file, or of a name of configs/alerts; flag: who asks, for messages.
+
+    Raises:
+      ValueError: there is no such file, it is wrong, or a secret that it names is not set.
+    """
+    path = Path(name)
     if not path.suffix:
-        path = FOLDER / f"{VALUES.alerts}.yaml"
+        path = FOLDER / f"{name}.yaml"
         path = path if path.is_file() else cli.ROOT / path  # a name is one of the repository's, from any folder
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in (cli.ROOT / FOLDER).glob("*.yaml")))
-        raise ValueError(f"--alerts={VALUES.alerts}: {path} is no file; wanted one of {known}, or a YAML file")
+        raise ValueError(f"{flag}={name}: {path} is no file; wanted one of {known}, or a YAML file")
     found = configs.load(path, [], Alerts)
     found.check_secrets()
     return found

@@ -21,6 +21,7 @@ from jaxbench.regress import report
 from jaxbench.regress.alert_config import Alerts, AnyChannel
 from jaxbench.regress.history import EVENTS
 
+MOST_SUBJECT, MOST_LINES = 200, 40
 State = Literal["open", "acknowledged", "over"]
 OPENED, AGAIN, ACKNOWLEDGED, OVER, SENT, FAILED = "opened", "again", "acknowledged", "over", "sent", "failed"
 
@@ -63,6 +64,17 @@ class Alert(NamedTuple):
         """One line."""
         held = ", confirmed by fresh launches" if self.confirmed else ""
         return f"{self.level} performance regression{held}: {', '.join(self.cases)} at {self.head} beside {self.base}"
+
+    def message(self) -> tuple[str, str]:
+        """Subject and text, as channels send them."""
+        if self.state == "over":
+            return f"over: {self.words()}"[:MOST_SUBJECT], f"{self.note or 'closed'}\n"
+        again = f", found by {self.runs} runs" if self.runs > 1 else ""
+        lines = [f"Alert {self.id}, open since {self.opened_utc}{again}.", f"Head {self.head}: {self.subject}", ""]
+        lines += [f"- {line}" for line in self.lines[:MOST_LINES]]
+        if self.run:
+            lines += ["", f"Acknowledge: python experiments/benchmarks.py alerts acknowledge --alert={self.id}"]
+        return self.words()[:MOST_SUBJECT], "\n".join(lines) + "\n"
 
 
 class Book:

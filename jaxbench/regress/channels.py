@@ -18,16 +18,28 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from jaxbench import store
 from jaxbench.regress.alert_config import Alerts, AnyChannel, Apprise, File, Github, Smtp, Terminal, Webhook
-from jaxbench.regress.alerts import Alert
 
 MOST_BYTES = 2**16
-MOST_SUBJECT, MOST_LINES = 200, 40
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP states after which the same may go through
+
+
+class Told(Protocol):
+    """What is said: an alert of the benchmarks, an incident of a server."""
+
+    id: str
+    state: str  # open, acknowledged or over
+    level: str  # warning or critical
+
+    def message(self) -> tuple[str, str]:
+        """Subject and text."""
+
+    def _asdict(self) -> dict[str, Any]:
+        """Everything of it."""
 
 
 class Refused(Exception):
@@ -35,7 +47,7 @@ class Refused(Exception):
 
 
 def deliver(
-    channel: AnyChannel, alert: Alert, reference: str, config: Alerts, *, sleep: Callable[[float], Any] = time.sleep
+    channel: AnyChannel, alert: Told, reference: str, config: Alerts, *, sleep: Callable[[float], Any] = time.sleep
 ) -> tuple[bool, str]:
     """Send an alert: (True, the channel's reference of the message) or (False, why not).
 
@@ -80,26 +92,14 @@ def _within(seconds: float, call: Callable[[], str]) -> str:
     return answer
 
 
-def message(alert: Alert) -> tuple[str, str]:
-    """Subject and text of an alert."""
-    if alert.state == "over":
-        return f"over: {alert.words()}"[:MOST_SUBJECT], f"{alert.note or 'closed'}\n"
-    again = f", found by {alert.runs} runs" if alert.runs > 1 else ""
-    lines = [f"Alert {alert.id}, open since {alert.opened_utc}{again}.", f"Head {alert.head}: {alert.subject}", ""]
-    lines += [f"- {line}" for line in alert.lines[:MOST_LINES]]
-    if alert.run:
-        lines += ["", f"Acknowledge: python experiments/benchmarks.py alerts acknowledge --alert={alert.id}"]
-    return alert.words()[:MOST_SUBJECT], "\n".join(lines) + "\n"
-
-
-def _terminal(channel: Terminal, alert: Alert, reference: str, timeout_s: float) -> str:
-    subject, text = message(alert)
+def _terminal(channel: Terminal, alert: Told, reference: str, timeout_s: float) -> str:
+    subject, text = alert.message()
     print(f"{subject}\n{text}", file=sys.stderr)
     return ""
 
 
-def _file(channel: File, alert: Alert, reference: str, timeout_s: float) -> str:
-    subject, text = message(alert)
+def _file(channel: File, alert: Told, reference: str, timeout_s: float) -> str:
+    subject, text = alert.message()
     path = Path(channel.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     store.append(
@@ -108,15 +108,15 @@ def _file(channel: File, alert: Alert, reference: str, timeout_s: float) -> str:
     return ""
 
 
-def _webhook(channel: Webhook, alert: Alert, reference: str, timeout_s: float) -> str:
-    subject, text = message(alert)
+def _webhook(channel: Webhook, alert: Told, reference: str, timeout_s: float) -> str:
+    subject, text = alert.message()
     about = {name: value for name, value in alert._asdict().items() if name != "sent"}
     _request("POST", os.environ[channel.url_variable], {"text": f"{subject}\n{text}", "alert": about}, {}, timeout_s)
     return ""
 
 
-def _smtp(channel: Smtp, alert: Alert, reference: str, timeout_s: float) -> str:
-    subject, text = message(alert)
+def _smtp(channel: Smtp, alert: Told, reference: str, timeout_s: float) -> str:
+    subject, text = alert.message()
     mail = email.message.EmailMessage()
     mail["Subject"], mail["From"], mail["To"] = " ".join(subject.split()), channel.sender, ", ".join(channel.recipients)
     mail.set_content(text)
@@ -137,8 +137,8 @@ def _smtp(channel: Smtp, alert: Alert, reference: str, timeout_s: float) -> str:
     return ""
 
 
-def _github(channel: Github, alert: Alert, reference: str, timeout_s: float) -> str:
-    subject, text = message(alert)
+def _github(channel: Github, alert: Told, reference: str, timeout_s: float) -> str:
+    subject, text = alert.message()
     headers = {
         "Authorization": f"Bearer {os.environ[channel.token_variable]}", "Accept": "application/vnd.github+json",
         "X-GitHub-Api-Version": "2022-11-28",
@@ -147,7 +147,7 @@ def _github(channel: Github, alert: Alert, reference: str, timeout_s: float) -> 
     if channel.mode == "check":
         passed = alert.state == "over" or alert.level == "warning"
         body = {
-            "name": "performance", "head_sha": alert.head.partition("+")[0], "status": "completed",
+            "name": "performance", "head_sha": getattr(alert, "head", "").partition("+")[0], "status": "completed",
             "conclusion": "neutral" if passed else "failure", "output": {"title": subject, "summary": text},
         }  # fmt: skip
         return str(_request("POST", f"{api}/check-runs", body, headers, timeout_s).get("id", ""))
@@ -163,12 +163,12 @@ def _github(channel: Github, alert: Alert, reference: str, timeout_s: float) -> 
     return reference
 
 
-def _apprise(channel: Apprise, alert: Alert, reference: str, timeout_s: float) -> str:
+def _apprise(channel: Apprise, alert: Told, reference: str, timeout_s: float) -> str:
     try:
         import apprise
     except ImportError as error:
         raise Refused(f"apprise is not installed ({error}): pip install 'jaxbench[alerts]'") from error
-    subject, text = message(alert)
+    subject, text = alert.message()
     service = apprise.Apprise()
     if not service.add(os.environ[channel.url_variable]):
         raise Refused(f"{channel.url_variable} is no address that apprise knows")
@@ -177,7 +177,7 @@ def _apprise(channel: Apprise, alert: Alert, reference: str, timeout_s: float) -
     return ""
 
 
-SENDERS: Mapping[type, Callable[[Any, Alert, str, float], str]] = {
+SENDERS: Mapping[type, Callable[[Any, Told, str, float], str]] = {
     Terminal: _terminal, File: _file, Webhook: _webhook, Smtp: _smtp, Github: _github, Apprise: _apprise,
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from jaxbench.generation import requests as texts
-from jaxbench.serve import intake, protocol, stream
+from jaxbench.serve import intake, jobs, protocol, stream
 from jaxbench.serve.intake import KEY_VARIABLE, Bad
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.protocol import ChatBody, CompletionBody, DetectBody, error_body
@@ -43,10 +43,12 @@ def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Wa
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.service = Service(config, load_tokenizer(), watermarks)
+        workers = jobs.Workers(config)
         try:
             yield
         finally:
             await app.state.service.end()
+            await asyncio.to_thread(workers.end)
 
     routes = [
         Route("/v1/completions", _served(completions), methods=["POST"]),
@@ -55,6 +57,11 @@ def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Wa
         Route(MODEL_PATH, _served(model)),
         Route("/tokenize", _served(tokenize), methods=["POST"]),
         Route("/v1/watermark/detect", _served(find_watermarks), methods=["POST"]),
+        Route(jobs.PATH, _served(jobs.submit), methods=["POST"]),
+        Route(jobs.PATH, _served(jobs.show_all)),
+        Route(jobs.ONE, _served(jobs.show)),
+        Route(jobs.ONE, _served(jobs.remove), methods=["DELETE"]),
+        Route(jobs.RESULT, _served(jobs.scores)),
         Route("/health", _served(health)),
         Route("/ready", _served(ready)),
         Route("/metrics", _served(metrics)),
@@ -70,7 +77,7 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
 
     async def run(request: Request) -> Response:
         started, id = time.monotonic(), f"req-{secrets.token_hex(8)}"
-        path = MODEL_PATH if request.path_params else request.scope["path"]  # nothing that a client made up
+        path = _route(request)
         request.state.id = id
         try:
             check_key(request)
@@ -86,13 +93,23 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
             log.exception("failed", extra={"fields": {"request": id}})
             response = JSONResponse(error_body(f"the server failed; its log has request {id}", "server_error"), 500)
         response.headers["x-request-id"] = id
-        request.app.state.service.metrics.http(path, response.status_code)
+        service: Service = request.app.state.service
+        service.metrics.http(path, response.status_code)
+        if response.status_code >= 500:
+            service.watch.observe("error_share", 1.0, time.monotonic())
         seconds = round(time.monotonic() - started, 4)
         fields = {"request": id, "path": path, "status": response.status_code, "seconds": seconds}
         log.info("http", extra={"fields": fields})
         return response
 
     return run
+
+
+def _route(request: Request) -> str:
+    """Path of the route that was taken: nothing that a client made up."""
+    if "job" in request.path_params:
+        return jobs.RESULT if request.scope["path"].endswith("/scores") else jobs.ONE
+    return MODEL_PATH if request.path_params else request.scope["path"]
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -233,7 +250,9 @@ async def find_watermarks(request: Request) -> Response:
     try:
         text = body.tokens if body.text is None else texts.check_text(body.text, "text")
         names = service.finder.names if body.watermarks is None else tuple(dict.fromkeys(body.watermarks))
+        started = time.monotonic()
         found = await asyncio.to_thread(service.finder.find, text, names, prompt_tokens=body.prompt_tokens)
+        service.detected(time.monotonic() - started, is_cached=found["is_cached"])
     except ValueError as error:
         raise Bad(str(error)) from error
     return JSONResponse(found)

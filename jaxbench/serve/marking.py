@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from jaxbench.result_cache import ResultCache
 from jaxbench.serve.request import Marker, Request
 
 
@@ -41,8 +42,11 @@ class Watermarks(Protocol):
     def marks(self, vocab_size: int) -> Marks:
         """The watermarks, ready for logits of so many tokens."""
 
-    def finder(self, tokenizer: Any, vocab_size: int) -> Finder:
-        """What finds them again."""
+    def finder(self, tokenizer: Any, vocab_size: int, cache: ResultCache | None = None) -> Finder:
+        """What finds them again; cache: of scores."""
+
+    def described(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Some of the watermarks as `watermark.py identify --watermarks` reads them."""
 
 
 def check(request: Request, watermarks: Watermarks | None) -> None:

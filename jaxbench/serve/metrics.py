@@ -33,6 +33,10 @@ class Metrics:
         times = {"buckets": SECONDS, **options}
         self._first = Histogram(PREFIX + "first_token_seconds", "from the request to its first token", **times)
         self._between = Histogram(PREFIX + "between_tokens_seconds", "from a token to the next", **times)
+        self._texts = Counter(PREFIX + "detected_texts", "in which watermarks were looked for", ["cached"], **options)
+        self._detect = Histogram(PREFIX + "detect_seconds", "of such a text", **times)
+        self._jobs = Gauge(PREFIX + "jobs", "of the queue, by state", ["state"], **options)
+        self._rules = Gauge(PREFIX + "rule_broken", "1 while it is", ["rule"], **options)
         self._whole = Histogram(PREFIX + "answer_seconds", "from the request to its end", **times)
 
     def engine(self, stats: Mapping[str, Any]) -> None:
@@ -61,6 +65,21 @@ class Metrics:
     def http(self, path: str, status: int) -> None:
         """A response was sent; path: of a route, not what a client made up."""
         self._http.labels(path, str(status)).inc()
+
+    def detected(self, seconds: float, *, is_cached: bool) -> None:
+        """Watermarks were looked for in a text."""
+        self._texts.labels(str(is_cached).lower()).inc()
+        self._detect.observe(seconds)
+
+    def jobs(self, counts: Mapping[str, int]) -> None:
+        """So many jobs of the queue are in each state."""
+        for state, count in counts.items():
+            self._jobs.labels(state).set(count)
+
+    def rules(self, is_broken: Mapping[str, bool]) -> None:
+        """Which rules are broken."""
+        for name, value in is_broken.items():
+            self._rules.labels(name).set(value)
 
     def worker_died(self) -> None:
         """The engine's process is gone."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxbench.generation.pieces import Text
@@ -18,11 +18,20 @@ from jaxbench.serve.marking import Finder, Watermarks
 from jaxbench.serve.metrics import Metrics
 from jaxbench.serve.request import Request, TokenLogprobs
 from jaxbench.serve.settings import ServerConfig
+from jaxbench.serve.watch import Incident, Messenger, Watch
 from jaxbench.serve.worker import Report, Supervisor
 
 log = logging.getLogger("jaxbench.serve")
 
+_LEVELS = {"open": logging.WARNING, "over": logging.INFO}
+_background: set[asyncio.Task[None]] = set()  # that nobody waits for; the loop itself keeps no reference
 RETRY_S = 1  # what a client that was refused is asked to wait
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 class Refused(Exception):
@@ -91,6 +100,9 @@ class Service:
         self.answers: dict[str, Answer] = {}
         self.finder: Finder | None = None  # of watermarks, once the model is loaded
         self.metrics = Metrics()
+        self.watch = Watch(config.alerts.rules)
+        self._messenger = Messenger(config.alerts.send) if config.alerts.send else None
+        self._watching = asyncio.ensure_future(self._judge()) if config.alerts.rules else None
         self._ending: asyncio.Future[None] | None = None
         self._supervisor = Supervisor(config.engine, self._hear, asyncio.get_running_loop(), watermarks)
 
@@ -98,13 +110,15 @@ class Service:
         if report.kind == "events":
             if report.about:
                 self.metrics.engine(report.about)
+                self.watch.observe("waiting", report.about["waiting"], time.monotonic())
             for event in report.events:
                 self._happened_safely(event)
             return
         if report.kind == "ready":
             self.about = report.about
             if self.watermarks is not None and self.finder is None:
-                self.finder = self.watermarks.finder(self.tokenizer, report.about["vocab_size"])
+                cache = self.config.result_cache.open()
+                self.finder = self.watermarks.finder(self.tokenizer, report.about["vocab_size"], cache)
             self.state = "ready" if self.state == "loading" else self.state
             log.info("ready", extra={"fields": report.about})
         elif report.kind in ("died", "failed"):
@@ -133,12 +147,17 @@ class Service:
             return
         now = time.monotonic()
         if event.token is not None:
-            self.metrics.token(now - (answer.last or answer.asked), is_first=answer.last is None)
+            seconds, is_first = now - (answer.last or answer.asked), answer.last is None
+            self.metrics.token(seconds, is_first=is_first)
+            self.watch.observe("first_token_s" if is_first else "between_tokens_s", seconds, now)
+            self.watch.observe("tokens_per_s", 1.0, now)
             answer.last = now
         answer.take(event)
         if answer.ended:
             del self.answers[event.id]
             self.metrics.answered(answer.ended, len(answer.request.prompt), answer.num_cached, now - answer.asked)
+            self.watch.observe("answer_s", now - answer.asked, now)
+            self.watch.observe("error_share", float(answer.ended == "error"), now)
             if event.ended is None:  # a stop string, which the engine does not see
                 self._supervisor.send("cancel", event.id)
 
@@ -178,6 +197,32 @@ class Service:
                 self._supervisor.send("cancel", answer.request.id)
                 self.metrics.cancelled()
 
+    def detected(self, seconds: float, *, is_cached: bool) -> None:
+        """Watermarks were looked for in a text."""
+        now = time.monotonic()
+        self.metrics.detected(seconds, is_cached=is_cached)
+        self.watch.observe("detect_s", seconds, now)
+        self.watch.observe("texts_per_s", 1.0, now)
+
+    async def _judge(self) -> None:
+        """Judge the rules until the server ends; what becomes of them is logged, and sent where that is configured."""
+        every, before = self.config.alerts.every_s, time.monotonic()
+        while True:
+            await asyncio.sleep(every)
+            now = time.monotonic()
+            if self.answers:
+                self.watch.worked(now - before, now)
+            before = now
+            for incident in self.watch.judge(now):
+                log.log(_LEVELS[incident.state], f"rule {incident.state}", extra={"fields": incident._asdict()})
+                if self._messenger is not None:
+                    _in_background(self._tell(self._messenger, incident))
+            self.metrics.rules(self.watch.is_broken)
+
+    async def _tell(self, messenger: Messenger, incident: Incident) -> None:
+        for reason in await asyncio.to_thread(messenger.send, incident):
+            log.error("alert was not sent", extra={"fields": {"incident": incident.id, "reason": reason}})
+
     async def end(self) -> None:
         """Let answers in progress end, for a while, and end the worker."""
         if self._ending is None:
@@ -186,6 +231,8 @@ class Service:
 
     async def _end(self) -> None:
         self.state = "draining"
+        if self._watching is not None:
+            self._watching.cancel()
         until = time.monotonic() + self.config.drain_s
         while self.answers and time.monotonic() < until:
             await asyncio.sleep(0.02)

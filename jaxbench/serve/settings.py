@@ -15,11 +15,13 @@ from jaxbench.config import Base, TransformerConfig
 from jaxbench.generation import decoder
 from jaxbench.native import checkpoint
 from jaxbench.pretrained import weights
+from jaxbench.result_cache import ResultCacheConfig
 from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
+from jaxbench.serve.watch import WatchConfig
 
 log = logging.getLogger("jaxbench.serve")
 
@@ -105,6 +107,16 @@ class EngineConfig(Base):
         return importlib.import_module(f"{package}.{name}")
 
 
+class JobsConfig(Base):
+    """Files of texts that are worked on aside, from a queue that other machines may share."""
+
+    folder: str | None = None  # of the queue; None = no such requests are taken
+    workers: int = pydantic.Field(default=1, ge=0, le=64)  # of this server, behind its answers; 0 = others'
+    max_bytes: int = pydantic.Field(default=256 * 2**20, ge=1024)  # of one file
+    max_waiting: int = pydantic.Field(default=100, ge=1)  # jobs that have not ended
+    keep_days: float = pydantic.Field(default=7.0, gt=0)  # that a job stays since it ended
+
+
 class ServerConfig(Base):
     """What a server lets in."""
 
@@ -116,6 +128,9 @@ class ServerConfig(Base):
     max_choices: int = pydantic.Field(default=8, ge=1)  # n of a request
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not say
     drain_s: float = pydantic.Field(default=30.0, ge=0)  # that answers in progress have when the server is told to end
+    result_cache: ResultCacheConfig = ResultCacheConfig()  # of scores that watermarks were looked for with
+    jobs: JobsConfig = JobsConfig()
+    alerts: WatchConfig = WatchConfig()
 
     @property
     def shown_name(self) -> str:

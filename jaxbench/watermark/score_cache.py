@@ -1,7 +1,8 @@
 """Scores of texts that were scored before, under a key and scheme, by any process (S file).
 
-A score is kept under a digest of everything that decides it: scheme, key, vocabulary, prompt, payload, token ids. Bits
-are the same on every backend, so its entries serve all. N is the number of texts.
+A score is kept under a digest of everything that decides it: scheme, key, vocabulary, prompt, payload, token ids. The
+evidence is the same bits on every backend, so that entries serve all; a sum's last bit may be that of another batch's
+padding. N is the number of texts.
 """
 
 from __future__ import annotations

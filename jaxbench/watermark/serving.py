@@ -23,7 +23,7 @@ from jaxbench.watermark import config, detection, identify, score_cache
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.reference import MAX_WIDTH
-from jaxbench.watermark.texts import Ragged
+from jaxbench.watermark.texts import Ragged, TextEncoder
 
 Array = np.ndarray
 
@@ -178,10 +178,16 @@ class Finder:
         Raises:
           ValueError: a key file cannot be read.
         """
-        self.names, self._tokenizer, self._vocab_size, self._cache = tuple(keys), tokenizer, vocab_size, cache
+        self.names, self._vocab_size, self._cache = tuple(keys), vocab_size, cache
+        # half a second, once; without a tokenizer only token ids are looked at
+        self._encoder = None if tokenizer is None else TextEncoder(tokenizer, vocab_size=vocab_size)
         self._candidates = {
             name: identify.Candidate(name, each.scheme, each.read(name), lists_of(each.scheme, vocab_size=vocab_size))
             for name, each in keys.items()
+        }
+        self._detectors = {
+            name: detection.NumpyDetector(each.scheme, vocab_size=vocab_size, green_lists=each.green_lists)
+            for name, each in self._candidates.items()
         }
 
     def find(self, text: str | Sequence[int], names: Sequence[str], *, prompt_tokens: int = 0) -> dict[str, Any]:
@@ -190,7 +196,7 @@ class Finder:
         `is_cached` is true where nothing was computed.
 
         Raises:
-          ValueError: a key is unknown, or a token outside the vocabulary.
+          ValueError: a key is unknown, a token outside the vocabulary, or a text comes without a tokenizer.
         """
         odd = [name for name in names if name not in self._candidates]
         if odd or not names:
@@ -199,14 +205,17 @@ class Finder:
         strange = [] if isinstance(text, str) else [each for each in text if not 0 <= each < self._vocab_size]
         if strange:
             raise ValueError(f"tokens: {str(strange[0])[:20]} is none; wanted 0 to {self._vocab_size - 1}")
-        given = [text] if isinstance(text, str) else Ragged.from_lists([list(text)])
-        ids = detection.as_ids(given, self._tokenizer, vocab_size=self._vocab_size)
+        if isinstance(text, str):
+            if self._encoder is None:
+                raise ValueError(f"text: {len(text)} characters without a tokenizer; wanted token ids")
+            ids = self._encoder.encode([text]).ids
+        else:
+            ids = Ragged.from_lists([list(text)])
         mine, found, num_known = [self._candidates[name] for name in names], [], 0
         for each in mine:
-            detector = detection.NumpyDetector(
-                each.scheme, vocab_size=self._vocab_size, green_lists=each.green_lists
-            )  # fmt: skip
-            one, known = score_cache.detect(detector, ids, each.key, self._cache, prompt_lengths=prompt_tokens)
+            one, known = score_cache.detect(
+                self._detectors[each.name], ids, each.key, self._cache, prompt_lengths=prompt_tokens
+            )
             num_known += known
             found.append({
                 "watermark": each.name, "scheme": each.scheme.scheme, "p_value": float(one.p_value[0]),

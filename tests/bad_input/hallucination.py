@@ -79,6 +79,14 @@ def answer(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...
     )
 
 
+def scores(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("i.jsonl",)) -> Case:
+    """Return a case of `scores` on a changed row, or other text in its place."""
+    text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b", "response": "c"} | row)
+    command = "hallucination.py scores --input={tmp}/i.jsonl --output={tmp}/o.jsonl --workdir={tmp}/out"
+    files: dict[str, str | bytes] = {"i.jsonl": text, "i.csv": text, "i.parquet": text, "o.jsonl": "mine"}
+    return Case((*command.split(), *words.split()), wanted, {k: v for k, v in files.items() if k in names})
+
+
 CASES = [
     Case("hallucination.py feature", ("'feature' is no command", "features")),
     Case("hallucination.py detect_all", ("no command",)),
@@ -123,6 +131,46 @@ CASES = [
     read("--batch", "no flag", words="--batch=3"),
     read("none.gguf does not exist", words="--set=model=none.gguf"),
     Case(("hallucination.py", *FEATURES, "--config=none.yaml"), ("none.yaml",), data()),
+    Case("hallucination.py scores", ("--input is missing",)),
+    Case("hallucination.py scores --input={tmp}/i.jsonl", ("--output is missing",), {"i.jsonl": "{}"}),
+    Case("hallucination.py scores --data={tmp}/none --output={tmp}/o.jsonl", ("0 files sources",)),
+    Case(
+        "hallucination.py scores --data={tmp}/data --output={tmp}/o.jsonl --workdir={tmp}/out",
+        ("response r1: '?!' has no letter and no digit",),
+        data(response={"response": "?!"}),
+    ),
+    scores({}, "--data=x: leave one of them out", words="--data=x"),
+    scores({}, "i.jsonl is no file", names=()),
+    scores("", "holds no row"),
+    scores("{", "line 1: no JSON"),
+    scores("[1]", "line 1", "the text context"),
+    scores({"response": None}, "line 1", "the text response"),
+    scores({"response": " "}, "line 1: response is empty"),
+    scores({"response": "?!"}, "line 1: response '?!' has no letter and no digit"),
+    scores({"response": "\ud800"}, "line 1: response is no Unicode text"),
+    scores({"context": " "}, "line 1: context is empty"),
+    scores({"response": "so " * 5000}, "line 1: response: ", "the window of 8192 takes 4096"),
+    scores({"question": "so " * 9000}, "line 1: context: ", "leave no room in a window"),
+    scores({"id": "\ud800"}, "line 1: id cannot be written"),
+    scores({"id": {}}, "line 1 and behind: id is no one type", words="--output={tmp}/o.parquet"),
+    scores({"labels": 3}, "line 1: labels is '3'", "start and end"),
+    scores({"labels": [3]}, "line 1: labels: '3' is no part of the response's 1 characters"),
+    scores({"labels": [{"start": 0, "end": 2}]}, "line 1: labels: ", "'end': 2", "the response's 1 characters"),
+    scores({"labels": [{"start": 1, "end": 1}]}, "line 1: labels: ", "'start': 1"),
+    scores({"labels": [{"start": False, "end": 1}]}, "line 1: labels: ", "'start': False"),
+    scores({}, "o.jsonl exists", "--overwrite", names=("i.jsonl", "o.jsonl")),
+    scores({}, "i.jsonl is the input", words="--output={tmp}/i.jsonl --overwrite"),
+    scores({}, "o.csv has an unknown suffix", words="--output={tmp}/o.csv"),
+    scores({}, "i.csv has an unknown suffix", words="--input={tmp}/i.csv", names=("i.csv",)),
+    scores({}, "i.parquet cannot be read as Parquet", words="--input={tmp}/i.parquet", names=("i.parquet",)),
+    scores({}, "--level", "word", words="--level=word"),
+    scores({}, "--chunk_tokens", "0", words="--level=chunk --chunk_tokens=0"),
+    scores({}, "--chunk_tokens=5 is of --level=chunk", words="--chunk_tokens=5"),
+    scores({}, "lens_tokens", "0", words="--set=lens_tokens=0"),
+    scores({}, "--processes", "0", words="--processes=0"),
+    scores({}, "--backend", "equinox", words="--backend=equinox"),
+    scores({}, "--device=gpu", "this machine has none", words="--device=gpu"),
+    scores({}, "none.gguf does not exist", words="--set=model=none.gguf"),
     Case("hallucination.py evaluate", ("--data is missing",)),
     Case(
         ("hallucination.py", "evaluate", "--data={tmp}/data", "--workdir={tmp}/out"),
@@ -149,6 +197,21 @@ CASES = [
         ("hallucination.py", "fit", "--data={tmp}/data", "--output={tmp}/d", "--workdir={tmp}/out"),
         ("features of response r1 are not in",),
         data(),
+    ),
+    Case("hallucination.py fit --data={tmp} --output={tmp}/o --method=boosting", ("--method", "boosting")),
+    *(
+        Case(("hallucination.py", "fit", "--data={tmp}", "--output={tmp}/o", *words.split()), wanted)
+        for words, wanted in (
+            ("--method=redeep --nolabels", ("--method=redeep, --nolabels", "--method=detector")),
+            ("--method=ensemble --tuned", ("--method=ensemble, --tuned",)),
+            ("--top_n=3", ("--top_n=3 is of --method=redeep, not detector",)),
+            ("--method=redeep --columns=3", ("--columns=3 is of --method=mutual_information or ensemble",)),
+            ("--method=mutual_information --members=2", ("--members=2 is of --method=ensemble",)),
+            ("--method=redeep --top_k=0", ("--top_k", "0")),
+            ("--method=redeep --alpha=nan", ("--alpha=nan: wanted a finite number",)),
+            ("--method=redeep --m=-1", ("--m", "-1")),
+            ("--method=ensemble --members=0", ("--members", "0")),
+        )
     ),
     Case("hallucination.py detect", ("--detector is missing",)),
     detect({}, "d is no file", names=("i.jsonl",)),
@@ -262,6 +325,9 @@ CASES = [
     regress({"external": {}}, "external is '{}', wanted scores by name"),
     regress({"external": {"a": None, "b": 1.0}}, "external a is None, wanted a finite number"),
     regress({"parametric": {"d": 1.0}}, "line 2: parametric has other columns"),
+    regress({"external": []}, "external is '{}', wanted scores by name, or lists of them"),
+    regress({"external": [[1.0, 2.0], [None]]}, "external 1.0 is None, wanted a finite number"),
+    regress({"parametric": [1.0, [2.0]]}, "parametric 1 is [2.0], wanted a finite number"),
     regress({"chunk_label": 1}, "wanted both classes"),
     regress({}, "--top_n=9", "2 columns", words="--top_n=9"),
     regress({}, "--folds=5", "1 of 2 responses", words="--top_n=2 --top_k=1"),

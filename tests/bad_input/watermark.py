@@ -9,6 +9,7 @@ from tests.bad_input.harness import Case
 KEY = "jaxbench-key 0123456789abcdef\n"
 TEXTS = '{"text": "One small text of some words."}\n{"text": "And another one, which is longer."}\n'
 DEEP = '{"text": ' + "[" * 50_000 + "]" * 50_000 + "}\n"
+FILE = "--key_file=key|--input=a.txt|--output=b.csv"
 BINARY = bytes(range(256)) * 20
 FILES = {"key": KEY, "a.jsonl": TEXTS}
 LONG = "Some human text, written by nobody in particular. " * 8
@@ -46,6 +47,26 @@ CASES = [
     of("keygen", "--ouput=new", "--ouput", "nearest is --output"),
     of("keygen", "new", "'new' is not a flag"),
     of("keygen", "--output=new|--passphrase=secret", "passphrase"),
+    detect(f"{ONE}|--score_cache=local", "--score_cache is for --input"),
+    detect(f"{FILE}|--score_cache=disk", "--score_cache: url begins with 'disk'", a_txt="x"),
+    detect(f"{FILE}|--score_cache=", "--score_cache", "redis://", a_txt="x"),
+    detect(f"{FILE}|--score_cache=redis://u:w@h", "holds a login (not shown)", a_txt="x"),
+    Case("watermark.py identify --text=a --watermarks=none.yaml", ("none.yaml is no file",)),
+    Case("watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names {}", "NAME:"), {"a.yaml": ""}),
+    Case("watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names {'a': 1}",), {"a.yaml": "a: 1"}),
+    Case(
+        "watermark.py identify --text=a --watermarks=a.yaml", ("watermarks.a", "scheme"), {"a.yaml": "a: {scheme: {}}"}
+    ),
+    Case(
+        "watermark.py identify --text=a --watermarks=a.yaml",
+        ("watermarks.a.key_file is missing",),
+        {"a.yaml": "a: {scheme: {scheme: kgw}}"},
+    ),
+    Case(
+        "watermark.py identify --text=a --watermarks=a.yaml --schemes=kgw",
+        ("--schemes would do nothing with --watermarks=a.yaml",),
+        {"a.yaml": "a: {scheme: {scheme: kgw}}"},
+    ),
     detect("--text=a", "--key_file is missing", "kgw"),
     detect("--key_file=key", "--text or --input", "none"),
     detect("--key_file=key|--text=a\udcffb", "--text='a\\udcffb' is not UTF-8"),

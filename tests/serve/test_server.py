@@ -70,6 +70,10 @@ class Running:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send(urllib.request.Request(self.url + path, data=data, headers=headers))
 
+    def delete(self, path):
+        """Status and text of what is deleted."""
+        return self.send(urllib.request.Request(self.url + path, method="DELETE"))
+
     def send(self, request):
         """Status and text of a request."""
         try:

@@ -41,7 +41,7 @@ class Job:
     correction: str = "holm"
     field: str = "text"
     prompt_field: str | None = None
-    cache: ResultCacheConfig | None = None  # of scores; changes none of them
+    cache: ResultCacheConfig | None = None  # of scores; decides none of them
 
 
 class Worker:

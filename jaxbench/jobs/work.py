@@ -1,0 +1,170 @@
+"""Workers of a queue: each runs one job at a time as a process of its own, and hears of its end (S file)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxbench.jobs import queue
+from jaxbench.jobs.queue import COMMANDS, HERE, Entry, Queue
+
+log = logging.getLogger("jaxbench.jobs")
+
+POLL_S = 0.2  # between looks at a command that runs
+GRACE_S = 10.0  # that a command has to end by itself
+PAUSE_S = 5.0  # before a command that broke is run again, twice as long each time
+HOUR_S = 3600.0
+FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which the same would end alike
+# A process that ends with its worker, however that ends: prctl(PR_SET_PDEATHSIG, SIGKILL), where there is one.
+WITH_PARENT = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(1)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Workers:
+    """So many workers of a queue, threads of this process, until they are told to end or nothing is left."""
+
+    def __init__(
+        self, held: Queue, *, count: int = 1, poll_s: float = 1.0, niceness: int = 0, keep_s: float | None = None,
+        until_empty: bool = False,
+    ):  # fmt: skip
+        """Prepare them.
+
+        Args:
+          poll_s: between looks for a new job.
+          niceness: of what they run, 0 to 19; 19 lets everything else go first.
+          keep_s: remove jobs that ended longer ago; None = none.
+          until_empty: end when no job waits or runs, here or elsewhere.
+        """
+        self._queue, self._poll_s, self._niceness, self._keep_s = held, poll_s, niceness, keep_s
+        self._until_empty, self._stop, self._cleaned = until_empty, threading.Event(), float("-inf")
+        self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(count)]
+        self.failed = 0  # jobs that did here
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Take nothing new; what runs is ended and waits again, its attempt not counted."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for their end."""
+        for thread in self._threads:
+            while thread.is_alive():  # in parts, so that a signal is heard
+                thread.join(0.2)
+
+    def _work(self, number: int) -> None:
+        name = f"{socket.gethostname()} {os.getpid()}-{number}"
+        while not self._stop.is_set():
+            try:
+                is_idle = self._turn(name)
+            except Exception:  # a full disk, a folder that went: the next turn may go well
+                log.exception("worker", extra={"fields": {"worker": name}})
+                is_idle = True
+            if is_idle and self._until_empty and not self._left():
+                return
+            if is_idle:
+                self._stop.wait(self._poll_s)
+
+    def _left(self) -> bool:
+        return any(entry.progress.state not in queue.ENDED for entry in self._queue.entries())
+
+    def _turn(self, name: str) -> bool:
+        """Run the next job; True where there is none."""
+        if self._keep_s is not None and time.monotonic() > self._cleaned + min(HOUR_S, self._keep_s):
+            self._cleaned = time.monotonic()
+            for id in self._queue.remove_older(self._keep_s):
+                log.info("job removed", extra={"fields": {"job": id}})
+        with self._queue.claimed(name) as entry:
+            if entry is None:
+                return True
+            self._run(entry)
+        return False
+
+    def _run(self, entry: Entry) -> None:
+        about = {"job": entry.job.id, "title": entry.job.title, "attempt": entry.progress.attempts}
+        log.info("job started", extra={"fields": about})
+        started = time.monotonic()
+        cwd = entry.job.cwd.replace(HERE, str(entry.folder))
+        with open(entry.log, "ab") as output:
+            child = subprocess.Popen(
+                command(entry), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                cwd=cwd, start_new_session=True,
+            )  # fmt: skip
+            with contextlib.suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, child.pid, self._niceness)
+            asked = self._wait(child, entry.folder / "cancel")
+        self._ended(entry, child.returncode, asked, about | {"seconds": round(time.monotonic() - started, 3)})
+
+    def _wait(self, child: subprocess.Popen[bytes], marker: Path) -> str:
+        """Wait for a command's end; "stop" or "cancel" where it was asked for."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(POLL_S)
+                return ""
+            asked = "cancel" if marker.exists() else "stop" if self._stop.is_set() else ""
+            if asked:
+                _end(child)
+                return asked
+
+    def _ended(self, entry: Entry, code: int, asked: str, about: dict[str, Any]) -> None:
+        attempts, about = entry.progress.attempts, about | {"exit_code": code}
+        if code == 0:  # also where it was asked to end too late
+            state, note = "done", ""
+        elif asked == "cancel":
+            state, note = "cancelled", "cancelled while it ran"
+        elif asked == "stop":
+            queue.postpone(entry, 0.0, attempts=attempts - 1)
+            log.info("job interrupted", extra={"fields": about})
+            return
+        elif code in FINAL or attempts >= entry.job.most_attempts:
+            state, note = "failed", f"{FINAL.get(code, 'it broke')}: {_last_line(entry.log)}"
+            self.failed += 1
+        else:
+            queue.postpone(entry, PAUSE_S * 2 ** (attempts - 1), attempts=attempts, note=_last_line(entry.log))
+            log.warning("job broke", extra={"fields": about})
+            return
+        queue.end(entry, state, exit_code=code, note=note)
+        log.log(logging.ERROR if state == "failed" else logging.INFO, f"job {state}", extra={"fields": about})
+
+
+def command(entry: Entry) -> list[str]:
+    """The words of the process that runs a job."""
+    first, *rest = (word.replace(HERE, str(entry.folder)) for word in entry.job.words)
+    program = [sys.executable, "-c", WITH_PARENT, str(os.getpid())]
+    return [*program, str(COMMANDS / Path(first).name), *rest]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a command and what it started: asked first, killed where it does not."""
+    for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+            return
+
+
+def _last_line(path: Path) -> str:
+    """The last thing that a command said, in short."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it said nothing"

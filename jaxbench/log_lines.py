@@ -1,0 +1,27 @@
+"""Logs as lines of JSON on standard error (S file)."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+
+class JsonLines(logging.Formatter):
+    """A log record as one line of JSON: time, level, what happened, its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {"time": round(record.created, 3), "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def start(*names: str) -> None:
+    """Send what loggers of these names say, from information on, to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)

@@ -1,0 +1,208 @@
+"""Files of texts that a server looks for watermarks in, beside its answers: a queue (S file; extra `serve`).
+
+POST /v1/watermark/jobs takes lines of JSON and answers with a job; GET tells how far it is and hands out its scores;
+DELETE ends it. The work is `watermark.py identify` on the job's own folder, run by the workers of `jobs.py work`: this
+server's, which go last on its processors, or those of machines that share the folder. Both may end and begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from jaxbench import outputs
+from jaxbench.jobs.queue import COMMANDS, ENDED, HERE, Entry, Queue
+from jaxbench.serve.intake import Bad
+from jaxbench.serve.service import Refused, Service
+from jaxbench.serve.settings import ServerConfig
+
+INPUT, SCORES, WATERMARKS = "texts.jsonl", "scores.jsonl", "watermarks.yaml"
+PATH, ONE, RESULT = "/v1/watermark/jobs", "/v1/watermark/jobs/{job}", "/v1/watermark/jobs/{job}/scores"
+GRACE_S = 15.0  # that workers have to put down what they run
+
+
+class Workers:
+    """The process of this server's workers."""
+
+    def __init__(self, config: ServerConfig):
+        """Start it, where the configuration names a queue and workers of it."""
+        self._process = None
+        if config.jobs.folder is None or not config.jobs.workers:
+            return
+        words = [
+            sys.executable, str(COMMANDS / "jobs.py"), "work", f"--queue={config.jobs.folder}", "--nice=19",
+            f"--workers={config.jobs.workers}", f"--keep_days={config.jobs.keep_days}",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end(self) -> None:
+        """End it; what it runs waits for the next one."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+            return
+        self._process.kill()
+        self._process.wait()
+
+
+def _queue(request: Request) -> tuple[Queue, Service, ServerConfig]:
+    """What a request works on.
+
+    Raises:
+      Bad: the server has no queue, or no watermarks.
+    """
+    config, service = request.app.state.config, request.app.state.service
+    path = request.scope["path"][:100]
+    if config.jobs.folder is None:
+        raise Bad(f"{path}: the server has no queue; name a folder as jobs.folder in its configuration", 404)
+    if service.watermarks is None:
+        raise Bad(f"{path}: the server has no watermarks; name some in its configuration", 404)
+    return Queue(config.jobs.folder), service, config
+
+
+async def submit(request: Request) -> Response:
+    """Take a file of texts: lines of {"text": a string or token ids, "id": .., "prompt_tokens": ..}."""
+    held, service, config = _queue(request)
+    service.check_ready()
+    given = request.query_params.get("watermarks")
+    names = list(service.finder.names) if given is None else list(dict.fromkeys(given.split(",")))
+    if odd := [name for name in names if name not in service.finder.names]:
+        raise Bad(f"watermarks: {odd[0][:60]!r} is unknown here; wanted some of {', '.join(service.finder.names)}")
+    entries = await asyncio.to_thread(held.entries)
+    if sum(entry.progress.state not in ENDED for entry in entries) >= config.jobs.max_waiting:
+        raise Refused(429, f"{config.jobs.max_waiting} jobs have not ended; try again later")
+    held.folder.mkdir(parents=True, exist_ok=True)
+    received = Path(tempfile.mkdtemp(prefix=".received-", dir=held.folder))
+    try:
+        await _receive(request, received / INPUT, config.jobs.max_bytes)
+        entry = await asyncio.to_thread(_submitted, held, received, service, config, names)
+    finally:
+        shutil.rmtree(received, ignore_errors=True)
+    return JSONResponse(_shown(entry), 202, {"Location": f"{PATH}/{entry.job.id}"})
+
+
+async def _receive(request: Request, path: Path, most: int) -> None:
+    """Write a body into a file.
+
+    Raises:
+      Bad: it is empty, or larger than `most` bytes.
+    """
+    size = 0
+    with open(path, "wb") as file:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                raise Bad(f"the body is larger than {most} bytes", 413)
+            await asyncio.to_thread(file.write, chunk)
+    if not size:
+        raise Bad(f"the body has {size} bytes; wanted lines of JSON, each with a text")
+
+
+def _submitted(held: Queue, received: Path, service: Service, config: ServerConfig, names: list[str]) -> Entry:
+    words = [
+        str(COMMANDS / "watermark.py"), "identify", "--backend=numpy", f"--watermarks={WATERMARKS}",
+        f"--input={INPUT}", f"--output={SCORES}", "--prompt_field=prompt_tokens",
+        f"--vocab_size={service.about['vocab_size']}",
+    ]  # fmt: skip
+    words += [f"--model={Path(config.engine.model).absolute()}"] if _is_path(config.engine.model) else []
+    words += [f"--model={config.engine.model}"] if config.engine.model and not _is_path(config.engine.model) else []
+    words += [f"--score_cache={config.result_cache.url}"] if config.result_cache.url else []
+    watermarks = service.watermarks.described(names)
+    for fields in watermarks.values():
+        if fields.get("key_file"):
+            fields["key_file"] = os.path.abspath(fields["key_file"])
+
+    def fill(folder: Path) -> None:
+        os.rename(received / INPUT, folder / INPUT)
+        outputs.write_text(folder / WATERMARKS, yaml.safe_dump(watermarks))
+
+    return held.submit(words, title=f"watermarks {','.join(names)}", fill=fill, cwd=HERE)
+
+
+def _is_path(model: str | None) -> bool:
+    return model is not None and Path(model).exists()
+
+
+def _found(held: Queue, request: Request) -> Entry:
+    """The job that a request names.
+
+    Raises:
+      Bad: there is none.
+    """
+    id = request.path_params["job"]
+    try:
+        return held.find(id)
+    except (ValueError, OSError):
+        raise Bad(f"job {id[:60]!r} is not here", 404) from None
+
+
+async def show_all(request: Request) -> Response:
+    """All jobs, the oldest first."""
+    held, service, _ = _queue(request)
+    entries = await asyncio.to_thread(held.entries)
+    counts = dict.fromkeys(("waiting", "running", *ENDED), 0)
+    for entry in entries:
+        counts[entry.progress.state] += 1
+    service.metrics.jobs(counts)
+    return JSONResponse({"object": "list", "data": [_shown(entry) for entry in entries]})
+
+
+async def show(request: Request) -> Response:
+    """One job."""
+    return JSONResponse(_shown(_found(_queue(request)[0], request)))
+
+
+async def scores(request: Request) -> Response:
+    """The scores of a job, a line of JSON a text."""
+    entry = _found(_queue(request)[0], request)
+    if entry.progress.state != "done":
+        raise Bad(f"job {entry.job.id} is {entry.progress.state}; its scores are there when it is done", 409)
+    return FileResponse(entry.folder / SCORES, media_type="application/x-ndjson")
+
+
+async def remove(request: Request) -> Response:
+    """End a job where it has not ended, and else remove it."""
+    held = _queue(request)[0]
+    entry = _found(held, request)
+    try:
+        if entry.progress.state in ENDED:
+            held.remove(entry.job.id)
+            return Response(status_code=204)
+        return JSONResponse(_shown(held.cancel(entry.job.id)), 202)
+    except ValueError as error:  # it ended meanwhile
+        raise Bad(str(error), 409) from error
+
+
+def _shown(entry: Entry) -> dict[str, Any]:
+    """A job as clients read it: nothing of where it lies or by what words it runs."""
+    progress = entry.progress
+    shown: dict[str, Any] = {
+        "id": entry.job.id, "object": "watermark.job", "status": progress.state, "created": int(entry.job.submitted),
+        "attempts": progress.attempts,
+    }  # fmt: skip
+    if progress.state == "done":
+        shown |= {"scores": f"{PATH}/{entry.job.id}/scores"} | _counted(entry.folder)
+    if progress.state == "failed":
+        shown["error"] = progress.note
+    return shown
+
+
+def _counted(folder: Path) -> Mapping[str, Any]:
+    report = outputs.read_json(folder / f"{SCORES}.report.json")
+    bad = [{"line": line, "problem": problem} for _, line, problem in report["first_bad"]]
+    return {"texts": report["texts"], "tokens": report["tokens"], "bad_lines": report["bad"], "first_bad": bad[:20]}

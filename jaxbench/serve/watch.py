@@ -1,0 +1,196 @@
+"""Rules over what a server measured in the last minutes, and who hears of a broken one (S file).
+
+Data's way: observations -> the figures of a window -> rules, judged every second -> an incident, open until its rule
+holds again -> channels of configs/alerts. A figure of fewer observations than a rule wants is not judged: an idle
+server is neither slow nor well. Where nothing at all was seen for a window, what was open is over.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import secrets
+import time
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from jaxbench.config import Base
+
+TIMES = ("first_token_s", "between_tokens_s", "answer_s", "detect_s")  # judged by a quantile
+FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting")
+MOST_OBSERVATIONS = 100_000  # of a figure; the oldest go
+
+
+class Rule(Base):
+    """A bound of one figure over a sliding window."""
+
+    name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)
+    # seconds: first_token, between_tokens, answer, detect; share of responses that are errors of the server; generated
+    # tokens a second while answers are in progress; texts a second that are looked at; requests that wait
+    figure: Literal[FIGURES]
+    quantile: float | None = pydantic.Field(default=None, gt=0, lt=1)  # of seconds; None = 0.95
+    most: float | None = None  # one of the two
+    least: float | None = None
+    window_s: float = pydantic.Field(default=60.0, ge=1, le=3600)
+    least_count: int = pydantic.Field(default=20, ge=1)  # observations of the window; of rates: seconds of work
+    level: Literal["warning", "critical"] = "warning"
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Rule:
+        if (self.most is None) == (self.least is None):
+            raise ValueError(f"rule {self.name}: most={self.most}, least={self.least}; wanted one of the two")
+        if self.quantile is not None and self.figure not in TIMES:
+            raise ValueError(f"rule {self.name}: quantile={self.quantile} is for {', '.join(TIMES)} alone")
+        return self
+
+    @property
+    def words(self) -> str:
+        """What is asked, in words."""
+        part = f" p{100 * (self.quantile or 0.95):g}" if self.figure in TIMES else ""
+        bound = f"at most {self.most:g}" if self.least is None else f"at least {self.least:g}"
+        return f"{self.figure}{part} {bound} over {self.window_s:g} s"
+
+
+class WatchConfig(Base):
+    """What a server is held to."""
+
+    rules: tuple[Rule, ...] = ()
+    send: str | None = None  # whom to tell: a file of channels, or its name in configs/alerts; None = the log alone
+    every_s: float = pydantic.Field(default=1.0, gt=0, le=60)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> WatchConfig:
+        names = [rule.name for rule in self.rules]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"rules: {twice[0]} is there {names.count(twice[0])} times; a rule needs its own name")
+        if self.send is not None and not self.rules:
+            raise ValueError(f"send={self.send} has nothing to send without rules")
+        return self
+
+
+class Incident(NamedTuple):
+    """A rule that is broken, or was; what channels ask of an alert."""
+
+    id: str
+    state: Literal["open", "over"]
+    level: Literal["warning", "critical"]
+    rule: str
+    wanted: str  # in words
+    value: float  # that the figure had
+    count: int  # observations of it
+    opened_utc: str
+
+    def message(self) -> tuple[str, str]:
+        """Subject and text, as channels send them."""
+        found = f"{self.value:.4g} of {self.count} observations"
+        subject = f"{self.level}: server rule {self.rule} is broken: {found}; wanted {self.wanted}"
+        text = f"Incident {self.id}, open since {self.opened_utc}."
+        return (subject, f"{text}\n") if self.state == "open" else (f"over: {subject}", f"{text} It holds again.\n")
+
+
+class Watch:
+    """Observations of the last minutes, and the rules over them. Used by one thread."""
+
+    def __init__(self, rules: tuple[Rule, ...]):
+        """Args: rules: of the configuration."""
+        self._rules, self._open = rules, dict[str, Incident]()
+        self._longest = max((rule.window_s for rule in rules), default=0.0)
+        used = {rule.figure for rule in rules}
+        self._seen = {name: collections.deque[tuple[float, float]](maxlen=MOST_OBSERVATIONS) for name in used}
+        self._busy = collections.deque[tuple[float, float]](maxlen=MOST_OBSERVATIONS)
+
+    def observe(self, figure: str, value: float, now: float) -> None:
+        """Take an observation; now: of time.monotonic."""
+        if (held := self._seen.get(figure)) is not None:
+            held.append((now, value))
+
+    def worked(self, seconds: float, now: float) -> None:
+        """Answers were in progress for so many seconds before now."""
+        if "tokens_per_s" in self._seen:
+            self._busy.append((now, seconds))
+
+    @property
+    def is_broken(self) -> dict[str, bool]:
+        """Of each rule."""
+        return {rule.name: rule.name in self._open for rule in self._rules}
+
+    def judge(self, now: float) -> list[Incident]:
+        """Rules that broke since the last time, and those that hold again."""
+        for held in (*self._seen.values(), self._busy):
+            while held and held[0][0] < now - self._longest:
+                held.popleft()
+        changed = []
+        for rule in self._rules:
+            value, count = self._figure(rule, now)
+            if value is None and count:  # too few: an incident that is open stays so
+                continue
+            is_broken = value is not None and (value > rule.most if rule.least is None else value < rule.least)
+            before = self._open.pop(rule.name, None)
+            if is_broken:
+                self._open[rule.name] = before or _incident(rule, value, count)
+            if is_broken != (before is not None):
+                changed.append(before._replace(state="over") if before else self._open[rule.name])
+        return changed
+
+    def _figure(self, rule: Rule, now: float) -> tuple[float | None, int]:
+        """Value of a rule's figure in its window, None where too little was seen; and how many observations."""
+        since = now - rule.window_s
+        values = [value for moment, value in self._seen[rule.figure] if moment >= since]
+        if rule.figure == "tokens_per_s":
+            busy = sum(seconds for moment, seconds in self._busy if moment >= since)
+            return (sum(values) / busy if busy >= min(rule.least_count, rule.window_s / 2) else None), len(values)
+        if len(values) < rule.least_count:
+            return None, len(values)
+        if rule.figure in TIMES:
+            return float(np.quantile(values, rule.quantile or 0.95)), len(values)
+        if rule.figure == "texts_per_s":
+            return sum(values) / rule.window_s, len(values)
+        return float(np.mean(values)), len(values)
+
+
+def _incident(rule: Rule, value: float, count: int) -> Incident:
+    opened = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(timespec="seconds")
+    return Incident(secrets.token_hex(4), "open", rule.level, rule.name, rule.words, value, count, opened)
+
+
+def channels_of(name: str) -> Any:
+    """Channels of a file, or of a name in configs/alerts, with their secrets in place.
+
+    Raises:
+      ValueError: it cannot be read, a variable that it names is not set, or a channel wants a commit.
+    """
+    from jaxbench.regress.alert_commands import named
+
+    found = named(name, "alerts.send")
+    odd = [each.name for each in found.channels if getattr(each, "mode", None) == "check"]
+    if odd:
+        raise ValueError(f"send={name}: channel {odd[0]} checks commits, and a server has none; use mode: issue")
+    return found
+
+
+class Messenger:
+    """Sends incidents to channels, each once as it opens and once as it is over. Blocks: for a thread of its own."""
+
+    def __init__(self, name: str):
+        """Args: name: see `channels_of`."""
+        self._config, self._references = channels_of(name), dict[tuple[str, str], str]()
+
+    def send(self, incident: Incident) -> list[str]:
+        """Send it; channels that failed, with the reason. Quiet hours hold back a warning."""
+        from jaxbench.regress import channels
+
+        quiet, failed = self._config.quiet_hours, []
+        if incident.level == "warning" and quiet and quiet.holds(datetime.datetime.now(datetime.UTC)):
+            return []
+        for channel in self._config.channels:
+            if channel.escalation or (channel.least == "critical" and incident.level == "warning"):
+                continue
+            key = (incident.id, channel.name)
+            went, said = channels.deliver(channel, incident, self._references.get(key, ""), self._config)
+            if went:
+                self._references[key] = said
+            else:
+                failed.append(f"{channel.name}: {said}")
+        return failed
