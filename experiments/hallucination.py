@@ -1,6 +1,7 @@
 """Does an answer rest on the context it was given? Features, heads and scores of a reader.
 
     hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
+    hallucination.py scores     --input=FILE --output=FILE                    what each token or chunk scores
     hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
     hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
@@ -10,15 +11,14 @@
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 
 A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features`,
-`detect` or `answer` that is killed goes on with the same command. Bad input ends with exit code 2 and one line.
+`scores`, `detect` or `answer` that is killed goes on with the same command. Bad input ends with exit code 2 and one
+line.
 docs/hallucination.md
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment, terminal
-from jaxbench.hallucination import export_command, where
+from jaxbench.hallucination import export_command, fit_command, scores_command, where
 
 VALUES = flags.FLAGS
 
@@ -56,13 +56,13 @@ def define_features() -> None:
 
 def features() -> int:
     """Read every response, and keep its features under --workdir."""
-    from jaxbench.hallucination import extract, ragtruth, reader_settings
+    from jaxbench.hallucination import extract, ragtruth, reader_settings, reading
 
     needed("data", "a folder of RAGTruth's format")
     settings = cli.load_config(reader_settings.ReaderSettings)
     data = ragtruth.load(VALUES.data)
     place, processes = where.chosen()
-    package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
+    package = reading.PACKAGES[VALUES.backend]
     where.start(package)
     from jaxbench.pretrained import weights
 
@@ -73,24 +73,8 @@ def features() -> int:
         extract.Item(source.context, source.asked, response.response)
         for source, response in zip(sources, data.responses)
     ]
-    work = extract.groups(items, store)
-    cli.keep(f"finished responses are in {folder}; the same command goes on")
-    reading = {"package": package, "where": place}
-    if processes > 1:
-        worker = extract.Worker(settings, store, functools.partial(extract.load_reader, **reading))
-        results = extract.run(work, worker, processes=processes)
-    else:
-        results = extract.run_by_device(work, settings, store, **reading)
-    total = sum(len(group.keys) for group in work)
-    print(f"{len(items)} responses, {total} of them to be read", flush=True)
-    started, done = time.monotonic(), 0
-    with terminal.progress(total) as advance:
-        for count in results:
-            done += count
-            advance(count)
-    seconds = time.monotonic() - started
-    rate = f", {60 * done / seconds:.1f} responses a minute" if done else ""
-    print(f"written: {folder} ({done} responses in {seconds:.0f} s{rate})")
+    said = reading.read(items, settings, store, package=package, where=place, processes=processes)
+    print(f"written: {folder} ({said})")
     return cli.EXIT_OK
 
 
@@ -161,66 +145,6 @@ def evaluate_rows() -> int:
 
 
 # The detector
-
-
-def define_fit() -> None:
-    """Define the flags of fit."""
-    cli.define_config("configs/hallucination/reader.yaml")
-    cli.define_device()
-    cli.define_workdir("out/hallucination")
-    flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
-    flags.DEFINE_string("output", None, "the detector: a .safetensors file")
-    flags.DEFINE_bool("labels", True, "fit to the labels; no: the detector that needs none, on the same responses")
-    flags.DEFINE_bool("tuned", False, "with a tuned reader as a member: adapters on four blocks, trained for every fit")
-    flags.DEFINE_integer("processes", 2, "of one thread each, that read for the tuned reader", lower_bound=1)
-    flags.DEFINE_float(
-        "rate", 0.4, "share of responses that a detector without labels flags", lower_bound=0, upper_bound=1
-    )
-    flags.DEFINE_bool("overwrite", False, "replace the output")
-
-
-def fit() -> int:
-    """Fit the detector to labelled responses whose features are there, and save it."""
-    import numpy as np
-
-    from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table, saved_detector, unlabelled
-    from jaxbench.hallucination.study import table
-
-    needed("data", "a folder of RAGTruth's format")
-    needed("output", "a file for the detector")
-    if not 0 <= VALUES.rate <= 1:  # nan passes a flag's bounds
-        raise ValueError(f"--rate={VALUES.rate}: wanted a share from 0 to 1")
-    if VALUES.tuned and not VALUES.labels:
-        raise ValueError(f"--tuned, --labels={VALUES.labels}: a reader is tuned to labels; leave one of them out")
-    reading = cli.load_config(reader_settings.ReaderSettings)
-    outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
-    data = ragtruth.load(VALUES.data)
-    where.start()
-    from jaxbench.hallucination import token_training
-    from jaxbench.pretrained import weights
-
-    checksum = weights.checksum(reading.model)
-    workdir, heard = cli.workdir("out/hallucination"), None
-    store = extract.Store(workdir / "features", reading, checksum)
-    with terminal.progress(len(data.responses)) as advance:
-        made = table.make(data, store, progress=lambda: advance(1))
-    if VALUES.tuned:
-        from jaxbench.hallucination import tuned_sources, tuning
-
-        lower = tuned_sources.Lower.of(workdir / "tuned", reading, tuning.Tuning())
-        tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
-        everyone = np.arange(len(data.responses))
-        parts = tuned_sources.split(made.labels, everyone)
-        heard, _ = tuned_sources.tune(lower, data, made.labels, parts, everyone[:0], bar=terminal.progress)
-    with reader_table.status() as say:
-        say("fitting")
-        if VALUES.labels:
-            fitted = token_training.fit_detector(made.inputs, made.labels, tuned=heard)
-        else:
-            fitted = unlabelled.fit(made.inputs, rate=VALUES.rate)
-    saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))
-    print(f"written: {VALUES.output} (from {len(data.responses)} responses)")
-    return cli.EXIT_OK
 
 
 def define_detect() -> None:
@@ -380,8 +304,9 @@ def redeep() -> int:
 
 COMMANDS = {
     "features": cli.Command(define_features, features, "Features of every response of a folder, resumable."),
+    "scores": cli.Command(scores_command.define, scores_command.scores, scores_command.ABOUT),
     "evaluate": cli.Command(define_evaluate, evaluate_rows, "How well each score does on other sources, nested."),
-    "fit": cli.Command(define_fit, fit, "The detector, fitted to labelled responses and saved."),
+    "fit": cli.Command(fit_command.define, fit_command.fit, fit_command.ABOUT),
     "detect": cli.Command(define_detect, detect_all, "Verdicts on responses and their sentences, resumable."),
     "export": cli.Command(export_command.define, export_command.export, export_command.ABOUT),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination import (
-    encoding,
     extract,
+    lengths,
     lexical,
     pooled,
     portable,
@@ -98,13 +98,7 @@ class HallucinationDetector:
           ValueError: it does not, or the response has no token.
         """
         tokenizer, window = self.limits
-        length = len(encoding.encode_response(tokenizer, response).ids)
-        if length > window // 2:
-            raise ValueError(
-                f"response: {length} tokens, and the window of {window} takes {window // 2}; cut it in parts"
-            )
-        # of the context any token will do: the rest is cut where it does not fit
-        encoding.encode_prompt(tokenizer, "x", question, window=window - length, style=self.settings.style)
+        lengths.check(tokenizer, question, response, window=window, style=self.settings.style)
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:

@@ -23,6 +23,8 @@ Array = np.ndarray
 def load(path: str | Path) -> Units:
     """Units of a .jsonl[.gz] file: rows with response, chunk_label, external {head: score}, parametric {layer: score}.
 
+    The scores may be lists as well, [layer][head] and [layer], as `hallucination.py scores --level=chunk` writes them.
+
     Raises:
       ValueError: the file is missing, cut short or has a bad row; the message names the line.
     """
@@ -64,15 +66,24 @@ def _row(line: str, place: str, first: dict[str, Any] | None) -> dict[str, Any]:
     if row["chunk_label"] not in (0, 1):
         raise ValueError(f"{place}: chunk_label is {row['chunk_label']}, wanted 0 or 1")
     for name in ("external", "parametric"):
-        scores = row.get(name)
+        scores = row[name] = _by_name(row.get(name))
         if not isinstance(scores, dict) or not scores:
-            raise ValueError(f"{place}: {name} is {str(scores)[:40]!r}, wanted scores by name")
+            raise ValueError(f"{place}: {name} is {str(scores)[:40]!r}, wanted scores by name, or lists of them")
         bad = next((key for key, value in scores.items() if not _is_number(value)), None)
         if bad is not None:
             raise ValueError(f"{place}: {name} {bad} is {scores[bad]!r}, wanted a finite number")
         if first is not None and list(scores) != list(first[name]):
             raise ValueError(f"{place}: {name} has other columns than the first row")
     return row
+
+
+def _by_name(scores: Any) -> Any:
+    """Lists of scores, as `hallucination.py scores` writes them, by number: of layers, or "layer.head" of heads."""
+    if not isinstance(scores, list):
+        return scores
+    if all(isinstance(each, list) for each in scores):
+        return {f"{layer}.{head}": value for layer, heads in enumerate(scores) for head, value in enumerate(heads)}
+    return {str(layer): value for layer, value in enumerate(scores)}
 
 
 def _is_number(value: Any) -> bool:

@@ -7,16 +7,24 @@ once, at its start; so does a TPU collective that is spread over several fusions
 An all-reduce inside a fusion called all-reduce-scatter is the TPU's form of reduce-scatter. The body of a `while`
 counts as often as the loop runs (its `known_trip_count`, else the constant that its condition counts up to from 0),
 and once where that is unknown; those are reported.
+
+A collective is asynchronous where the schedule has its start and its end apart: a -start and its -done, or a chain of
+fusions. It is overlapped where a product (dot, convolution, or a kernel of tpu_custom_call) stands between the two, or
+is computed in one of the chain's fusions between its first and last. These are counts of what the compiler scheduled:
+how long either takes is not known, and work other than products is not counted. A pair split over a loop's rounds is
+not overlapped.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_ENDS = (*(f"{kind}-done" for kind in KINDS), "async-update", "async-done")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$")
@@ -35,6 +43,9 @@ class Collective(NamedTuple):
     result_bytes: int  # bytes of the results
     sent_bytes: int  # bytes one chip must send
     unknown_loops: int  # of those, inside a loop whose trip count is not known (counted once)
+    asynchronous: int = 0  # executions with start and end apart
+    overlapped: int = 0  # of those, with a product between start and end
+    overlapped_bytes: int = 0  # of sent_bytes, those of overlapped executions
 
 
 class _Instruction(NamedTuple):
@@ -42,12 +53,18 @@ class _Instruction(NamedTuple):
     shape: str
     line: str
 
+    @property
+    def name(self) -> str:
+        """Name that others refer to it by, without the percent sign."""
+        return _INSTRUCTION.match(self.line).group(1)
+
 
 def collectives(text: str, num_chips: int) -> dict[str, Collective]:
     """Collectives of one run of the program by kind; kinds that do not occur are left out."""
     computations, entry = _parse(text)
     totals: dict[str, Collective] = {}
     chains: set[tuple[str, str]] = set()
+    spans = _spans(computations)
     for instruction, times, is_unknown, parent in _walk(computations, entry, 1, False):
         kind = instruction.opcode.removesuffix("-start")
         chain = _chain(instruction.line)
@@ -61,13 +78,17 @@ def collectives(text: str, num_chips: int) -> dict[str, Collective]:
             continue  # a group of one chip moves nothing
         if kind == "all-reduce" and parent.startswith("all-reduce-scatter"):
             kind, size = "reduce-scatter", size // group
-        old = totals.get(kind, Collective(kind, 0, 0, 0, 0))
+        old, sent = totals.get(kind, Collective(kind, 0, 0, 0, 0)), times * int(size * _sent_factor(kind, group))
+        is_overlapped = spans.get(chain or instruction.name)  # None: not asynchronous
         totals[kind] = Collective(
             kind,
             old.count + times,
             old.result_bytes + times * size,
-            old.sent_bytes + times * int(size * _sent_factor(kind, group)),
+            old.sent_bytes + sent,
             old.unknown_loops + is_unknown,
+            old.asynchronous + (times if is_overlapped is not None else 0),
+            old.overlapped + (times if is_overlapped else 0),
+            old.overlapped_bytes + (sent if is_overlapped else 0),
         )
     return {kind: totals[kind] for kind in KINDS if kind in totals}
 
@@ -124,9 +145,64 @@ def _walk(
         if instruction.opcode == "while":
             trips = _trip_count(computations, instruction.line)
             inner_times, inner_unknown = times * (trips or 1), is_unknown or trips is None
-        for several, single in _CALLED.findall(instruction.line):
-            for called in re.split(r",\s*", several or single):
-                yield from _walk(computations, called.lstrip("%"), inner_times, inner_unknown)
+        for called in _called(instruction.line):
+            yield from _walk(computations, called, inner_times, inner_unknown)
+
+
+def _spans(computations: dict[str, list[_Instruction]]) -> dict[Any, bool]:
+    """Asynchronous collectives, by chain or else by name, and whether a product stands between start and end."""
+    works, found = _holding_products(computations), {}
+    for instructions in computations.values():
+        ends: dict[Any, list[int]] = {}
+        owner: dict[str, list[Any]] = {}  # keys of what an instruction that starts something has started
+        for index, instruction in enumerate(instructions):
+            for key in _keys(computations, instruction):
+                ends.setdefault(key, []).append(index)
+                owner.setdefault(instruction.name, []).append(key)
+            if instruction.opcode in _ENDS:
+                # The operand's name stands alone, or behind its shape.
+                started = re.search(r"-(?:done|update)\((?:[^=%]*%)?([\w.\-]+)", instruction.line)
+                for key in owner.get(started.group(1), []) if started else ():
+                    ends[key].append(index)
+                    owner.setdefault(instruction.name, []).append(key)
+        for key, (first, *rest) in ends.items():
+            is_apart = bool(rest) or isinstance(key, str)
+            if is_apart:
+                found[key] = any(map(works, instructions[first + 1 : rest[-1]] if rest else ()))
+    return found
+
+
+def _keys(computations: dict[str, list[_Instruction]], instruction: _Instruction) -> list[Any]:
+    """Collectives that an instruction starts or goes on with: chains of a fusion, names of a start."""
+    if instruction.opcode.removesuffix("-start") in KINDS and instruction.opcode.endswith("-start"):
+        return [instruction.name]
+    if instruction.opcode not in ("fusion", "async-start"):
+        return []
+    inner = [each for name in _called(instruction.line) for each, *_ in _walk(computations, name, 1, False)]
+    if instruction.opcode == "async-start":
+        return [each.name for each in inner]
+    return [chain for each in inner if (chain := _chain(each.line))]
+
+
+def _holding_products(computations: dict[str, list[_Instruction]]) -> Callable[[_Instruction], bool]:
+    """Test of whether an instruction computes a product, itself or in what it calls."""
+
+    @functools.cache
+    def holds(name: str) -> bool:
+        return any(map(works, computations.get(name, [])))
+
+    def works(instruction: _Instruction) -> bool:
+        if instruction.opcode == "custom-call":
+            return 'custom_call_target="tpu_custom_call"' in instruction.line
+        return instruction.opcode in ("dot", "convolution") or any(map(holds, _called(instruction.line)))
+
+    return works
+
+
+def _called(line: str) -> list[str]:
+    """Names of the computations that an instruction calls."""
+    parts = [part for several, single in _CALLED.findall(line) for part in re.split(r",\s*", several or single)]
+    return [part.lstrip("%") for part in parts]
 
 
 def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int | None:

@@ -4,8 +4,9 @@
 
 It is the step that experiments/train.py runs on such a slice: precision, rematerialisation, optimiser, offload, mesh.
 Reported per chip: bytes in its own memory (fits or not) and in the host's, collectives by kind, and the roofline: the
-longest of compute, memory and interconnect at the chip's published rates, each alone at its peak. MFU is what the
-model's FLOPs (observe.flops_per_token, both conventions) are of what the chips could do in that time: a bound from
+longest of compute, memory and interconnect at the chip's published rates, each alone at its peak. Whether collectives
+run beside products is read from the compiled schedule (hlo.py): a count and a share of bytes, not a time. MFU is what
+the model's FLOPs (observe.flops_per_token, both conventions) are of what the chips could do in that time: a bound from
 counts, not a measurement.
 
 Compute counts what rematerialisation and a pipeline's stages do twice; in a pipeline, a tick takes as long as its
@@ -27,7 +28,7 @@ from absl import flags
 from jaxbench import cli
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.measure import chips, tpu_compile
+from jaxbench.measure import chips, hlo, tpu_compile
 from jaxbench.measure.flops import dtype_bytes
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.mesh import MODEL, STAGE
@@ -124,11 +125,22 @@ def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Ext
         ("tpu_flops", line["flops_per_chip"], "FLOP", {"with_repeats": line["flops_done_per_chip"]}),
         ("tpu_traffic_bytes", line["traffic_bytes"], "bytes", {}),
         ("tpu_collective_bytes", line["sent_bytes"], "bytes", {"kinds": compiled.kinds}),
+        ("tpu_overlapped_share", *overlapped(compiled.collectives)),
         ("tpu_roofline_s", line["seconds"], "s", line),
         ("tpu_roofline_mfu", line["mfu"], "ratio", {"causal": line["mfu_causal"], "bound": line["bound"]}),
         ("tpu_compile_s", compiled.compile_s, "s", {}),
     ]
     return tpu_compile.make_records(figures, shape, **common)
+
+
+def overlapped(collectives: Mapping[str, hlo.Collective]) -> tuple[float, str, dict[str, int]]:
+    """Share of the bytes sent that the schedule sends beside a product, its unit, and the counts behind it.
+
+    It is 0 where nothing is sent. What counts as beside: hlo.py.
+    """
+    names = ("count", "asynchronous", "overlapped", "sent_bytes", "overlapped_bytes")
+    facts = {name: sum(getattr(kind, name) for kind in collectives.values()) for name in names}
+    return facts["overlapped_bytes"] / max(facts["sent_bytes"], 1), "ratio", facts
 
 
 # The roofline
@@ -209,6 +221,7 @@ def describe(records: list[Record]) -> str:
     listed = ", ".join(
         f"{kind['kind']} x{kind['count']} ({kind['sent_bytes'] / 2**20:,.0f} MiB sent)" for kind in kinds
     )
+    share, beside = figures["overlapped_share"].value, figures["overlapped_share"].detail
     times = ", ".join(f"{name} {1e3 * line[f'{name}_s']:.1f} ms" for name in ("compute", "memory", "interconnect"))
     return "\n".join([
         f"{memory.device}, batch {memory.workload.batch} x {memory.workload.prompt_tokens}, {memory.workload.dtype}: "
@@ -219,6 +232,8 @@ def describe(records: list[Record]) -> str:
         f"{line['flops_done_per_chip'] / 1e12:.2f} T computed; "
         f"waiting for the slowest stage makes it {line['idle_factor']:.2f} times as long",
         f"  collectives a chip: {listed or 'none'}",
+        f"  overlap in the schedule: {beside['asynchronous']} of {beside['count']} collectives are asynchronous, "
+        f"{beside['overlapped']} with a product between start and end: {100 * share:.1f} % of the bytes sent",
         f"  roofline, not a measurement: {times}; {line['bound']} bound, at most {line['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {100 * line['mfu']:.1f} % ({100 * line['mfu_causal']:.1f} % with half the attention)",
     ])  # fmt: skip

@@ -80,12 +80,12 @@ def test_only_kinds_that_occur_are_returned_in_order(found):
 
 def test_asynchronous_all_reduce_counts_once_and_groups_of_one_never(found):
     size = 32 * 8 * 4
-    assert found["all-reduce"] == ("all-reduce", 1, size, size, 0)  # two chips: 2 (n - 1) / n = 1
+    assert found["all-reduce"][:5] == ("all-reduce", 1, size, size, 0)  # two chips: 2 (n - 1) / n = 1
 
 
 def test_a_gather_spread_over_fusions_counts_once_beside_the_plain_one(found):
     size = 16 * 8 * 2
-    assert found["all-gather"] == ("all-gather", 2, 2 * size, 2 * size * 3 // 4, 0)
+    assert found["all-gather"][:5] == ("all-gather", 2, 2 * size, 2 * size * 3 // 4, 0)
 
 
 def test_fused_all_reduce_scatter_is_a_reduce_scatter(found):
@@ -99,12 +99,12 @@ def test_tuples_of_all_to_all_are_summed(found):
 
 
 def test_a_loop_multiplies_by_its_trip_count(found):
-    assert found["collective-permute"] == ("collective-permute", 6, 6 * 32, 6 * 32, 0)
+    assert found["collective-permute"][:5] == ("collective-permute", 6, 6 * 32, 6 * 32, 0)
 
 
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     text = GOLDEN.replace("direction=LT", "direction=NE")
-    assert hlo.collectives(text, 4)["collective-permute"] == ("collective-permute", 1, 32, 32, 1)
+    assert hlo.collectives(text, 4)["collective-permute"][:5] == ("collective-permute", 1, 32, 32, 1)
     known = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
     assert hlo.collectives(known, 4)["collective-permute"].count == 9
 

@@ -23,7 +23,7 @@ from jaxbench.measure import worker
 from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS
 from jaxbench.training.train_config import TrainConfig
-from torch_ref import prng, train, transformer
+from torch_ref import prng, remat, train, transformer
 from torch_ref.training import optimizer_step
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
@@ -44,7 +44,7 @@ class Engine:
         """Place the parameters, and compile where asked; settings.scan_layers matters to the JAX twin only.
 
         Raises:
-          ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
+          ValueError: a mesh, optimiser or policy of rematerialisation that this twin does not have.
         """
         if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
@@ -54,9 +54,10 @@ class Engine:
                 f"engine: step.optimizer.kind={step_config.optimizer.kind} is not in torch_ref, which has "
                 f"{', '.join(TWIN_OPTIMIZERS)}; use --backend=flax"
             )
-        if step_config.remat.policy != "none":
+        if step_config.remat.policy not in remat.POLICIES:
             raise ValueError(
-                f"engine: step.remat.policy={step_config.remat.policy} is not in torch_ref; use --backend=flax"
+                f"engine: step.remat.policy={step_config.remat.policy} is not in torch_ref, which has "
+                f"{', '.join(remat.POLICIES)}; use --backend=flax"
             )
         if step_config.kernels != "auto":
             raise ValueError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zeros
-from torch_ref import nn, train
+from torch_ref import nn, remat, train
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
@@ -58,18 +58,20 @@ def init_state(
       policy: the number types, in place of those that step_config.precision names.
 
     Raises:
-      ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
+      ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat's policy.
     """
     policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.is_float8:
         raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
     if step_config.offload.optimizer or step_config.offload.gradients:
         raise ValueError(f"update: offload {step_config.offload.model_dump()} is not in torch_ref; use --backend=flax")
-    if step_config.optimizer.kind not in TWIN_OPTIMIZERS or step_config.remat.policy != "none":
+    if step_config.optimizer.kind not in TWIN_OPTIMIZERS:
         raise ValueError(
-            f"update: optimizer {step_config.optimizer.kind!r} with remat {step_config.remat.policy!r} is not in "
-            f"torch_ref, which has {', '.join(TWIN_OPTIMIZERS)} without remat; use --backend=flax"
+            f"update: optimizer {step_config.optimizer.kind!r} is not in torch_ref, which has "
+            f"{', '.join(TWIN_OPTIMIZERS)}; use --backend=flax"
         )
+    if step_config.remat.policy != "none":
+        model = remat.apply(model, **step_config.remat.model_dump())
     device = next(model.parameters()).device
     model = nn.load_params(model, params, device=str(device))
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from jaxbench.hallucination import detector, linear, score_regression, token_scoring, unlabelled
+from jaxbench.hallucination import detector, linear, methods, score_regression, token_scoring, unlabelled
 from jaxbench.hallucination.detector import READER, Detector, Inputs, Labels, Member
 from jaxbench.hallucination.score_regression import GRID, Point, Units
 from jaxbench.hallucination.study.table import Table
@@ -22,7 +22,6 @@ from jaxbench.hallucination.token_inputs import Training
 
 Array = np.ndarray
 Spans = list[tuple[int, int]]
-NUM_SELECTED = 32  # columns that mutual information and random choice keep
 
 
 class Scored(NamedTuple):
@@ -83,21 +82,19 @@ def _redeep(grid: dict[str, tuple] | None, table: Table, train: Array, test: Arr
 
 def _mutual_information(table: Table, train: Array, test: Array) -> Array:
     """Regression on the heads and layers that tell most about the label (the document's technique 13)."""
-    from sklearn.feature_selection import mutual_info_classif
-
-    x = np.concatenate([table.inputs.whole[name] for name in ("external", "parametric")], axis=1)
-    found = mutual_info_classif(x[train], table.labels.response[train], random_state=0)
-    return _fitted(x[:, np.argsort(-found, kind="stable")[:NUM_SELECTED]], table, train, test)
+    x = np.concatenate([table.inputs.whole[name] for name in methods.FAMILIES], axis=1)
+    chosen = methods.informative(x[train], table.labels.response[train], methods.NUM_SELECTED)
+    return _fitted(x[:, chosen], table, train, test)
 
 
 def _random_heads(table: Table, train: Array, test: Array) -> Array:
     """Mean of five regressions on random heads (the document's technique 12)."""
     x = table.inputs.whole["external"]
     total = np.zeros(len(test))
-    for seed in range(5):
-        heads = np.random.default_rng(seed).choice(x.shape[1], min(NUM_SELECTED, x.shape[1]), replace=False)
+    for seed in range(methods.NUM_MEMBERS):
+        heads = methods.random_columns(x.shape[1], methods.NUM_SELECTED, seed=seed)
         total += linear.sigmoid(_fitted(x[:, heads], table, train, test))
-    return total / 5
+    return total / methods.NUM_MEMBERS
 
 
 def _rank_ensemble(families: tuple[str, ...], table: Table, train: Array, test: Array) -> Array:

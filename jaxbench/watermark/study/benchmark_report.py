@@ -79,6 +79,14 @@ SHOWN = {
         },
         "overhead", ".0%", is_limit=True,
     ),
+    "throughput": Shown(
+        "Whole calls of generation, the prompt included",
+        {
+            "scheme": "{scheme}", "batch": "{batch_size}", "new tokens": "{new_tokens}",
+            "tokens/s": "{tokens_per_s:,.1f}{between}", "peak memory": "{peak_mb:,.0f} MB",
+            "of unmarked": "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]",
+        },
+    ),
     "verdicts": Shown("Texts marked with the same lists: what both detectors say", {}),
 }  # fmt: skip
 
@@ -123,6 +131,7 @@ def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str,
         "rates": _rates(table, _launch_rates(detection, "cpu_seconds"), main),
         "ratios": _ratios(table, main),
         "overhead": [_overhead(row) for row in records if row["kind"] == "generation"],
+        "throughput": [_throughput(row) for row in records if row["kind"] == "throughput"],
         "verdicts": _verdicts([row for row in records if row["kind"] == "verdict"]),
     }
 
@@ -229,6 +238,18 @@ def _overhead(record: dict) -> dict:
     }
 
 
+def _throughput(record: dict) -> dict:
+    """Tokens a second of whole calls; the ratio's unit of replication is a round, in which every scheme is called."""
+    tokens = record["batch_size"] * record["new_tokens"]
+    point, low, high = _interval(tokens / seconds for seconds in record["seconds"])
+    ratio, ratio_low, ratio_high = _interval(a / b for a, b in zip(record["plain"], record["seconds"], strict=True))
+    return {
+        "scheme": "unmarked" if record["scheme"] is None else label(record["scheme"]),
+        "batch_size": record["batch_size"], "new_tokens": record["new_tokens"], "tokens_per_s": point, "low": low,
+        "high": high, "ratio": ratio, "ratio_low": ratio_low, "ratio_high": ratio_high, "peak_mb": record["rss"] / 1e6,
+    }  # fmt: skip
+
+
 def _verdicts(records: Sequence[dict]) -> list[dict]:
     """One row an author: texts, those whose counts agree, and what each side says."""
     found = [row for row in records if "missing" not in row]
@@ -255,7 +276,7 @@ def _verdicts(records: Sequence[dict]) -> list[dict]:
 def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
     if not shown.cells:
         return row
-    bar, is_bounded = row["bar"], math.isfinite(row.get("high", math.inf))
+    bar, is_bounded = row.get("bar"), math.isfinite(row.get("high", math.inf))
     between = f" [{row['low']:,.3g}, {row['high']:,.3g}]" if is_bounded else ""
     wanted = ""
     if bar is not None:

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxbench import sample
 from jaxbench.generation import decoder, flax_decoder
+from jaxbench.measure import worker
 from jaxbench.watermark import config
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
@@ -63,6 +64,19 @@ class Generation:
         }
         return seconds | _in_turn(loops, loop_rounds)
 
+    def throughput(self, *, schemes: list, prompts: list, new_tokens: int, rounds: int) -> dict:
+        """Seconds of whole calls of each scheme (None: unmarked), all in turn; the process's peak memory in bytes."""
+        calls = {}
+        for number, scheme in enumerate(schemes):
+            processors, states = (), None
+            if scheme is not None:
+                watermark, state = self._watermark(scheme, len(prompts))
+                processors, states = (watermark,), (state,)
+            generator = self._generator(processors)
+            calls[str(number)] = functools.partial(_whole, generator, prompts, new_tokens, states)
+        seconds = _in_turn(calls, rounds)
+        return {"seconds": list(seconds.values()), "peak_rss": worker.peak_bytes()}
+
     def generate(self, *, scheme: dict, prompts: list, new_tokens: int, seed: int) -> dict:
         """Continue prompts (ids) with a watermark; return the new ids."""
         watermark, state = self._watermark(scheme, len(prompts))
@@ -90,6 +104,13 @@ def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
         for name in list(calls)[:: 1 if number % 2 == 0 else -1]:
             seconds[name].append(calls[name]())
     return seconds
+
+
+def _whole(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:
+    """Seconds of a call, the prompts included."""
+    start = time.perf_counter()
+    generator(prompts, max_new_tokens=new_tokens, seed=0, processor_states=states)
+    return time.perf_counter() - start
 
 
 def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:

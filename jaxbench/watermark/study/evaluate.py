@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from typing import Any
 from jaxbench import config, outputs, sample, store
 from jaxbench.generation import decoder
 from jaxbench.watermark.attack import attacks, spoofing
-from jaxbench.watermark.study import detectability, evaluate_data, evaluate_models, evaluate_parts, text_quality
+from jaxbench.watermark.study import (
+    detectability,
+    evaluate_data,
+    evaluate_models,
+    evaluate_parts,
+    evaluate_times,
+    text_quality,
+)
 from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
 
 FOLDERS = ("generate", "attack", "detect", "quality", "spoof", "show")
@@ -44,9 +52,12 @@ class Evaluation:
 
     # Stages
 
-    def stage(self, name: str, compute: Callable[[], Any]) -> Any:
-        """A stage's result, from its file where it is finished."""
+    def stage(self, name: str, compute: Callable[[], Any], texts: int = 0) -> Any:
+        """A stage's result, from its file where it is finished; texts: that it works on."""
+        started = time.monotonic()
         result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
+        if not is_kept:
+            evaluate_times.note(self.workdir, name, time.monotonic() - started, texts)
         if self._on_stage:
             self._on_stage(name, not is_kept)
         return result
@@ -58,7 +69,7 @@ class Evaluation:
         columns: dict[str, list] = {}
         for start in range(0, count, size):
             rows = range(start, min(start + size, count))
-            part = self.stage(f"{name}{start // size:03d}", functools.partial(compute, rows))
+            part = self.stage(f"{name}{start // size:03d}", functools.partial(compute, rows), len(rows))
             for key, values in part.items():
                 columns.setdefault(key, []).extend(values)
         return columns
@@ -79,10 +90,12 @@ class Evaluation:
         for arm in [*s.schemes, UNMARKED]:
             arms[arm] = own = {}
             if arm != UNMARKED:
-                own["detect"] = self.stage(f"detect/{arm}", functools.partial(self._detect, arm, texts, short[arm]))
+                detect = functools.partial(self._detect, arm, texts, short[arm])
+                looked_at = s.generate.prompts * (2 + len(short[arm])) + len(self.material.human) * s.num_keys
+                own["detect"] = self.stage(f"detect/{arm}", detect, looked_at)
                 own["show"] = self.stage(f"show/{arm}", functools.partial(self._show, arm, texts[arm]["text"]))
             own["generation"] = self.stage(
-                f"quality/{arm}/generation", functools.partial(self._generation, arm, texts[arm])
+                f"quality/{arm}/generation", functools.partial(self._generation, arm, texts[arm]), s.generate.prompts
             )
             own["quality"] = self._judged(arm, short[arm])
             if arm != UNMARKED and s.spoofing:
@@ -203,7 +216,7 @@ class Evaluation:
         """Quality under the second model setting, for each attack."""
         slugs = texts if self.settings.quality.attacked else (CLEAN,)
         compute = lambda slug: functools.partial(self._quality, texts[slug])
-        return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug)) for slug in slugs}
+        return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug), len(texts[slug])) for slug in slugs}
 
     def _quality(self, texts: list[str]) -> dict[str, list]:
         s = self.settings.quality
@@ -312,7 +325,7 @@ def prepare(
     if not resume:
         for name in FOLDERS:
             shutil.rmtree(workdir / name, ignore_errors=True)
-        for name in (SETTINGS, "material.json"):
+        for name in (SETTINGS, "material.json", evaluate_times.TIMES):
             (workdir / name).unlink(missing_ok=True)
     if path.exists():
         held = outputs.read_json(path)

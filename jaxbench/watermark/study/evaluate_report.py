@@ -15,13 +15,13 @@ from typing import Any
 from jaxbench import outputs, terminal
 from jaxbench.measure import environment, page
 from jaxbench.measure.page import Section
-from jaxbench.watermark.study import evaluate_figures, evaluate_summary
+from jaxbench.watermark.study import evaluate_figures, evaluate_summary, evaluate_times
 from jaxbench.watermark.study.evaluate_config import CLEAN, Evaluate
 
 SECTIONS = {
     "tradeoff": "Detectability against quality", "power": "Detection", "robustness": "Robustness",
     "quality": "Quality", "spoofing": "Guessed keys and forged text", "tokens": "Token by token",
-    "settings": "Settings and environment",
+    "times": "From end to end", "settings": "Settings and environment",
 }  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def write(
         "environment": environment.describe(threads=environment.usable_cores()),
         "settings": settings.model_dump(mode="json"),
         "summary": evaluate_summary.summarize(settings, results),
+        "times": evaluate_times.table(workdir),
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
     outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -86,7 +87,19 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
     perplexities = [own["quality"]["perplexity"] for own in schemes.values()]
     table.add_row("median perplexity" + note, *("-" if value is None else f"{value:.2f}" for value in perplexities))
     console.print(table)
+    console.print(_times(content["times"]))
     console.print(f"{workdir / 'report.html'} (results.json, results.csv beside it)", markup=False, soft_wrap=True)
+
+
+def _times(rows: list[dict[str, Any]]) -> Any:
+    """Table of what each kind of stage took."""
+    from rich.table import Table
+
+    table = Table("stage", "seconds", "texts", "texts/s", title="From end to end")
+    for row in rows:
+        rate = "-" if row["texts_per_s"] is None else f"{row['texts_per_s']:,.3g}"
+        table.add_row(row["stage"], f"{row['seconds']:,.1f}", f"{row['texts']:,}" if row["texts"] else "-", rate)
+    return table
 
 
 def _cell(rates: dict[str, dict], levels: list[str]) -> str:
@@ -108,7 +121,7 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
     }  # fmt: skip
     spoofed = {name: own["spoof"] for name, own in summary["schemes"].items() if own["spoof"]}
     shown = {name: texts for name, texts in shown.items() if texts}
-    is_there = {"spoofing": spoofed, "tokens": shown}
+    is_there = {"spoofing": spoofed, "tokens": shown, "times": content.get("times")}
     filters = {
         "colour": _colour, "level": _level, "number": _number, "percent": _percent,
         "short": lambda fpr: f"{float(fpr):g}",

@@ -10,7 +10,7 @@ from jaxbench import config
 from jaxbench.generation import decoder
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark.study import benchmark, benchmark_report, evaluate_models
+from jaxbench.watermark.study import benchmark, benchmark_config, benchmark_report, evaluate_models
 
 ROOT = Path(__file__).resolve().parents[3]
 KGW = {"scheme": "kgw", "gamma": 0.25, "context": {"kind": "left", "width": 1}}
@@ -196,7 +196,38 @@ def test_a_case_says_how_many_texts_its_calls_have():
     assert [case["batch_size"] for case in found if case["part"] == "ids"] == [8, 1]
 
 
-@pytest.mark.parametrize("kind", [benchmark.Detection, benchmark.Generation])
+def test_whole_calls_are_measured_by_scheme_length_and_batch_for_a_decoder_of_any_shape(tmp_path, capsys):
+    tiny_shape = {
+        "vocab_size": 49152, "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1,
+        "head_dim": 8, "max_seq_len": 64,
+    }  # fmt: skip
+    wanted = {"schemes": [KGW, {"scheme": "unigram"}], "batch_sizes": [1, 2], "new_tokens": [4, 8], "rounds": 2}
+    settings = benchmark.Benchmark(shape=tiny_shape, throughput=wanted | {"prompt_tokens": 8})
+    summary = benchmark.run(settings, tmp_path)
+    rows = summary["throughput"]
+    names = ["unmarked", "kgw-left1", "unigram"]
+    assert [(row["batch_size"], row["new_tokens"], row["scheme"]) for row in rows] == [
+        (batch, length, name) for batch in (1, 2) for length in (4, 8) for name in names
+    ]
+    assert all(row["ratio"] == 1 for row in rows if row["scheme"] == "unmarked")
+    assert all(row["tokens_per_s"] > 0 and row["peak_mb"] > 10 for row in rows)
+    assert "Whole calls of generation" in capsys.readouterr().out
+    before = (tmp_path / "records.jsonl").read_text()
+    assert benchmark.run(settings, tmp_path)["throughput"] == rows
+    assert (tmp_path / "records.jsonl").read_text() == before
+
+
+def test_whole_calls_are_tokens_over_seconds_and_paired_by_round():
+    record = {
+        "kind": "throughput", "scheme": KGW, "batch_size": 2, "new_tokens": 10, "seconds": [2.0, 4.0],
+        "plain": [1.0, 2.0], "rss": 5e6,
+    }  # fmt: skip
+    (row,) = benchmark_report.summarise([record], {}, {})["throughput"]
+    assert row["tokens_per_s"] == pytest.approx(20 / 8**0.5) and row["peak_mb"] == 5
+    assert row["ratio"] == row["ratio_low"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", [benchmark_config.Detection, benchmark_config.Generation])
 def test_schemes_that_a_table_cannot_tell_apart_are_refused(kind):
     with pytest.raises(ValueError, match="2 schemes are called 'kgw-left1'"):
         kind(schemes=[KGW, KGW | {"gamma": 0.5}])

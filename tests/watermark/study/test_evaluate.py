@@ -102,6 +102,20 @@ def test_marked_text_is_found_and_human_text_is_not(finished):
         assert own["spoof"]["guesses"][0]["corrected_p"] > 1e-3
 
 
+def test_every_kind_of_stage_has_its_time_once_however_often_it_was_begun(finished):
+    workdir, content, _ = finished
+    rows = {row["stage"]: row for row in json.loads((workdir / "results.json").read_text())["times"]}
+    attacked = ["attack delete-10", "attack copy-paste-50-marked"]
+    assert {"generate", *attacked, "detect", "show", "quality, judge", "quality, own model", "end to end"} <= set(rows)
+    assert rows["generate"]["texts"] in (4 * 3, 4 * 2), "the killed process may not have written its last line"
+    assert rows["attack delete-10"]["texts"] == 4 * 2
+    assert rows["detect"]["texts"] == 2 * (4 * 2 + 4 * 3 + 40 * 2)
+    whole = rows.pop("end to end")
+    assert whole["seconds"] == pytest.approx(sum(row["seconds"] for row in rows.values()))
+    assert all(row["texts_per_s"] is None or row["texts_per_s"] > 0 for row in rows.values())
+    assert "From end to end" in (workdir / "report.html").read_text()
+
+
 def test_quality_is_that_of_the_tiny_model(finished):
     summary = finished[1]["summary"]
     assert 500 < summary["unmarked"]["quality"]["perplexity"] < 2000  # nearly uniform over 1,024 words
@@ -118,7 +132,8 @@ def test_results_are_strict_json_and_one_line_a_figure(finished):
 
     stored = json.loads((workdir / "results.json").read_text(), parse_constant=refuse)
     assert stored["environment"].keys() == content["environment"].keys()  # whose load average changes
-    assert {**stored, "environment": {}} == {**content, "environment": {}}
+    varying = {"environment": {}, "times": []}  # of a stage that another test computed again
+    assert {**stored, **varying} == {**content, **varying}
     rows = list(csv.DictReader((workdir / "results.csv").read_text().splitlines()))
     assert tuple(rows[0]) == evaluate_summary.CSV_COLUMNS
     found = [row for row in rows if (row["scheme"], row["metric"], row["attack"]) == ("kgw", "tpr", "delete 10 %")]

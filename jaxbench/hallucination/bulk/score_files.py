@@ -1,0 +1,179 @@
+"""Scores of the tokens or chunks of many answers: rows in, one line a unit out, as JSON lines or Parquet (S file).
+
+Chunks of rows with `labels` are what `hallucination.py redeep` takes, where they are written as JSON lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jaxbench import outputs
+from jaxbench.hallucination import encoding, lengths, ragtruth, unit_scores
+from jaxbench.hallucination.bulk import row_files
+from jaxbench.hallucination.extract import Item, Store
+from jaxbench.hallucination.unit_scores import UnitScores
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Level = Literal["token", "chunk"]
+COLUMNS = (*row_files.TEXTS, "id", "labels")
+
+
+class Row(NamedTuple):
+    """An answer whose units are scored."""
+
+    place: str  # for errors
+    item: Item
+    known: dict[str, Any]  # its id, or nothing
+    marks: tuple[tuple[int, int], ...] | None  # characters that are labelled; None = nobody has judged it
+
+
+def of_file(path: str | Path) -> list[Row]:
+    """Rows with context, question and response, with `id` and `labels` (of `start`, `end`) where they have them.
+
+    Raises:
+      ValueError: as row_files.check; an id is no JSON, or labels are no spans of the response.
+    """
+    found = []
+    for place, row in row_files.numbered(path, COLUMNS):
+        known = {"id": row["id"]} if "id" in row else {}
+        try:
+            json.dumps(known, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}: id cannot be written ({error})") from None
+        found.append(Row(place, Item(*(row[name] for name in row_files.TEXTS)), known, _marks(row, place)))
+    if not found:
+        raise ValueError(f"--input={path} holds no row")
+    return found
+
+
+def of_folder(folder: str | Path) -> list[Row]:
+    """Responses of a folder in RAGTruth's format.
+
+    Raises:
+      ValueError: as ragtruth.load, or a response has no letter and no digit.
+    """
+    data, found = ragtruth.load(folder), []
+    for response in data.responses:
+        if not any(letter.isalnum() for letter in response.response):
+            raise ValueError(f"response {response.id}: {response.response[:40]!r} has no letter and no digit")
+        source = data.source(response)
+        item = Item(source.context, source.asked, response.response)
+        marks = tuple((label.start, label.end) for label in response.labels)
+        found.append(Row(f"response {response.id}", item, {"id": response.id}, marks))
+    return found
+
+
+def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
+    """Characters of a row's labels.
+
+    Raises:
+      ValueError: they are no list of objects with start and end inside the response.
+    """
+    labels, length = row.get("labels"), len(row["response"])
+    if labels is None:
+        return None
+    if not isinstance(labels, list):
+        raise ValueError(f"{place}: labels is {str(labels)[:40]!r}, wanted a list of objects with start and end")
+    found = []
+    for label in labels:
+        start, end = (label.get(name) if isinstance(label, dict) else None for name in ("start", "end"))
+        if type(start) is not int or type(end) is not int or not 0 <= start < end <= length:
+            raise ValueError(
+                f"{place}: labels: {str(label)[:60]!r} is no part of the response's {length} characters, wanted start "
+                "and end"
+            )
+        found.append((start, end))
+    return tuple(found)
+
+
+def check_lengths(rows: Iterable[Row], tokenizer: Any, *, window: int, style: Literal["plain", "chat"]) -> None:
+    """Check that the reader's window takes every row: later some of them would have been read for nothing.
+
+    Raises:
+      ValueError: it does not take one; it is named.
+    """
+    for row in rows:
+        try:
+            lengths.check(tokenizer, row.item.question, row.item.response, window=window, style=style)
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from None
+
+
+def lines(
+    rows: Iterable[Row], store: Store, tokenizer: Any, *, level: Level, chunk_tokens: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the units of rows whose features are in a store: what write takes."""
+    for number, row in enumerate(rows, 1):
+        found = unit_scores.of_tokens(
+            store.read(store.key(row.item)), encoding.encode_response(tokenizer, row.item.response).ids
+        )
+        if level == "chunk":
+            found = unit_scores.of_chunks(found, row.item.response, chunk_tokens=chunk_tokens)
+        yield from _units(number, row, found, level)
+
+
+def _units(number: int, row: Row, found: UnitScores, level: Level) -> Iterator[dict[str, Any]]:
+    external, parametric = found.external.tolist(), found.parametric.tolist()
+    own = ("num_tokens", found.num_tokens) if found.token_ids is None else ("token_id", found.token_ids)
+    for i, ((start, end), text) in enumerate(zip(found.spans.tolist(), found.texts(row.item.response))):
+        unit = {"response": number, **row.known, level: i, own[0]: int(own[1][i])}
+        unit |= {"start": start, "end": end, "text": text}
+        if row.marks is not None:
+            unit[f"{level}_label"] = int(any(a < max(end, start + 1) and start < b for a, b in row.marks))
+        yield unit | {"external": external[i], "parametric": outputs.finite(parametric[i]), "num_cut": found.num_cut}
+
+
+def schema(rows: Sequence[Row], *, level: Level) -> pa.Schema:
+    """Arrow types of a file of units.
+
+    Raises:
+      ValueError: ids have no type in common.
+    """
+    import pyarrow as pa
+
+    scores = pa.list_(pa.float32())
+    own = "token_id" if level == "token" else "num_tokens"
+    fields = [("response", pa.int64()), *_id_field(rows), (level, pa.int64()), (own, pa.int64())]
+    fields += [("start", pa.int64()), ("end", pa.int64()), ("text", pa.string())]
+    if any(row.marks is not None for row in rows):
+        fields.append((f"{level}_label", pa.int64()))
+    return pa.schema([*fields, ("external", pa.list_(scores)), ("parametric", scores), ("num_cut", pa.int64())])
+
+
+def _id_field(rows: Sequence[Row]) -> list[tuple[str, pa.DataType]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not any(row.known for row in rows):
+        return []
+    try:
+        kind = pa.array([row.known.get("id") for row in rows]).type
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("id", kind)])).close()  # refuses objects without keys
+        return [("id", kind)]
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{rows[0].place} and behind: id is no one type ({error}); name a .jsonl output") from None
+
+
+def write(path: Path, units: Iterable[dict[str, Any]], types: pa.Schema | None) -> int:
+    """Write units, whole or not at all; return their number. types: of `schema` for Parquet; None = JSON lines."""
+    count, units = 0, iter(units)
+    if types is None:
+        with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            for unit in units:
+                file.write(json.dumps(unit, ensure_ascii=False) + "\n")
+                count += 1
+        return count
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with outputs.whole(path) as temporary, pq.ParquetWriter(temporary, types) as writer:
+        while batch := list(itertools.islice(units, row_files.BATCH_ROWS)):
+            writer.write_table(pa.Table.from_pylist(batch, types))
+            count += len(batch)
+    return count
