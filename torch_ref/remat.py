@@ -1,4 +1,4 @@
-"""What the backward pass computes again: applied to a decoder from outside, as its layers know nothing of it.
+"""What the backward pass computes again: applied to a decoder from outside, so that its layers know nothing of it.
 
 Twin: jaxbench/remat.py.
 Differs from the twin: PyTorch's checkpoints have no names for values and no place for them in the host's memory, so
@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from jaxbench import philox
 
 POLICIES = ("none", "block", "group")
 
@@ -38,13 +35,7 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
             f"remat: policy={policy!r} with names {list(names)} is not in torch_ref, which has {', '.join(POLICIES)}: "
             "PyTorch's checkpoints have no names for values; use --backend=flax"
         )
-    layers, sites = list(model.layers), philox.dropout_sites(len(model.layers))
-    for layer in layers:
-        layer.__dict__.pop("forward", None)  # of an earlier policy: the class's own is found again
-    size = {"none": 0, "group": group}.get(policy, 1)
-    for start in range(0, len(layers) if size else 0, size or 1):
-        part = slice(start, start + size)
-        _Group(layers[part], sites[part])
+    model.remat, model.remat_names = {"none": 0, "group": group}.get(policy, 1), ""
     return model
 
 
@@ -76,33 +67,10 @@ def run_blocks(
         def run(hidden: Tensor, part: slice = part) -> tuple[Tensor, list]:
             cached = []
             for layer, site in zip(layers[part], sites[part]):
-                hidden, key_value = type(layer).forward(layer, hidden, context, site)
+                hidden, key_value = layer(hidden, context, site)
                 cached.append(key_value)
             return hidden, cached
 
         hidden, cached = checkpointed(run, names)(hidden)
         keys_values += cached
     return hidden, keys_values
-
-
-class _Group:
-    """Blocks in a row that are one checkpoint: called in turn, the first computes all, each hands on its own entry."""
-
-    def __init__(self, layers: list[Any], sites: list[Any]):
-        self.layers, self.sites, self.entries = layers, sites, []
-        for index, layer in enumerate(layers):
-            layer.forward = self._forward_of(index)
-
-    def _forward_of(self, index: int) -> Callable[..., tuple[Tensor, Any]]:
-        """Forward pass of one of the blocks; with a cache or without gradients it is the block's own."""
-        layer = self.layers[index]
-
-        def forward(hidden: Tensor, context: Any, sites: Any, cached: tuple | None = None) -> tuple[Tensor, Any]:
-            if cached is not None or not torch.is_grad_enabled():
-                return type(layer).forward(layer, hidden, context, sites, cached)
-            if index == 0:
-                size = len(self.layers)
-                hidden, self.entries = run_blocks(self.layers, self.sites, hidden, context, group=size, names="")
-            return hidden, self.entries.pop(0)
-
-        return forward

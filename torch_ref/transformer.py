@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jaxbench import extension, philox, rotary
 from jaxbench.config import Compute, TransformerConfig
-from torch_ref import functional, nn
+from torch_ref import functional, nn, remat
 from torch_ref.attention import Context, KVCache, Spans, attention
 
 
@@ -208,6 +208,7 @@ class Transformer(torch.nn.Module):
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
+        self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
     def forward(
         self,
@@ -259,8 +260,12 @@ class Transformer(torch.nn.Module):
         spans = Spans(positions, key_positions, segments, segments)
         hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
-            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+        layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
+        if self.remat and cache is None:
+            hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
+        else:
+            for i, (layer, site) in enumerate(zip(layers, sites)):
+                hidden, cached[i] = layer(hidden, context, site, cached[i])
         keys, values, *memory = extension.by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
