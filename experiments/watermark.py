@@ -297,8 +297,8 @@ def measure_peers() -> int:
     from jaxbench.watermark.study import benchmark
 
     settings = cli.load_config(benchmark.Benchmark)
-    if settings.generation is None and settings.verdicts is None:
-        kernel_flags.check_idle("without generation and verdicts nothing is decoded")
+    if settings.generation is None and settings.throughput is None and settings.verdicts is None:
+        kernel_flags.check_idle("without generation, throughput and verdicts nothing is decoded")
     cli.keep(f"finished measurements in {VALUES.workdir} are kept; the same command goes on")
     benchmark.run(settings, VALUES.workdir, options=kernel_flags.options(), say=say)
     say(f"written: {VALUES.workdir}")

@@ -64,6 +64,7 @@ CONFIG_MODELS = {
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
     "watermark/benchmark": "jaxbench.watermark.study.benchmark:Benchmark",
+    "watermark/benchmark-gpt2-medium": "jaxbench.watermark.study.benchmark:Benchmark",
     "watermark/calibrate": "jaxbench.watermark.study.calibrate:Calibration",
     "watermark/evaluate": "jaxbench.watermark.study.evaluate_config:Evaluate",
     "watermark/evaluate-robustness": "jaxbench.watermark.study.evaluate_config:Evaluate",

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,12 @@ class Workers:
 def command(entry: Entry) -> list[str]:
     """The words of the process that runs a job."""
     first, *rest = (word.replace(HERE, str(entry.folder)) for word in entry.job.words)
-    program = [sys.executable, "-c", WITH_PARENT, str(os.getpid())]
-    return [*program, str(COMMANDS / Path(first).name), *rest]
+    return tied([str(COMMANDS / Path(first).name), *rest])
+
+
+def tied(words: Sequence[str]) -> list[str]:
+    """The words of a Python process, script first, that ends with the thread that starts it, by SIGKILL (Linux)."""
+    return [sys.executable, "-c", WITH_PARENT, str(os.getpid()), *words]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

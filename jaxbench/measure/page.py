@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from jaxbench import outputs
+
 SHELL = Path(__file__).with_name("page.html")
 Figure = dict[str, Any]  # plotly's data and layout, with a height; "line": x of a vertical line in the theme's colour
 
@@ -57,7 +59,7 @@ def render(
     pages.filters |= filters
     own = {"title": title, "sections": [section for section in sections if section.is_there], "figures": drawn}
     own |= {"name": name or title, "plotly": script or "", "is_without_charts": len(drawn) < len(figures)}
-    own["data"] = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
+    own["data"] = json.dumps(outputs.finite(drawn), allow_nan=False).replace("</", "<\\/")
     return pages.from_string(template.read_text(encoding="utf-8")).render(own | values)
 
 

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from jaxbench import outputs
+from jaxbench.jobs import work
 from jaxbench.jobs.queue import COMMANDS, ENDED, HERE, Entry, Queue
 from jaxbench.serve.intake import Bad
 from jaxbench.serve.service import Refused, Service
@@ -43,10 +43,10 @@ class Workers:
         if config.jobs.folder is None or not config.jobs.workers:
             return
         words = [
-            sys.executable, str(COMMANDS / "jobs.py"), "work", f"--queue={config.jobs.folder}", "--nice=19",
+            str(COMMANDS / "jobs.py"), "work", f"--queue={config.jobs.folder}", "--nice=19",
             f"--workers={config.jobs.workers}", f"--keep_days={config.jobs.keep_days}",
         ]  # fmt: skip
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(work.tied(words), stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end(self) -> None:
         """End it; what it runs waits for the next one."""

@@ -51,6 +51,12 @@ def test_the_shell_has_a_chart_for_each_section_and_its_contents():
     assert html.count("</script>") == 2 and "plotly.js v" in html
 
 
+def test_a_chart_has_a_gap_where_a_number_is_not_finite():
+    figure = {"data": [{"type": "bar", "y": [1.0, float("nan"), float("inf")]}], "layout": {"height": 9}}
+    html = page.render("t", [Section("a", "A")], {"chart-a": figure})
+    assert "[1.0, null, null]" in html and "NaN" not in html.replace(page._plotly() or "", "")
+
+
 def test_a_page_without_sections_has_no_contents():
     text = markup_of(page.render("Title", (), {}))
     assert "<nav>" not in text and "<section" not in text and "<title>Title</title>" in text

@@ -1,7 +1,10 @@
 """Files of texts that a server looks for watermarks in: by HTTP, over its own end, and rules that it is held to."""
 
+import contextlib
 import json
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +117,30 @@ def test_a_rule_that_breaks_is_told_and_shown(server, folder):  # noqa: F811
     said = json.loads((folder / "said.jsonl").read_text().splitlines()[0])
     assert said["state"] == "open" and "server rule never is broken" in said["subject"]
     assert server.metric('rule_broken{rule="never"}') == 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process ends with its parent on Linux alone")
+def test_the_workers_of_a_server_that_is_killed_are_gone_with_it(folder, settings):  # noqa: F811
+    own = (*(each for each in settings if not each.startswith("jobs.")), f"jobs.folder={folder / 'killed'}")
+    running = Running(folder, *own)
+    ours = f"--queue={folder / 'killed'}".encode()
+
+    def workers() -> list[Path]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found += [path] if ours in path.read_bytes().split(b"\0") else []
+        return found
+
+    until = time.monotonic() + 60
+    while not workers():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    running.process.kill()
+    while workers():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    running.end()
 
 
 def test_what_a_server_could_not_finish_its_successor_does(folder, settings):  # noqa: F811

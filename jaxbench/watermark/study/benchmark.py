@@ -233,17 +233,19 @@ class _Run:
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **answer}]
 
     def throughput(self, batch_size: int, new_tokens: int) -> list[dict]:
-        """Records of every scheme at one batch size and length, unmarked first."""
+        """Records of every scheme at one batch size and length: unmarked text first, and once more as the control."""
         wanted = self.settings.throughput
         prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, self.documents)
-        schemes = [None, *(scheme.model_dump(mode="json") for scheme in wanted.schemes)]
+        control = {"scheme": "control"}
+        schemes = [control, *(scheme.model_dump(mode="json") for scheme in wanted.schemes), control]
         answer = self._decoding().request(
             "throughput", schemes=schemes, prompts=prompts, new_tokens=new_tokens, rounds=wanted.rounds
         )
         common = {"kind": "throughput", "batch_size": batch_size, "new_tokens": new_tokens}
+        named = zip([{"scheme": "unmarked"}, *schemes[1:]], answer["seconds"], strict=True)
         return [
             common | {"scheme": scheme, "seconds": seconds, "plain": answer["seconds"][0], "rss": answer["peak_rss"]}
-            for scheme, seconds in zip(schemes, answer["seconds"], strict=True)
+            for scheme, seconds in named
         ]
 
     def _decoding(self) -> Worker:

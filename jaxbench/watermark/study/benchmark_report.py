@@ -244,7 +244,7 @@ def _throughput(record: dict) -> dict:
     point, low, high = _interval(tokens / seconds for seconds in record["seconds"])
     ratio, ratio_low, ratio_high = _interval(a / b for a, b in zip(record["plain"], record["seconds"], strict=True))
     return {
-        "scheme": "unmarked" if record["scheme"] is None else label(record["scheme"]),
+        "scheme": label(record["scheme"]),
         "batch_size": record["batch_size"], "new_tokens": record["new_tokens"], "tokens_per_s": point, "low": low,
         "high": high, "ratio": ratio, "ratio_low": ratio_low, "ratio_high": ratio_high, "peak_mb": record["rss"] / 1e6,
     }  # fmt: skip

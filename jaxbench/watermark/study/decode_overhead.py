@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxbench import sample
 from jaxbench.generation import decoder, flax_decoder
-from jaxbench.measure import worker
+from jaxbench.measure import process, worker
 from jaxbench.watermark import config
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
@@ -65,11 +65,11 @@ class Generation:
         return seconds | _in_turn(loops, loop_rounds)
 
     def throughput(self, *, schemes: list, prompts: list, new_tokens: int, rounds: int) -> dict:
-        """Seconds of whole calls of each scheme (None: unmarked), all in turn; the process's peak memory in bytes."""
+        """Seconds of whole calls of each scheme (control: unmarked), in turn; the process's peak memory in bytes."""
         calls = {}
         for number, scheme in enumerate(schemes):
             processors, states = (), None
-            if scheme is not None:
+            if scheme["scheme"] != "control":
                 watermark, state = self._watermark(scheme, len(prompts))
                 processors, states = (watermark,), (state,)
             generator = self._generator(processors)
@@ -96,12 +96,12 @@ class Generation:
 
 
 def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Call each once to warm up, then all in turn, the order reversed every other round."""
+    """Call each once to warm up, then all in turn, the order rotated and reversed from round to round."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
-        for name in list(calls)[:: 1 if number % 2 == 0 else -1]:
+        for name in process.turn(list(calls), number):
             seconds[name].append(calls[name]())
     return seconds
 

@@ -58,7 +58,7 @@ def write(
         "times": evaluate_times.table(workdir),
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
-    outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    outputs.write_json(workdir / "results.json", content)
     rows = evaluate_summary.rows(content["summary"], content["config_id"])
     outputs.write_csv(workdir / "results.csv", rows, evaluate_summary.CSV_COLUMNS)
     outputs.write_text(workdir / "report.html", render(content, shown))

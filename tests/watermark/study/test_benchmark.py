@@ -205,7 +205,7 @@ def test_whole_calls_are_measured_by_scheme_length_and_batch_for_a_decoder_of_an
     settings = benchmark.Benchmark(shape=tiny_shape, throughput=wanted | {"prompt_tokens": 8})
     summary = benchmark.run(settings, tmp_path)
     rows = summary["throughput"]
-    names = ["unmarked", "kgw-left1", "unigram"]
+    names = ["unmarked", "kgw-left1", "unigram", "control"]
     assert [(row["batch_size"], row["new_tokens"], row["scheme"]) for row in rows] == [
         (batch, length, name) for batch in (1, 2) for length in (4, 8) for name in names
     ]
