@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -61,7 +63,7 @@ class TorchSide:
 
     def __init__(self, module: torch.nn.Module, *, dtype: str, pick: Callable[[Any], Any] | None = None):
         self.dtype = getattr(torch, dtype)
-        self.module = copy.deepcopy(module).to("cpu")._apply(lambda x: as_type(x, self.dtype))
+        self.module = copy_of(module).to("cpu")._apply(lambda x: as_type(x, self.dtype))
         self.pick = pick or (lambda outputs: outputs)
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -96,7 +98,9 @@ class TorchSide:
     def owner(self, name: str) -> torch.nn.Module:
         """Module of a tensor; of a parametrised one the module around its parametrisation."""
         parametrised, separator, _ = name.partition(".parametrizations.")
-        return self.module.get_submodule(parametrised if separator else name.rpartition(".")[0])
+        path = parametrised if separator else name.rpartition(".")[0]
+        # not get_submodule, which TorchScript lacks
+        return functools.reduce(getattr, path.split("."), self.module) if path else self.module
 
     @contextlib.contextmanager
     def _restored(self, is_training: bool) -> Iterator[None]:
@@ -167,6 +171,23 @@ class TorchSide:
         return map_floating(given, torch.tensor, is_floating=lambda x: isinstance(x, np.ndarray))
 
 
+def copy_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy of a module; of TorchScript through a file, as its own copies have parameters that get no gradients."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return copy.deepcopy(module)
+    held = io.BytesIO()
+    torch.jit.save(module, held)
+    held.seek(0)
+    return torch.jit.load(held, map_location="cpu")
+
+
+def is_called(module: torch.nn.Module) -> bool:
+    """True where calls of a module can be recorded: it has a forward pass, in Python (TorchScript takes no hooks)."""
+    if isinstance(module, torch.jit.ScriptModule | torch.nn.ModuleList):
+        return False
+    return type(module).forward is not torch.nn.Module.forward
+
+
 @contextlib.contextmanager
 def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[None]:
     """Record every call of a module and of those inside it, and every tap, while the context is open."""
@@ -199,7 +220,7 @@ def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[N
 
     handles = []
     for path, child in module.named_modules():
-        if type(child).forward is not torch.nn.Module.forward and not isinstance(child, torch.nn.ModuleList):
+        if is_called(child):
             handles.append(child.register_forward_pre_hook(before(path or ROOT), with_kwargs=True))
             handles.append(child.register_forward_hook(after, with_kwargs=True))
     try:

@@ -39,6 +39,17 @@ def test_every_gate_of_a_function_of_parameters():
     assert str(result).startswith("the same function")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.from_numpy(X).float())])
+def test_torchscript_is_compared_as_a_whole(compiled):
+    decay = {"weight_decay": 0.1}
+    optimizers = (optax.adamw(1e-2, **decay), lambda params: torch.optim.AdamW(params, 1e-2, **decay))
+    result = jaxbench.compare((function, PARAMS), compiled(mlp()), X, optimizers=optimizers)
+    assert result.passed, str(result)
+    assert {"gradients, eval", "parameters after 5 steps"} <= {gate.what for gate in result.gates}
+    assert not jaxbench.compare((function, PARAMS), compiled(mlp(torch.nn.ReLU)), X, quick=True).passed
+
+
 def test_another_default_of_an_optimiser_shows_in_the_steps_alone():
     optimizers = (optax.adamw(1e-2), lambda params: torch.optim.AdamW(params, 1e-2))
     result = jaxbench.compare((function, PARAMS), mlp(), X, optimizers=optimizers)
