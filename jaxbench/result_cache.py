@@ -41,7 +41,9 @@ class ResultCacheConfig(Base):
     @pydantic.field_validator("url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        if url is not None and "@" in url:  # neither on a command line nor in a file
+        if url is not None and (
+            "@" in url or re.search("[?&](username|password)=", url)
+        ):  # neither on a command line nor in a file
             raise ValueError(f"url holds a login (not shown); set {PASSWORD_VARIABLE}, and leave it out")
         if url is not None and not url.startswith(SCHEMES):
             begin = re.match("[a-z]*", url).group()[:20]
@@ -115,7 +117,7 @@ class RedisCache:
         try:
             self._redis = redis.Redis.from_url(url, **how, retry=retry)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"result cache: the address {url} of Redis is none: {error}") from None
+            raise ValueError(f"result cache: {type(error).__name__} in the address of Redis (not shown)") from None
         self._keep_s, self._errors, self._until = keep_s, (redis.RedisError, OSError), 0.0
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:

@@ -99,9 +99,12 @@ def test_an_address_that_is_none_is_refused(url):
 
 
 def test_a_login_stands_in_the_environment_and_is_never_shown(monkeypatch):
-    with pytest.raises(ValueError, match="JAXBENCH_REDIS_PASSWORD") as caught:
-        ResultCacheConfig(url="redis://user:word@host")
-    assert "word@" not in str(caught.value)
+    for login in ("redis://user:secret@host", "redis://host/0?password=secret", "unix://a.sock?db=1&username=secret"):
+        with pytest.raises(ValueError, match="JAXBENCH_REDIS_PASSWORD") as caught:
+            ResultCacheConfig(url=login)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ValueError, match="not shown"):
+        ResultCacheConfig(url="redis://host:port/0").open()
     with tempfile.TemporaryDirectory() as folder, redis_server.running(Path(folder), "--requirepass", "word") as url:
         for password, found in (("word", b"1"), ("wrong", None)):
             monkeypatch.setenv(result_cache.PASSWORD_VARIABLE, password)

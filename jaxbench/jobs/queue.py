@@ -38,6 +38,7 @@ class Job(Base):
     id: str
     words: tuple[str, ...]  # of the command: a file of experiments/, then its arguments
     cwd: str  # folder that relative paths of the words are in
+    kind: str = ""  # whose it is, where several share the queue: a server's own jobs have one
     title: str = ""
     submitted: float  # seconds since 1970
     priority: int = 0  # higher is run first
@@ -85,7 +86,7 @@ class Queue:
 
     def submit(
         self, words: Sequence[str], *, title: str = "", priority: int = 0, most_attempts: int = 3,
-        fill: Callable[[Path], None] = lambda folder: None, cwd: str | None = None,
+        fill: Callable[[Path], None] = lambda folder: None, cwd: str | None = None, kind: str = "",
     ) -> Entry:  # fmt: skip
         """Add a job.
 
@@ -103,7 +104,7 @@ class Queue:
         id = f"{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         job = Job(
             id=id, words=tuple(words), cwd=os.getcwd() if cwd is None else cwd, title=title, submitted=now,
-            priority=priority, most_attempts=most_attempts,
+            priority=priority, most_attempts=most_attempts, kind=kind,
         )  # fmt: skip
         with outputs.whole_folder(self.folder / id) as made:
             fill(made)
@@ -169,24 +170,21 @@ class Queue:
           ValueError: as `find`; or it has not ended.
         """
         entry = self.find(id)
-        if entry.progress.state not in ENDED:
+        if not _removed(entry.folder):
             raise ValueError(f"jobs: {id} is {entry.progress.state}; cancel it first")
-        shutil.rmtree(entry.folder, ignore_errors=True)
 
     def remove_older(self, seconds: float) -> list[str]:
         """Remove the jobs that ended longer ago; their ids."""
         limit = time.time() - seconds
         old = [each for each in self.entries() if each.progress.state in ENDED and (each.progress.ended or 0) < limit]
-        for entry in old:
-            shutil.rmtree(entry.folder, ignore_errors=True)
-        return [entry.job.id for entry in old]
+        return [entry.job.id for entry in old if _removed(entry.folder)]
 
     @contextlib.contextmanager
     def claimed(self, worker: str) -> Iterator[Entry | None]:
         """The job to run next, which nobody else gets while the block lasts; None = there is none.
 
         First the highest priority, then the oldest. A job whose worker died is one of them; after its last attempt it
-        has failed.
+        has failed, which is written, and it is handed out in that state: there is nothing to run.
         """
         now = time.time()
         for entry in sorted(self.entries(), key=lambda each: (-each.job.priority, each.job.submitted)):
@@ -200,7 +198,8 @@ class Queue:
                     continue
                 if entry.progress.attempts >= entry.job.most_attempts:
                     end(entry, "failed", note=f"{entry.progress.attempts} attempts; the worker died in the last one")
-                    continue
+                    yield _read(entry.folder)
+                    return
                 begun = entry.progress.attempts + 1
                 _write(entry.folder, Progress(state="running", attempts=begun, started=now, worker=worker))
                 yield _read(entry.folder)
@@ -255,6 +254,14 @@ def end(entry: Entry, state: State, *, exit_code: int | None = None, note: str =
 def postpone(entry: Entry, seconds: float, *, attempts: int, note: str = "") -> None:
     """Let a job wait, so many attempts of which count; only who holds it may."""
     _write(entry.folder, Progress(attempts=attempts, not_before=time.time() + seconds, note=note))
+
+
+def _removed(folder: Path) -> bool:
+    """Remove the folder of a job that has ended, unless it was begun anew meanwhile; True where it is gone."""
+    with holding(folder) as is_mine:
+        if is_mine and _read(folder).progress.state in ENDED:
+            shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def _read(folder: Path) -> Entry:

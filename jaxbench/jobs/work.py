@@ -21,10 +21,14 @@ from jaxbench.jobs.queue import COMMANDS, HERE, Entry, Queue
 log = logging.getLogger("jaxbench.jobs")
 
 POLL_S = 0.2  # between looks at a command that runs
+BROKEN = -1  # exit code of what could not be started
 GRACE_S = 10.0  # that a command has to end by itself
 PAUSE_S = 5.0  # before a command that broke is run again, twice as long each time
 HOUR_S = 3600.0
-FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which the same would end alike
+FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which the same would end alike,
+# but for these endings of what was said: an error that no command expects, a full disk, too little memory
+PASSING = ("Traceback (most recent call last)", "error: cannot write", "error: out of memory")
+TAIL_BYTES = 2**16  # of what a command said that are read back
 # A process that ends with its worker, however that ends: prctl(PR_SET_PDEATHSIG, SIGKILL), where there is one.
 WITH_PARENT = """
 import ctypes, os, sys
@@ -96,6 +100,10 @@ class Workers:
         with self._queue.claimed(name) as entry:
             if entry is None:
                 return True
+            if entry.progress.state in queue.ENDED:
+                self.failed += 1
+                log.error("job failed", extra={"fields": {"job": entry.job.id, "note": entry.progress.note}})
+                return False
             self._run(entry)
         return False
 
@@ -103,16 +111,24 @@ class Workers:
         about = {"job": entry.job.id, "title": entry.job.title, "attempt": entry.progress.attempts}
         log.info("job started", extra={"fields": about})
         started = time.monotonic()
-        cwd = entry.job.cwd.replace(HERE, str(entry.folder))
+        cwd, asked, code = entry.job.cwd.replace(HERE, str(entry.folder)), "", BROKEN
         with open(entry.log, "ab") as output:
-            child = subprocess.Popen(
-                command(entry), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                cwd=cwd, start_new_session=True,
-            )  # fmt: skip
-            with contextlib.suppress(AttributeError, OSError):
-                os.setpriority(os.PRIO_PROCESS, child.pid, self._niceness)
-            asked = self._wait(child, entry.folder / "cancel")
-        self._ended(entry, child.returncode, asked, about | {"seconds": round(time.monotonic() - started, 3)})
+            begin = output.tell()
+            try:
+                child = subprocess.Popen(
+                    command(entry), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    cwd=cwd, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:  # its folder went
+                output.write(f"it cannot be started: {error}\n".encode(errors="replace"))
+            else:
+                if self._niceness:
+                    with contextlib.suppress(AttributeError, OSError):
+                        os.setpriority(os.PRIO_PROCESS, child.pid, self._niceness)
+                asked = self._wait(child, entry.folder / "cancel")
+                code = child.returncode
+        about |= {"seconds": round(time.monotonic() - started, 3), "exit_code": code}
+        self._ended(entry, code, asked, said(entry.log, begin), about)
 
     def _wait(self, child: subprocess.Popen[bytes], marker: Path) -> str:
         """Wait for a command's end; "stop" or "cancel" where it was asked for."""
@@ -122,11 +138,11 @@ class Workers:
                 return ""
             asked = "cancel" if marker.exists() else "stop" if self._stop.is_set() else ""
             if asked:
-                _end(child)
+                end(child)
                 return asked
 
-    def _ended(self, entry: Entry, code: int, asked: str, about: dict[str, Any]) -> None:
-        attempts, about = entry.progress.attempts, about | {"exit_code": code}
+    def _ended(self, entry: Entry, code: int, asked: str, text: str, about: dict[str, Any]) -> None:
+        attempts, last = entry.progress.attempts, _last_line(text)
         if code == 0:  # also where it was asked to end too late
             state, note = "done", ""
         elif asked == "cancel":
@@ -135,11 +151,11 @@ class Workers:
             queue.postpone(entry, 0.0, attempts=attempts - 1)
             log.info("job interrupted", extra={"fields": about})
             return
-        elif code in FINAL or attempts >= entry.job.most_attempts:
-            state, note = "failed", f"{FINAL.get(code, 'it broke')}: {_last_line(entry.log)}"
+        elif is_final(code, text) or attempts >= entry.job.most_attempts:
+            state, note = "failed", f"{FINAL[code] if is_final(code, text) else 'it broke'}: {last}"
             self.failed += 1
         else:
-            queue.postpone(entry, PAUSE_S * 2 ** (attempts - 1), attempts=attempts, note=_last_line(entry.log))
+            queue.postpone(entry, PAUSE_S * 2 ** (attempts - 1), attempts=attempts, note=last)
             log.warning("job broke", extra={"fields": about})
             return
         queue.end(entry, state, exit_code=code, note=note)
@@ -157,9 +173,14 @@ def tied(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", WITH_PARENT, str(os.getpid()), *words]
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a command and what it started: asked first, killed where it does not."""
-    for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+def is_final(code: int, text: str) -> bool:
+    """True where the same words would end alike; text: what the command said."""
+    return code in FINAL and not any(word in text for word in PASSING)
+
+
+def end(child: subprocess.Popen[bytes], grace_s: float | None = None) -> None:
+    """End a process that leads a session, and what it started: asked first, killed where it does not (GRACE_S)."""
+    for number, seconds in ((signal.SIGTERM, GRACE_S if grace_s is None else grace_s), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,9 +188,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _last_line(path: Path) -> str:
-    """The last thing that a command said, in short."""
+def said(path: Path, begin: int = 0) -> str:
+    """The end of what a command wrote into its log from a byte on."""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        file.seek(max(begin, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    """The last thing that a command said, in short."""
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else "it said nothing"

@@ -161,7 +161,8 @@ def _spans(computations: dict[str, list[_Instruction]]) -> dict[Any, bool]:
                 owner.setdefault(instruction.name, []).append(key)
             if instruction.opcode in _ENDS:
                 # The operand's name stands alone, or behind its shape.
-                started = re.search(r"-(?:done|update)\((?:[^=%]*%)?([\w.\-]+)", instruction.line)
+                line = re.sub(r"/\*index=\d+\*/", "", instruction.line)  # counts of a long tuple's shapes
+                started = re.search(r"-(?:done|update)\((?:[^=%]*%)?([\w.\-]+)", line)
                 for key in owner.get(started.group(1), []) if started else ():
                     ends[key].append(index)
                     owner.setdefault(instruction.name, []).append(key)

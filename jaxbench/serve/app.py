@@ -95,8 +95,8 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
         response.headers["x-request-id"] = id
         service: Service = request.app.state.service
         service.metrics.http(path, response.status_code)
-        if response.status_code >= 500:
-            service.watch.observe("error_share", 1.0, time.monotonic())
+        if request.method == "POST" and not isinstance(response, _Stream):  # a stream says at its end how it went
+            service.watch.observe("error_share", float(response.status_code >= 500), time.monotonic())
         seconds = round(time.monotonic() - started, 4)
         fields = {"request": id, "path": path, "status": response.status_code, "seconds": seconds}
         log.info("http", extra={"fields": fields})
@@ -204,6 +204,8 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(*arguments)
         finally:
+            is_error = any(answer.ended == "error" for answer in self._answers)
+            self._service.watch.observe("error_share", float(is_error), time.monotonic())
             self._service.drop(self._answers)
 
 
@@ -273,6 +275,8 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Everything that is counted."""
+    counts = await asyncio.to_thread(jobs.counted, request.app.state.config)
+    request.app.state.service.metrics.jobs(counts)
     return Response(request.app.state.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 

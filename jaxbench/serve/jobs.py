@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from jaxbench.serve.settings import ServerConfig
 INPUT, SCORES, WATERMARKS = "texts.jsonl", "scores.jsonl", "watermarks.yaml"
 PATH, ONE, RESULT = "/v1/watermark/jobs", "/v1/watermark/jobs/{job}", "/v1/watermark/jobs/{job}/scores"
 GRACE_S = 15.0  # that workers have to put down what they run
+KIND = "watermarks"  # of the jobs that clients may see: others may share the queue
+RECEIVED = ".received-"  # begins the names of folders of bodies that are on their way
+OLD_S = 86_400  # after which nobody waits for one any more
 
 
 class Workers:
@@ -40,6 +43,7 @@ class Workers:
     def __init__(self, config: ServerConfig):
         """Start it, where the configuration names a queue and workers of it."""
         self._process = None
+        _sweep(config.jobs.folder)
         if config.jobs.folder is None or not config.jobs.workers:
             return
         words = [
@@ -50,14 +54,28 @@ class Workers:
 
     def end(self) -> None:
         """End it; what it runs waits for the next one."""
-        if self._process is None:
-            return
-        self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
-            return
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            work.end(self._process, GRACE_S)
+
+
+def _sweep(folder: str | None) -> None:
+    """Remove what servers that were killed had begun to receive."""
+    for path in Path(folder).glob(f"{RECEIVED}*") if folder is not None else ():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - OLD_S:
+                shutil.rmtree(path)
+
+
+def counted(config: ServerConfig) -> dict[str, int]:
+    """How many jobs of clients are in each state."""
+    counts = dict.fromkeys(("waiting", "running", *ENDED), 0) if config.jobs.folder is not None else {}
+    for entry in _own(Queue(config.jobs.folder)) if counts else ():
+        counts[entry.progress.state] += 1
+    return counts
+
+
+def _own(held: Queue) -> list[Entry]:
+    return [entry for entry in held.entries() if entry.job.kind == KIND]
 
 
 def _queue(request: Request) -> tuple[Queue, Service, ServerConfig]:
@@ -83,11 +101,11 @@ async def submit(request: Request) -> Response:
     names = list(service.finder.names) if given is None else list(dict.fromkeys(given.split(",")))
     if odd := [name for name in names if name not in service.finder.names]:
         raise Bad(f"watermarks: {odd[0][:60]!r} is unknown here; wanted some of {', '.join(service.finder.names)}")
-    entries = await asyncio.to_thread(held.entries)
+    entries = await asyncio.to_thread(_own, held)
     if sum(entry.progress.state not in ENDED for entry in entries) >= config.jobs.max_waiting:
         raise Refused(429, f"{config.jobs.max_waiting} jobs have not ended; try again later")
     held.folder.mkdir(parents=True, exist_ok=True)
-    received = Path(tempfile.mkdtemp(prefix=".received-", dir=held.folder))
+    received = Path(tempfile.mkdtemp(prefix=RECEIVED, dir=held.folder))
     try:
         await _receive(request, received / INPUT, config.jobs.max_bytes)
         entry = await asyncio.to_thread(_submitted, held, received, service, config, names)
@@ -119,8 +137,8 @@ def _submitted(held: Queue, received: Path, service: Service, config: ServerConf
         f"--input={INPUT}", f"--output={SCORES}", "--prompt_field=prompt_tokens",
         f"--vocab_size={service.about['vocab_size']}",
     ]  # fmt: skip
-    words += [f"--model={Path(config.engine.model).absolute()}"] if _is_path(config.engine.model) else []
-    words += [f"--model={config.engine.model}"] if config.engine.model and not _is_path(config.engine.model) else []
+    if (model := config.engine.model) is not None:
+        words.append(f"--model={Path(model).absolute() if Path(model).exists() else model}")
     words += [f"--score_cache={config.result_cache.url}"] if config.result_cache.url else []
     watermarks = service.watermarks.described(names)
     for fields in watermarks.values():
@@ -131,11 +149,7 @@ def _submitted(held: Queue, received: Path, service: Service, config: ServerConf
         os.rename(received / INPUT, folder / INPUT)
         outputs.write_text(folder / WATERMARKS, yaml.safe_dump(watermarks))
 
-    return held.submit(words, title=f"watermarks {','.join(names)}", fill=fill, cwd=HERE)
-
-
-def _is_path(model: str | None) -> bool:
-    return model is not None and Path(model).exists()
+    return held.submit(words, title=f"watermarks {','.join(names)}", fill=fill, cwd=HERE, kind=KIND)
 
 
 def _found(held: Queue, request: Request) -> Entry:
@@ -145,21 +159,18 @@ def _found(held: Queue, request: Request) -> Entry:
       Bad: there is none.
     """
     id = request.path_params["job"]
-    try:
-        return held.find(id)
-    except (ValueError, OSError):
-        raise Bad(f"job {id[:60]!r} is not here", 404) from None
+    with contextlib.suppress(ValueError, OSError):
+        entry = held.find(id)
+        if entry.job.kind == KIND:
+            return entry
+    raise Bad(f"job {id[:60]!r} is not here", 404)
 
 
 async def show_all(request: Request) -> Response:
     """All jobs, the oldest first."""
-    held, service, _ = _queue(request)
-    entries = await asyncio.to_thread(held.entries)
-    counts = dict.fromkeys(("waiting", "running", *ENDED), 0)
-    for entry in entries:
-        counts[entry.progress.state] += 1
-    service.metrics.jobs(counts)
-    return JSONResponse({"object": "list", "data": [_shown(entry) for entry in entries]})
+    held, _, _ = _queue(request)
+    shown = await asyncio.to_thread(lambda: [_shown(entry) for entry in _own(held)])
+    return JSONResponse({"object": "list", "data": shown})
 
 
 async def show(request: Request) -> Response:
@@ -184,7 +195,7 @@ async def remove(request: Request) -> Response:
             held.remove(entry.job.id)
             return Response(status_code=204)
         return JSONResponse(_shown(held.cancel(entry.job.id)), 202)
-    except ValueError as error:  # it ended meanwhile
+    except (ValueError, OSError) as error:  # it ended meanwhile, or another client removed it
         raise Bad(str(error), 409) from error
 
 
@@ -203,6 +214,9 @@ def _shown(entry: Entry) -> dict[str, Any]:
 
 
 def _counted(folder: Path) -> Mapping[str, Any]:
-    report = outputs.read_json(folder / f"{SCORES}.report.json")
+    try:
+        report = outputs.read_json(folder / f"{SCORES}.report.json")
+    except ValueError:  # another client removed the job meanwhile
+        return {}
     bad = [{"line": line, "problem": problem} for _, line, problem in report["first_bad"]]
     return {"texts": report["texts"], "tokens": report["tokens"], "bad_lines": report["bad"], "first_bad": bad[:20]}

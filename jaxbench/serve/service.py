@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import types
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxbench.generation.pieces import Text
@@ -24,14 +24,7 @@ from jaxbench.serve.worker import Report, Supervisor
 log = logging.getLogger("jaxbench.serve")
 
 _LEVELS = {"open": logging.WARNING, "over": logging.INFO}
-_background: set[asyncio.Task[None]] = set()  # that nobody waits for; the loop itself keeps no reference
 RETRY_S = 1  # what a client that was refused is asked to wait
-
-
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.ensure_future(work)
-    _background.add(task)
-    task.add_done_callback(_background.discard)
 
 
 class Refused(Exception):
@@ -101,8 +94,10 @@ class Service:
         self.finder: Finder | None = None  # of watermarks, once the model is loaded
         self.metrics = Metrics()
         self.watch = Watch(config.alerts.rules)
-        self._messenger = Messenger(config.alerts.send) if config.alerts.send else None
-        self._watching = asyncio.ensure_future(self._judge()) if config.alerts.rules else None
+        self._incidents: asyncio.Queue[Incident] = asyncio.Queue()
+        self._watching = [asyncio.ensure_future(self._judge())] if config.alerts.rules else []
+        if config.alerts.send is not None:
+            self._watching.append(asyncio.ensure_future(self._tell(Messenger(config.alerts.send))))
         self._ending: asyncio.Future[None] | None = None
         self._supervisor = Supervisor(config.engine, self._hear, asyncio.get_running_loop(), watermarks)
 
@@ -157,7 +152,6 @@ class Service:
             del self.answers[event.id]
             self.metrics.answered(answer.ended, len(answer.request.prompt), answer.num_cached, now - answer.asked)
             self.watch.observe("answer_s", now - answer.asked, now)
-            self.watch.observe("error_share", float(answer.ended == "error"), now)
             if event.ended is None:  # a stop string, which the engine does not see
                 self._supervisor.send("cancel", event.id)
 
@@ -215,13 +209,15 @@ class Service:
             before = now
             for incident in self.watch.judge(now):
                 log.log(_LEVELS[incident.state], f"rule {incident.state}", extra={"fields": incident._asdict()})
-                if self._messenger is not None:
-                    _in_background(self._tell(self._messenger, incident))
+                self._incidents.put_nowait(incident)
             self.metrics.rules(self.watch.is_broken)
 
-    async def _tell(self, messenger: Messenger, incident: Incident) -> None:
-        for reason in await asyncio.to_thread(messenger.send, incident):
-            log.error("alert was not sent", extra={"fields": {"incident": incident.id, "reason": reason}})
+    async def _tell(self, messenger: Messenger) -> None:
+        """Send incidents in their order until the server ends."""
+        while True:
+            incident = await self._incidents.get()
+            for reason in await asyncio.to_thread(messenger.send, incident):
+                log.error("alert was not sent", extra={"fields": {"incident": incident.id, "reason": reason}})
 
     async def end(self) -> None:
         """Let answers in progress end, for a while, and end the worker."""
@@ -231,8 +227,8 @@ class Service:
 
     async def _end(self) -> None:
         self.state = "draining"
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         until = time.monotonic() + self.config.drain_s
         while self.answers and time.monotonic() < until:
             await asyncio.sleep(0.02)

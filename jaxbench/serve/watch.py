@@ -20,6 +20,7 @@ from jaxbench.config import Base
 
 TIMES = ("first_token_s", "between_tokens_s", "answer_s", "detect_s")  # judged by a quantile
 FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting")
+RATES = ("tokens_per_s", "texts_per_s")
 MOST_OBSERVATIONS = 100_000  # of a figure; the oldest go
 
 
@@ -70,6 +71,14 @@ class WatchConfig(Base):
         return self
 
 
+class _Seen(NamedTuple):
+    """One observation, or those of a second."""
+
+    moment: float
+    value: float  # their sum
+    count: int
+
+
 class Incident(NamedTuple):
     """A rule that is broken, or was; what channels ask of an alert."""
 
@@ -96,20 +105,26 @@ class Watch:
     def __init__(self, rules: tuple[Rule, ...]):
         """Args: rules: of the configuration."""
         self._rules, self._open = rules, dict[str, Incident]()
+        self._holds_since: dict[str, float] = {}  # of a rule that is broken and holds at the moment
         self._longest = max((rule.window_s for rule in rules), default=0.0)
         used = {rule.figure for rule in rules}
-        self._seen = {name: collections.deque[tuple[float, float]](maxlen=MOST_OBSERVATIONS) for name in used}
-        self._busy = collections.deque[tuple[float, float]](maxlen=MOST_OBSERVATIONS)
+        self._seen = {name: collections.deque[_Seen](maxlen=MOST_OBSERVATIONS) for name in used}
+        self._busy = collections.deque[_Seen](maxlen=MOST_OBSERVATIONS)
 
     def observe(self, figure: str, value: float, now: float) -> None:
-        """Take an observation; now: of time.monotonic."""
-        if (held := self._seen.get(figure)) is not None:
-            held.append((now, value))
+        """Take an observation; now: of time.monotonic. Those of a rate within a second are one entry."""
+        if (held := self._seen.get(figure)) is None:
+            return
+        if figure in RATES and held and now - held[-1].moment < 1.0:
+            last = held.pop()
+            held.append(_Seen(last.moment, last.value + value, last.count + 1))
+        else:
+            held.append(_Seen(now, value, 1))
 
     def worked(self, seconds: float, now: float) -> None:
         """Answers were in progress for so many seconds before now."""
         if "tokens_per_s" in self._seen:
-            self._busy.append((now, seconds))
+            self._busy.append(_Seen(now, seconds, 1))
 
     @property
     def is_broken(self) -> dict[str, bool]:
@@ -117,37 +132,43 @@ class Watch:
         return {rule.name: rule.name in self._open for rule in self._rules}
 
     def judge(self, now: float) -> list[Incident]:
-        """Rules that broke since the last time, and those that hold again."""
+        """Rules that broke since the last time, and those that have held again for a whole window."""
         for held in (*self._seen.values(), self._busy):
-            while held and held[0][0] < now - self._longest:
+            while held and held[0].moment < now - self._longest - 1.0:
                 held.popleft()
         changed = []
         for rule in self._rules:
             value, count = self._figure(rule, now)
             if value is None and count:  # too few: an incident that is open stays so
                 continue
-            is_broken = value is not None and (value > rule.most if rule.least is None else value < rule.least)
-            before = self._open.pop(rule.name, None)
-            if is_broken:
-                self._open[rule.name] = before or _incident(rule, value, count)
-            if is_broken != (before is not None):
-                changed.append(before._replace(state="over") if before else self._open[rule.name])
+            if value is not None and (value > rule.most if rule.least is None else value < rule.least):
+                self._holds_since.pop(rule.name, None)
+                if rule.name not in self._open:
+                    self._open[rule.name] = _incident(rule, value, count)
+                    changed.append(self._open[rule.name])
+            elif rule.name in self._open:
+                since = self._holds_since.setdefault(rule.name, now)
+                if not count or now - since >= rule.window_s:  # nothing was seen for a window, or it held for one
+                    del self._holds_since[rule.name]
+                    changed.append(self._open.pop(rule.name)._replace(state="over"))
         return changed
 
     def _figure(self, rule: Rule, now: float) -> tuple[float | None, int]:
         """Value of a rule's figure in its window, None where too little was seen; and how many observations."""
         since = now - rule.window_s
-        values = [value for moment, value in self._seen[rule.figure] if moment >= since]
+        seen = [each for each in self._seen[rule.figure] if each.moment >= since]
+        count, total = sum(each.count for each in seen), sum(each.value for each in seen)
         if rule.figure == "tokens_per_s":
-            busy = sum(seconds for moment, seconds in self._busy if moment >= since)
-            return (sum(values) / busy if busy >= min(rule.least_count, rule.window_s / 2) else None), len(values)
-        if len(values) < rule.least_count:
-            return None, len(values)
+            busy = sum(each.value for each in self._busy if each.moment >= since)
+            return (total / busy if busy >= min(rule.least_count, rule.window_s / 2) else None), count
+        if count < rule.least_count:
+            return None, count
         if rule.figure in TIMES:
-            return float(np.quantile(values, rule.quantile or 0.95)), len(values)
-        if rule.figure == "texts_per_s":
-            return sum(values) / rule.window_s, len(values)
-        return float(np.mean(values)), len(values)
+            return float(np.quantile([each.value for each in seen], rule.quantile or 0.95)), count
+        if rule.figure == "texts_per_s":  # since the first of them: what was before is no rate of theirs
+            span = now - seen[0].moment
+            return (total / span if span >= rule.window_s / 2 else None), count
+        return total / count, count
 
 
 def _incident(rule: Rule, value: float, count: int) -> Incident:
@@ -171,26 +192,35 @@ def channels_of(name: str) -> Any:
 
 
 class Messenger:
-    """Sends incidents to channels, each once as it opens and once as it is over. Blocks: for a thread of its own."""
+    """Sends incidents to channels, each once as it opens, and to those that heard of it once as it is over.
+
+    It blocks: for a thread of its own, one incident after another.
+    """
 
     def __init__(self, name: str):
         """Args: name: see `channels_of`."""
         self._config, self._references = channels_of(name), dict[tuple[str, str], str]()
 
     def send(self, incident: Incident) -> list[str]:
-        """Send it; channels that failed, with the reason. Quiet hours hold back a warning."""
+        """Send it; channels that failed, with the reason. A warning that opens in quiet hours is in the log alone."""
         from jaxbench.regress import channels
 
-        quiet, failed = self._config.quiet_hours, []
-        if incident.level == "warning" and quiet and quiet.holds(datetime.datetime.now(datetime.UTC)):
-            return []
+        failed = []
         for channel in self._config.channels:
-            if channel.escalation or (channel.least == "critical" and incident.level == "warning"):
-                continue
             key = (incident.id, channel.name)
-            went, said = channels.deliver(channel, incident, self._references.get(key, ""), self._config)
-            if went:
-                self._references[key] = said
-            else:
+            if not (key in self._references if incident.state == "over" else self._hears(channel, incident)):
+                continue
+            went, said = channels.deliver(channel, incident, self._references.pop(key, ""), self._config)
+            if not went:
                 failed.append(f"{channel.name}: {said}")
+            elif incident.state == "open":
+                self._references[key] = said
         return failed
+
+    def _hears(self, channel: Any, incident: Incident) -> bool:
+        """True where a channel is told of an incident that opens."""
+        if channel.escalation:
+            return False
+        quiet, is_warning = self._config.quiet_hours, incident.level == "warning"
+        is_quiet = quiet is not None and quiet.holds(datetime.datetime.now(datetime.UTC))
+        return not (is_warning and (channel.least == "critical" or is_quiet))

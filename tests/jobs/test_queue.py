@@ -76,7 +76,10 @@ def test_a_worker_that_is_killed_loses_its_job_to_the_next_until_the_last_attemp
     assert held.find(id).progress.state == "running", "nobody was there to write otherwise"
     with held.claimed("next") as entry:
         assert entry.job.id == id and entry.progress.attempts == 2
-    assert claim(held) is None
+    with held.claimed("last") as entry:
+        assert entry.progress.state == "failed", "there is nothing to run, and whoever finds it is told"
+    with held.claimed("none") as entry:
+        assert entry is None
     assert held.find(id).progress.state == "failed" and "2 attempts" in held.find(id).progress.note
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxbench.jobs import work
 from jaxbench.jobs.queue import HERE, Queue
+from tests.jobs.test_queue import die_holding
 from tests.structure import ROOT
 
 JOBS = [sys.executable, str(ROOT / "experiments" / "jobs.py")]
@@ -76,6 +77,45 @@ def test_a_command_that_breaks_once_is_done_the_second_time(tmp_path, commands):
     id = held.submit(commands("a.py", code), cwd=HERE).job.id
     assert run_all(held).failed == 0
     assert held.find(id).progress.state == "done" and held.find(id).progress.attempts == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts"),
+    [
+        ("raise RuntimeError('a process pool is broken')", 3),
+        ("print('error: cannot write x: No space left on device'); raise SystemExit(2)", 3),
+        ("print('error: out of memory (no details)'); raise SystemExit(2)", 3),
+        ("print('failed: a gate'); raise SystemExit(1)", 1),
+    ],
+)
+def test_what_may_pass_is_run_again_whatever_its_exit_code(tmp_path, commands, code, attempts):
+    held = Queue(tmp_path / "queue")
+    id = held.submit(commands("a.py", code)).job.id
+    run_all(held)
+    assert (held.find(id).progress.state, held.find(id).progress.attempts) == ("failed", attempts)
+
+
+def test_only_what_this_attempt_said_decides_whether_it_is_final(tmp_path, commands):
+    code = "import os\nif not os.path.exists('mark'):\n    open('mark', 'w')\n    raise RuntimeError('once')\nexit(2)"
+    held = Queue(tmp_path / "queue")
+    id = held.submit(commands("a.py", code), cwd=HERE).job.id
+    run_all(held)
+    assert held.find(id).progress.attempts == 2 and "its input is bad" in held.find(id).progress.note
+
+
+def test_a_command_that_cannot_be_started_fails_with_the_reason(tmp_path, commands):
+    held = Queue(tmp_path / "queue")
+    id = held.submit(commands("a.py", ""), cwd=str(tmp_path / "gone"), most_attempts=2).job.id
+    assert run_all(held).failed == 1
+    progress = held.find(id).progress
+    assert (progress.state, progress.attempts) == ("failed", 2) and "cannot be started" in progress.note
+
+
+def test_a_job_whose_last_worker_died_counts_as_failed_where_it_is_found(tmp_path, commands):
+    held = Queue(tmp_path / "queue")
+    held.submit(commands("a.py", ""), most_attempts=1)
+    die_holding(held.folder)
+    assert run_all(held).failed == 1
 
 
 SLEEP = "import time, sys\nopen('begun', 'w')\nprint('begun', flush=True)\ntime.sleep(600)\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxbench.jobs.queue import Queue
 from jaxbench.native import library
 from tests.serve.test_server import Running, folder  # noqa: F401
 
@@ -106,6 +107,20 @@ def test_jobs_are_listed_and_removed(server):
     ended(server, id)
     request = server.delete(f"{PATH}/{id}")
     assert request[0] == 204 and server.get(f"{PATH}/{id}")[0] == 404
+
+
+def test_jobs_of_others_in_the_same_folder_are_not_a_clients(server, folder):  # noqa: F811
+    own = submitted(server, lines(TEXTS[:2]))
+    foreign = Queue(folder / "queue").submit(("experiments/parity.py", "--help")).job.id
+    until = time.monotonic() + 120
+    while Queue(folder / "queue").find(foreign).progress.state != "done":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    ended(server, own)
+    listed = [job["id"] for job in json.loads(server.get(PATH)[1])["data"]]
+    assert own in listed and foreign not in listed
+    assert server.get(f"{PATH}/{foreign}")[0] == 404 == server.delete(f"{PATH}/{foreign}")[0]
+    assert server.metric('jobs{state="done"}') >= 1
 
 
 def test_a_rule_that_breaks_is_told_and_shown(server, folder):  # noqa: F811

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.watermark.config import Count, Scheme
@@ -95,3 +95,12 @@ class Benchmark(Base):
     throughput: Throughput | None = None
     shape: TransformerConfig | None = None  # random weights of it decode in the model's place: for speed alone
     verdicts: Verdicts | None = None
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Benchmark:
+        others = [name for name in ("detection", "verdicts") if getattr(self, name) is not None]
+        if self.shape is not None and others:
+            raise ValueError(
+                f"benchmark: shape is for speed of decoding alone; leave out {others[0]}, which scores texts"
+            )
+        return self

@@ -83,7 +83,7 @@ SHOWN = {
         "Whole calls of generation, the prompt included",
         {
             "scheme": "{scheme}", "batch": "{batch_size}", "new tokens": "{new_tokens}",
-            "tokens/s": "{tokens_per_s:,.1f}{between}", "peak memory": "{peak_mb:,.0f} MB",
+            "tokens/s": "{tokens_per_s:,.1f}{between}", "peak memory of all": "{peak_mb:,.0f} MB",
             "of unmarked": "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]",
         },
     ),

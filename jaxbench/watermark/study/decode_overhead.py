@@ -66,6 +66,7 @@ class Generation:
 
     def throughput(self, *, schemes: list, prompts: list, new_tokens: int, rounds: int) -> dict:
         """Seconds of whole calls of each scheme (control: unmarked), in turn; the process's peak memory in bytes."""
+        worker.reset_peak()
         calls = {}
         for number, scheme in enumerate(schemes):
             processors, states = (), None
