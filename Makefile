@@ -59,7 +59,7 @@ gpu_pack: environment  ## code and wheels in one folder, for a GPU machine witho
 # A file's tests stay in one process, whose fixtures and compiled programs they share.
 test: assets  ## the test suite, in two processes (WORKERS=0: in one, for --pdb)
 	@echo "==> tests"
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: environment  ## style and structure, seconds
 	@echo "==> ruff and the structure tests"

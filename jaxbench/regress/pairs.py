@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,7 +204,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(store.rows(path), start=1):
         try:
             row = json.loads(line)
-            yield {name: row[name] for name in ("launch", "side", "series", "samples")}
+            samples = [math.nan if value is None else value for value in row["samples"]]  # null: no finite number
+            yield {name: row[name] for name in ("launch", "side", "series")} | {"samples": samples}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} line {number} is no row of samples ({error}); remove it") from error
 

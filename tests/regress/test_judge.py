@@ -138,3 +138,15 @@ def test_a_suite_that_contradicts_itself_is_refused(changes, words):
 def test_a_series_of_no_known_metric_is_named():
     with pytest.raises(ValueError, match="metric 'speed' of 'decode.speed' is unknown; wanted one of tokens_per_s"):
         metrics.metric_of("decode.speed")
+
+
+def test_a_sample_that_is_no_number_comes_back_as_none_of_its_file(tmp_path):
+    import math
+
+    from jaxbench import store
+    from jaxbench.regress import pairs
+
+    row = {"launch": 0, "side": "head", "series": "train.loss", "samples": [1.5, float("nan")]}
+    store.append(tmp_path / "samples.jsonl", [row])
+    (found,) = pairs.read(tmp_path / "samples.jsonl")
+    assert found["samples"][0] == 1.5 and math.isnan(found["samples"][1])

@@ -313,7 +313,7 @@ def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm
     for run, record in records.items():
         if (run.task, run.arm) == (task, arm):
             score = record["held_out"]
-            scores.setdefault(run.learning_rate, []).append(math.nan if score is None else score)
+            scores.setdefault(run.learning_rate, []).append(_number(score))
     sign = -1.0 if measure(settings.tasks[task]).is_lower_better else 1.0
     means = {rate: sign * float(np.mean(scores[rate])) for rate in sorted(scores)}
     return max(means, key=lambda rate: means[rate] if math.isfinite(means[rate]) else -math.inf, default=None)
@@ -321,11 +321,16 @@ def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm
 
 def _cells(scores: dict[str, Any], metric: Measure) -> dict[tuple[int, int], float]:
     """Means by distance bin (over, to)."""
-    return {(cell["over"], cell["to"]): cell[metric.total] / cell["asked"] for cell in scores["cells"]}
+    return {(cell["over"], cell["to"]): _number(cell[metric.total]) / cell["asked"] for cell in scores["cells"]}
 
 
 def _overall(scores: dict[str, Any], metric: Measure) -> dict[tuple[()], float]:
-    return {(): scores[metric.mean]}
+    return {(): _number(scores[metric.mean])}
+
+
+def _number(value: float | None) -> float:
+    """A number of a record, where null stands for what is none."""
+    return math.nan if value is None else value
 
 
 def _mean(values: Sequence[float | None], others: Sequence[float | None], metric: Measure) -> dict[str, float | None]:
