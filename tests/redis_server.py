@@ -23,19 +23,24 @@ def program() -> str:
     ).__redis_executable__
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with contextlib.closing(sockets.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
+
+
 @contextlib.contextmanager
-def running(folder: Path, *words: str) -> Iterator[str]:
-    """Run a server on a socket of a folder until the block ends; its address."""
-    socket = folder / "redis.sock"
-    command = [program(), "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder), *words]
+def running(folder: Path, *words: str, port: int | None = None) -> Iterator[str]:
+    """Run a server in a folder until the block ends; its address. Not a socket of the folder: its path may be long."""
+    port = port or free_port()
+    command = [program(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *words]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(200):
-            with contextlib.suppress(OSError), contextlib.closing(sockets.socket(sockets.AF_UNIX)) as client:
-                client.connect(str(socket))
+            with contextlib.suppress(OSError), contextlib.closing(sockets.create_connection(("127.0.0.1", port), 1)):
                 break
             time.sleep(0.05)
-        yield f"unix://{socket}"
+        yield f"redis://127.0.0.1:{port}/0"
     finally:
         server.kill()
         server.wait()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,8 @@ from tests import redis_server
 
 
 @pytest.fixture(scope="module")
-def address():
-    with tempfile.TemporaryDirectory() as folder, redis_server.running(Path(folder)) as url:  # a short path: a socket's
+def address(tmp_path_factory):
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
         yield url
 
 
@@ -72,24 +70,25 @@ def test_more_names_than_fit_a_call_are_read_and_written(address, monkeypatch):
     assert cache.read(list(many)) == list(many.values())
 
 
-def test_without_the_redis_results_are_missing_and_nothing_fails(caplog):
+def test_without_the_redis_results_are_missing_and_nothing_fails(tmp_path, caplog):
     pytest.importorskip("redis")
-    with tempfile.TemporaryDirectory() as folder:
-        cache = ResultCacheConfig(url=f"unix://{folder}/none.sock").open()
+    for address in (f"redis://127.0.0.1:{redis_server.free_port()}/0", f"unix://{tmp_path}/none.sock"):
+        caplog.clear()
+        cache = ResultCacheConfig(url=address).open()
         cache.write({b"a": b"1"})
         assert cache.read([b"a", b"b"]) == [b"1", None], "the process has its own"
         assert [record.message for record in caplog.records] == ["redis is not there"], "said once, then not tried"
 
 
-def test_a_redis_that_comes_back_is_asked_again(monkeypatch):
+def test_a_redis_that_comes_back_is_asked_again(tmp_path, monkeypatch):
     pytest.importorskip("redis")
     monkeypatch.setattr(result_cache, "PAUSE_S", 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        cache = RedisCache(f"unix://{folder}/redis.sock", keep_s=10)
-        assert cache.read([b"a"]) == [None]
-        with redis_server.running(Path(folder)):
-            cache.write({b"a": b"1"})
-            assert cache.read([b"a"]) == [b"1"]
+    port = redis_server.free_port()
+    cache = RedisCache(f"redis://127.0.0.1:{port}/0", keep_s=10)
+    assert cache.read([b"a"]) == [None]
+    with redis_server.running(tmp_path, port=port):
+        cache.write({b"a": b"1"})
+        assert cache.read([b"a"]) == [b"1"]
 
 
 @pytest.mark.parametrize("url", ["http://host", "localhost:6379", "", "redis"])
@@ -98,14 +97,14 @@ def test_an_address_that_is_none_is_refused(url):
         ResultCacheConfig(url=url)
 
 
-def test_a_login_stands_in_the_environment_and_is_never_shown(monkeypatch):
+def test_a_login_stands_in_the_environment_and_is_never_shown(tmp_path, monkeypatch):
     for login in ("redis://user:secret@host", "redis://host/0?password=secret", "unix://a.sock?db=1&username=secret"):
         with pytest.raises(ValueError, match="JAXBENCH_REDIS_PASSWORD") as caught:
             ResultCacheConfig(url=login)
         assert "secret" not in str(caught.value)
     with pytest.raises(ValueError, match="not shown"):
         ResultCacheConfig(url="redis://host:port/0").open()
-    with tempfile.TemporaryDirectory() as folder, redis_server.running(Path(folder), "--requirepass", "word") as url:
+    with redis_server.running(tmp_path, "--requirepass", "word") as url:
         for password, found in (("word", b"1"), ("wrong", None)):
             monkeypatch.setenv(result_cache.PASSWORD_VARIABLE, password)
             cache = RedisCache(url, keep_s=10)
