@@ -89,6 +89,24 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def taken(path: Path) -> Iterator[bool]:
+    """Hold a file, which is made, for this process if nobody else does: True, or False at once; no child inherits it.
+
+    Raises:
+      FileNotFoundError: its folder is not there.
+    """
+    import fcntl
+
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
 def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
     """Append rows, as `lines` takes them, behind the last whole line of a file, all or none, and wait for the disk.
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from jaxbench import outputs
+from jaxbench import outputs, store
 from jaxbench.config import Base
 
 COMMANDS = Path(__file__).resolve().parents[2] / "experiments"
@@ -42,9 +42,7 @@ class Job(Base):
     title: str = ""
     submitted: float  # seconds since 1970
     priority: int = 0  # higher is run first
-    most_attempts: int = pydantic.Field(
-        default=3, ge=1
-    )  # before a command that breaks, or whose worker dies, has failed
+    most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that breaks, or whose worker dies
 
 
 class Progress(Base):
@@ -223,26 +221,13 @@ def check_words(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[bool]:
-    """Hold a job for this process, where nobody else does: True or False; a process that dies lets go.
-
-    The lock's file is closed on exec, so that no child of the process holds the job.
-    """
-    import fcntl  # not on Windows
-
-    try:
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:  # the job was removed
-        yield False
-        return
-    try:
+    """Hold a job for this process, where nobody else does: True or False; a process that dies lets go."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(handle)
+            is_mine = stack.enter_context(store.taken(folder / ".lock"))
+        except FileNotFoundError:  # the job was removed
+            is_mine = False
+        yield is_mine
 
 
 def end(entry: Entry, state: State, *, exit_code: int | None = None, note: str = "") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,13 +79,11 @@ def _alone(workdir: Path) -> Iterator[None]:
       ValueError: somebody does.
     """
     workdir.parent.mkdir(parents=True, exist_ok=True)
-    with open(workdir.parent / f".{workdir.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+    with store.taken(workdir.parent / f".{workdir.name}.lock") as is_alone:
+        if not is_alone:
             raise ValueError(
                 f"--workdir={workdir}: another run works there now; wait for its end, or name another folder"
-            ) from error
+            )
         yield
 
 

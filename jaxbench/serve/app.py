@@ -148,10 +148,8 @@ async def body_bytes(request: Request, most: int) -> bytes:
       Bad: there are more than `most`.
     """
     received = bytearray()
-    async for chunk in request.stream():
+    async for chunk in intake.chunks(request, most):
         received += chunk
-        if len(received) > most:
-            raise Bad(f"the body is larger than {most} bytes", 413)
     return bytes(received)
 
 

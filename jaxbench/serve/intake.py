@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pydantic
@@ -41,6 +41,20 @@ def check_model(given: str, name: str) -> None:
     """
     if given != name:
         raise Bad(f"model {given[:100]!r} is not here; wanted {name!r}", 404, code="model_not_found", param="model")
+
+
+async def chunks(request: Any, most: int) -> AsyncIterator[bytes]:
+    """Yield a body as it comes.
+
+    Raises:
+      Bad: it has more than `most` bytes.
+    """
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most:
+            raise Bad(f"the body is larger than {most} bytes", 413)
+        yield chunk
 
 
 def parsed(data: bytes | bytearray, kind: type[pydantic.BaseModel]) -> Any:

@@ -25,6 +25,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from jaxbench import outputs
 from jaxbench.jobs import work
 from jaxbench.jobs.queue import COMMANDS, ENDED, HERE, Entry, Queue
+from jaxbench.serve import intake
 from jaxbench.serve.intake import Bad
 from jaxbench.serve.service import Refused, Service
 from jaxbench.serve.settings import ServerConfig
@@ -122,11 +123,8 @@ async def _receive(request: Request, path: Path, most: int) -> None:
     """
     size = 0
     with open(path, "wb") as file:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > most:
-                raise Bad(f"the body is larger than {most} bytes", 413)
-            await asyncio.to_thread(file.write, chunk)
+        async for chunk in intake.chunks(request, most):
+            size += await asyncio.to_thread(file.write, chunk)
     if not size:
         raise Bad(f"the body has {size} bytes; wanted lines of JSON, each with a text")
 
