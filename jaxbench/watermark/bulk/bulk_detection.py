@@ -52,7 +52,6 @@ class Worker:
         self.vocab_size = job.vocab_size or load_tokenizer(job.model).vocab_size
         self._encoder: TextEncoder | None = None
         self._cache = None  # opened where the chunks are scored: a connection is not pickled
-        self._num_known = 0  # scores of this chunk that the cache had
         self._detectors: dict[str, Any] = {}
 
     def __call__(self, chunk: lines.Chunk) -> dict[str, Any]:
@@ -68,15 +67,15 @@ class Worker:
             "num_changed": encoded.num_changed,
         }
         prompt = np.array([record.prompt_tokens for record in records], np.int32)
-        self._num_known = 0
-        columns |= self._scores(encoded.ids, prompt)
+        scores, num_known = self._scores(encoded.ids, prompt)
+        columns |= scores
         problems = sorted(bad + outside)
         part_files.write_part(self.folder / f"{chunk.name}.{self.kind}", columns, self.kind)
         report = {
             "name": chunk.name, "path": chunk.path, "bytes": chunk.read_bytes,
             "texts": len(records), "bad": len(problems),
             "first_bad": [[chunk.path, *one] for one in problems[: part_files.LISTED]],
-            "known": self._num_known, "changed": int((encoded.num_changed > 0).sum()),
+            "known": num_known, "changed": int((encoded.num_changed > 0).sum()),
             "tokens": int(encoded.ids.lengths.sum()), "seconds": time.monotonic() - start,
         }  # fmt: skip
         outputs.write_json(self.folder / f"{chunk.name}.json", report)
@@ -113,22 +112,20 @@ class Worker:
             self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, green_lists=green_lists)
         return self._detectors[name]
 
-    def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
+    def _scores(self, ids: Ragged, prompt: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
+        """Columns of scores, and how many of them the cache had."""
         candidates = self.job.candidates
         if self.job.cache is not None and self._cache is None:
             self._cache = self.job.cache.open()
         if len(candidates) == 1:
             candidate = candidates[0]
             detector = self._detector(candidate.scheme, vocab_size=self.vocab_size, green_lists=candidate.green_lists)
-            one, self._num_known = score_cache.detect(
-                detector, ids, candidate.key, self._cache, prompt_lengths=prompt
-            )  # fmt: skip
-            return one._asdict()
+            one, num_known = score_cache.detect(detector, ids, candidate.key, self._cache, prompt_lengths=prompt)
+            return one._asdict(), num_known
         identified = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
             correction=self.job.correction, prompt_lengths=prompt, cache=self._cache,
         )  # fmt: skip
-        self._num_known = identified.num_known
         columns = {f"p_{name}": identified.p_values[:, i] for i, name in enumerate(identified.names)}
         columns |= {f"corrected_p_{name}": identified.corrected[:, i] for i, name in enumerate(identified.names)}
         columns |= {
@@ -136,7 +133,8 @@ class Worker:
             for i, candidate in enumerate(candidates)
             if num_payloads(candidate.scheme) > 1
         }
-        return {"best": np.array(identified.names, object)[identified.best], "p_value": identified.p_value} | columns
+        best = {"best": np.array(identified.names, object)[identified.best], "p_value": identified.p_value}
+        return best | columns, identified.num_known
 
 
 def run(
