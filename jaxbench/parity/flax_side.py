@@ -74,7 +74,7 @@ class Side:
             return capture.Trace(np.asarray(loss), _numpy(outputs), {}, {})
         _, shapes = jax.eval_shape(self._forward, self.params, {}, batch, dropout)
         hooked = shapes if self.is_captured else {}
-        deltas = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in hooked.items()}
+        deltas = {name: np.zeros(shape.shape, shape.dtype) for name, shape in hooked.items()}
         (loss, outputs), (grads, output_grads) = self._backward(self.params, deltas, batch, dropout)
         return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), _numpy(grads))
 
