@@ -7,7 +7,6 @@ by starting no launch that would pass it, judged by the longest launch so far.
 
 from __future__ import annotations
 
-import itertools
 import math
 import shutil
 import time
@@ -109,10 +108,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
     """Results file; a fresh run moves an earlier file aside, it is never deleted."""
     file = RecordFile(work.workdir / records.RESULTS_NAME)
-    if resume or not file.path.exists():
-        return file
-    names = (file.path.with_name(f"results.{count}.jsonl") for count in itertools.count(1))
-    file.path.rename(next(path for path in names if not path.exists()))
+    if not resume:
+        file.set_aside()
     return file
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxbench.compress.auto import AutoCompressor
+from jaxbench.measure import worker
 
 SPREAD = 3  # timed calls of which a median is taken, where one takes less than LONG
 LONG = 20.0  # seconds
@@ -36,7 +36,7 @@ def lengths(
         row = {
             "tokens": result.original_length, "vectors": result.compressed_length, "seconds": middle,
             "least": min(seconds), "most": max(seconds), "tokens_a_second": result.original_length / middle,
-            "peak_mb": peak_mb(),
+            "peak_mb": worker.peak_bytes() / 1e6,  # of this process so far
         }  # fmt: skip
         rate, peak = row["tokens_a_second"], row["peak_mb"]
         say(f"{row['tokens']} tokens: {middle:.2f} s, {rate:.0f} tokens/s, peak {peak:.0f} MB")
@@ -106,8 +106,3 @@ def first_token(
         "tokens": result.original_length, "prompt": len(prompt.ids), "vectors": len(prompt.vectors),
         "first_token_s": first, "tokens_a_second": (new_tokens - 1) / (whole - first),
     }  # fmt: skip
-
-
-def peak_mb() -> float:
-    """Largest resident memory of this process so far, MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

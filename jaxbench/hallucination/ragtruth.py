@@ -130,7 +130,8 @@ def _rows(path: Path, kind: type[_Row]) -> Iterator[tuple[Any, str]]:
     """Rows of a file, and where they are."""
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield parse(line, kind, place=f"{path} line {number}"), f"{path} line {number}"

@@ -72,7 +72,7 @@ def fit(
     """Classifier of responses' tokens, by AdamW with a rate that falls to 0.
 
     Raises:
-      ValueError: one class only, a column or the loss that is not finite.
+      ValueError: one class only; a column, a loss or a gradient that is not finite.
     """
     size = min(settings.batch_size, len(tokens))
     rate = np.concatenate(labels).mean()
@@ -94,8 +94,11 @@ def fit(
             now = settings.learning_rate * min(1.0, (done + 1) / WARMUP) * (1.0 - done / total)
             state, metrics = step_fn(state, token_classifier.Batch(*arrays), wide, jnp.float32(now), key)
             done += 1
-    if not np.isfinite(float(metrics.loss)):
-        raise ValueError(f"token classifier: loss {float(metrics.loss)}; lower learning_rate={settings.learning_rate}")
+    if missed := int(metrics.skipped):  # from the first step that is not finite on, nothing changes
+        raise ValueError(
+            f"token classifier: the loss or its gradient is not finite in step {done - missed + 1} of {done}; lower "
+            f"learning_rate={settings.learning_rate}"
+        )
     return Trained(config, optimizer_step.state_arrays(state)["params"], scale)
 
 

@@ -148,7 +148,7 @@ def fit(
     """Adapters and head, trained on rows; start: of tuned_inputs.starting_params.
 
     Raises:
-      ValueError: the loss is not finite.
+      ValueError: a step's loss or gradient is not finite.
     """
     optimizer = TunedOptimizer(b2=0.999, weight_decay=tuning.weight_decay)
     step_config = StepConfig(precision=tuning.dtype, optimizer=optimizer, kernels="xla")
@@ -165,8 +165,11 @@ def fit(
             state, metrics = step_fn(state, batch, jnp.float32(now), key)
             done += 1
             progress()
-    if not np.isfinite(float(metrics.loss)):
-        raise ValueError(f"tuning: loss {float(metrics.loss)}; lower learning_rate={tuning.learning_rate}")
+    if missed := int(metrics.skipped):  # from the first step that is not finite on, nothing changes
+        raise ValueError(
+            f"tuning: the loss or its gradient is not finite in step {done - missed + 1} of {done}; lower "
+            f"learning_rate={tuning.learning_rate}"
+        )
     found = optimizer_step.state_arrays(state)["params"]
     return {name: value for name, value in found.items() if optimizer.is_trained(name)}
 

@@ -48,10 +48,11 @@ def _gpus() -> dict[str, Reading]:
         import pynvml
 
         pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
     except Exception:  # noqa: BLE001 - no package, no driver or no GPU: there is no counter
         return {}
     found = {}
-    for index in range(pynvml.nvmlDeviceGetCount()):
+    for index in range(count):
         try:
             millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(index))
         except pynvml.NVMLError:

@@ -7,6 +7,7 @@ interrupted and run again), the later line wins.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -78,9 +79,11 @@ class RecordFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def set_aside(self) -> None:
-        """Rename the file of an earlier run, whose launches would stand beside the coming ones, to earlier-NAME."""
+        """Rename the file of an earlier run, whose launches would stand beside the coming ones, to NAME.1, .2, ..."""
         if self.path.exists():
-            self.path.replace(self.path.with_name(f"earlier-{self.path.name}"))
+            stem, suffix = self.path.stem, self.path.suffix
+            names = (self.path.with_name(f"{stem}.{count}{suffix}") for count in itertools.count(1))
+            self.path.rename(next(path for path in names if not path.exists()))
 
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk is an OSError that says what was kept."""

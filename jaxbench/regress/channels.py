@@ -5,6 +5,7 @@ What a service answers is not trusted: 64 KB of it are read at most, and a reaso
 
 from __future__ import annotations
 
+import contextlib
 import email.message
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from jaxbench import store
+from jaxbench.regress import trees
 from jaxbench.regress.alert_config import Alerts, AnyChannel, Apprise, File, Github, Smtp, Terminal, Webhook
 
 MOST_BYTES = 2**16
@@ -147,7 +149,7 @@ def _github(channel: Github, alert: Told, reference: str, timeout_s: float) -> s
     if channel.mode == "check":
         passed = alert.state == "over" or alert.level == "warning"
         body = {
-            "name": "performance", "head_sha": getattr(alert, "head", "").partition("+")[0], "status": "completed",
+            "name": "performance", "head_sha": _full_sha(getattr(alert, "head", "")), "status": "completed",
             "conclusion": "neutral" if passed else "failure", "output": {"title": subject, "summary": text},
         }  # fmt: skip
         return str(_request("POST", f"{api}/check-runs", body, headers, timeout_s).get("id", ""))
@@ -157,10 +159,18 @@ def _github(channel: Github, alert: Told, reference: str, timeout_s: float) -> s
         if not isinstance(number, int):
             raise ValueError(f"answer without an issue's number, got {number!r}")
         return str(number)
-    _request("POST", f"{api}/issues/{reference}/comments", {"body": f"{subject}\n\n{text}"}, headers, timeout_s)
-    if alert.state == "over":
+    if alert.state == "over":  # first: it may be tried again, where a comment would be there twice
         _request("PATCH", f"{api}/issues/{reference}", {"state": "closed"}, headers, timeout_s)
+    _request("POST", f"{api}/issues/{reference}/comments", {"body": f"{subject}\n\n{text}"}, headers, timeout_s)
     return reference
+
+
+def _full_sha(commit: str) -> str:
+    """All 40 digits of a commit, which the interface of checks wants; as it is where git does not know it."""
+    commit = commit.partition("+")[0]
+    with contextlib.suppress(ValueError):
+        return trees.resolved(commit)
+    return commit
 
 
 def _apprise(channel: Apprise, alert: Told, reference: str, timeout_s: float) -> str:

@@ -27,10 +27,10 @@ from jaxbench import outputs
 SCHEMA = 1  # of a run's file
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
-INDEX_VERSION = 2  # of its tables; an index of another is made again
+INDEX_VERSION = 3  # of its tables; an index of another is made again
 TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
-                   tag TEXT, size INTEGER);
+                   tag TEXT, state TEXT);
 CREATE TABLE points (run TEXT, series TEXT, work TEXT, side TEXT, median REAL, launches INTEGER);
 CREATE INDEX by_series ON points (series, side);
 PRAGMA user_version = {INDEX_VERSION};
@@ -283,7 +283,7 @@ class History:
     def _index(self) -> Iterator[sqlite3.Connection]:
         """The index, made again where files were added, changed or removed."""
         files = self.files()  # once: another process may add a run meanwhile
-        known = {file.stem: file.stat().st_size for file in files}
+        known = {file.stem: _state(file) for file in files}
         path = self.folder / INDEX if known else Path(":memory:")  # no run yet: nothing is written
         if known and not _is_current(path, known):
             _rebuild(path, files, known)
@@ -304,14 +304,20 @@ def _is_start(path: Path, other: Path) -> bool:
     return len(content) < len(whole) and whole.startswith(content)
 
 
-def _rebuild(path: Path, files: Sequence[Path], sizes: Mapping[str, int]) -> None:
+def _state(file: Path) -> str:
+    """What changes with a file's content, though its size may not: a tag for one as long."""
+    found = file.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _rebuild(path: Path, files: Sequence[Path], states: Mapping[str, str]) -> None:
     with outputs.whole(path) as temporary:
         temporary.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(temporary)) as index:
             index.executescript(TABLES)
             for file in files:
                 with contextlib.suppress(ValueError):  # `verify` names it
-                    _insert(index, file.stem, read(file), sizes[file.stem])
+                    _insert(index, file.stem, read(file), states[file.stem])
             index.commit()
 
 
@@ -352,24 +358,24 @@ def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
     return dict(record) | {"series": series}
 
 
-def _is_current(path: Path, sizes: Mapping[str, int]) -> bool:
+def _is_current(path: Path, states: Mapping[str, str]) -> bool:
     """True where an index knows exactly these files."""
     if not path.is_file():
         return False
     try:
         with contextlib.closing(sqlite3.connect(path)) as index:
             [(version,)] = index.execute("PRAGMA user_version")
-            return version == INDEX_VERSION and dict(index.execute("SELECT id, size FROM runs")) == sizes
+            return version == INDEX_VERSION and dict(index.execute("SELECT id, state FROM runs")) == states
     except sqlite3.DatabaseError:
         return False  # damaged: it is made again
 
 
-def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], size: int) -> None:
+def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], state: str) -> None:
     sides = record["sides"]
     head, base = (sides.get(name, {}).get("commit", "") for name in ("head", "base"))
     row = (
         id, record["time_utc"], record["host"], record["device"], record.get("suite_id", ""), head, base,
-        record.get("tag", ""), size,
+        record.get("tag", ""), state,
     )  # fmt: skip
     index.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", row)
     points = [

@@ -29,12 +29,14 @@ def read(path: str | Path) -> list[Asked]:
     content = path.read_bytes()
     try:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-        lines = content.decode("utf-8").splitlines()
+        text = content.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"questions: {path} is damaged or no UTF-8 text ({error})") from error
+    # by newlines alone: JSON's texts may hold what else ends a line for Python (U+2028)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"questions: {path} has none")
-    return [_asked(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+    return [_asked(line, f"{path} line {number}") for number, line in lines]
 
 
 def _asked(line: str, place: str) -> Asked:

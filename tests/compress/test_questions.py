@@ -9,6 +9,7 @@ import pytest
 from jaxbench.compress import questions, rows
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer
+from jaxbench.text import questions as text_questions
 
 CONFIG = cases.COMPRESSOR.model_copy(
     update={"decoder": cases.LLAMA.model_copy(update={"vocab_size": 49152, "num_layers": 3}), "chunk": 16}
@@ -123,10 +124,20 @@ def test_what_has_no_room_is_left_out_and_nothing_left_is_an_error(found):
         questions.draw(found, CONFIG, SETTINGS.model_copy(update={"ratio": 3}), seed=0, step=0)
 
 
+def test_lines_end_with_newlines_alone_and_empty_ones_and_a_byte_order_mark_are_none(tmp_path):
+    row = {"context": "one\u2028two\x0bthree", "question": "b", "answers": [], "title": "c"}
+    path = tmp_path / "q.jsonl"
+    path.write_text(f"\ufeff{json.dumps(row, ensure_ascii=False)}\r\n\n", encoding="utf-8", newline="")
+    [found] = text_questions.read(path)
+    assert found.context == row["context"]
+
+
 @pytest.mark.parametrize(
     "content, wanted",
     [
         (b"", "has none"),
+        (b"\n\n", "has none"),
+        (b"\n[1]\n", "line 2 is a list, wanted an object"),
         (b"[1]\n", "line 1 is a list, wanted an object"),
         (b"{", "line 1 is no JSON"),
         (b'{"context": "a"}', "no 'question'"),

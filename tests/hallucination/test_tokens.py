@@ -97,6 +97,21 @@ def test_columns_that_are_no_numbers_and_labels_of_one_class_are_refused(value):
         token_training.fit(columns, labels, TRAINING)
 
 
+def test_a_step_in_the_middle_that_is_not_finite_is_an_error_that_names_it(monkeypatch):
+    tokens, labels, _ = responses(9)
+    made, calls = token_inputs.padded, []
+
+    def padded(columns, *arguments, **named):
+        arrays = made(columns, *arguments, **named)
+        calls.append(1)
+        return arrays._replace(columns=np.full_like(arrays.columns, np.nan)) if len(calls) == 2 else arrays
+
+    monkeypatch.setattr(token_inputs, "padded", padded)
+    with pytest.raises(ValueError, match="the loss or its gradient is not finite in step 2 of .*; lower learning_rate"):
+        token_training.fit([each.columns for each in tokens], labels, TRAINING)
+    assert len(calls) > 2  # the last step's loss was finite
+
+
 def test_the_detector_without_labels_flags_the_share_it_is_told_and_knows_its_signs():
     random = np.random.default_rng(0)
     num, label = 400, np.arange(400) % 4 == 0

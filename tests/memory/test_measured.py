@@ -134,7 +134,7 @@ def test_times_are_records_and_what_is_not_timed_says_so(tmp_path):
     summary = cost.run(settings, tmp_path, PARTS)
     cost.run(settings, tmp_path, PARTS)  # again, in the same folder: the first run's file is set aside
     found = RecordFile(tmp_path / "results.jsonl").read()
-    assert len(found) == len(summary["rows"]) == len(RecordFile(tmp_path / "earlier-results.jsonl").read())
+    assert len(found) == len(summary["rows"]) == len(RecordFile(tmp_path / "results.1.jsonl").read())
     assert {(record.arm, record.status, record.value) for record in found} == {
         (f"{name} {layer}", "skipped", None) for name in PARTS for layer in cost.LAYERS
     }

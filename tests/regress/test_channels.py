@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxbench.regress import channels
+from jaxbench.regress import channels, trees
 from jaxbench.regress.alert_config import Alerts
 from jaxbench.regress.alerts import Alert
 
@@ -167,11 +167,11 @@ def test_an_issue_is_opened_once_commented_and_closed_when_it_is_over(serve, mon
     assert sent(github, alert(state="over", note="mended"), "7")[:2] == (True, "7")
     calls = [(method, path) for method, path, _, _ in server.requests]
     comments = ("POST", "/repos/me/it/issues/7/comments")
-    assert calls == [("POST", "/repos/me/it/issues"), comments, comments, ("PATCH", "/repos/me/it/issues/7")]
+    assert calls == [("POST", "/repos/me/it/issues"), comments, ("PATCH", "/repos/me/it/issues/7"), comments]
     assert server.requests[0][2]["Authorization"] == f"Bearer {SECRET}" and server.requests[0][3]["labels"] == [
         "performance"
     ]
-    assert server.requests[3][3] == {"state": "closed"} and "mended" in server.requests[2][3]["body"]
+    assert server.requests[2][3] == {"state": "closed"} and "mended" in server.requests[3][3]["body"]
     server.text = "[]"
     went, reason, _ = sent(github)
     assert not went and "answer without an issue's number, got None" in reason
@@ -182,9 +182,11 @@ def test_a_check_fails_a_commit_by_a_critical_alert_alone(serve, monkeypatch):
     server = serve(text='{"id": 11}')
     check = {"name": "check", "kind": "github", "repository": "me/it", "api_url": server.url, "mode": "check"}
     for level, conclusion in (("critical", "failure"), ("warning", "neutral")):
-        assert sent(check, alert(level=level, head="bbbb+1f"))[:2] == (True, "11")
+        assert sent(check, alert(level=level, head="none+1f"))[:2] == (True, "11")
         body = server.requests[-1][3]
-        assert body["conclusion"] == conclusion and body["head_sha"] == "bbbb"
+        assert body["conclusion"] == conclusion and body["head_sha"] == "none"
+    head = trees.resolved("HEAD")
+    assert sent(check, alert(head=head[:12]))[0] and server.requests[-1][3]["head_sha"] == head
 
 
 def test_a_file_gets_a_line_each(tmp_path):

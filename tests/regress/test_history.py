@@ -47,6 +47,9 @@ def test_runs_are_listed_oldest_first_and_found_by_id_tag_and_latest(kept):
     for name in (rows[-1].id, "latest", "newest"):
         kept.tag(name, "newest")  # the same run by whatever name, again
     assert kept.load("newest")["time_utc"] == rows[-1].time_utc
+    for name in ("v2", "v3"):
+        kept.tag(rows[0].id, name)  # as long as the one before
+        assert kept.load(name)["tag"] == name and kept.list()[0].tag == name
     with pytest.raises(ValueError, match="tag 'latest' is the newest run, whichever that is"):
         kept.tag(rows[0].id, "latest")
 

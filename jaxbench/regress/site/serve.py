@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import logging
 import mimetypes
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxbench.regress.history import History
 from jaxbench.regress.site import content, write
 from jaxbench.regress.site.samples import Sampler
+
+log = logging.getLogger("jaxbench.dashboard")
 
 COOKIE = "jaxbench_token"
 MOST_LISTENERS = 64
@@ -88,7 +91,11 @@ class Live:
         while True:
             await asyncio.sleep(self._interval_s)
             if self._listeners:
-                sample = await run_in_threadpool(self._sampler.sample)
+                try:
+                    sample = await run_in_threadpool(self._sampler.sample)
+                except Exception:  # a counter that fails once: the next sample may be there again
+                    log.exception("no sample")
+                    continue
                 for queue in self._listeners:
                     if queue.qsize() < 8:  # who does not read loses samples, not memory
                         queue.put_nowait(sample)

@@ -44,6 +44,7 @@ BITS = ("--set=engine.activations=int8", "--set=engine.cache=int8")
 ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench": (*OWN, "--set=port={port}"),
     "jaxbench_int8": (*OWN, "--set=port={port}", *BITS),
+    "jaxbench_one_thread": (*OWN, "--set=port={port}", *BITS, "--set=engine.threads=1"),
     "jaxbench_by_rank": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.short_prompt_share=0"),
     "jaxbench_lookup": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.max_guessed=8"),
     # the ladder: the framework's own programs, native kernels, 8 bits, the file's 4 or 5, guesses

@@ -30,7 +30,7 @@ def memory_mb(pid: int) -> float:
     import psutil
 
     whole = psutil.Process(pid)
-    return sum(each.memory_info().rss for each in (whole, *whole.children(recursive=True))) / 2**20
+    return sum(each.memory_info().rss for each in (whole, *whole.children(recursive=True))) / 1e6
 
 
 @contextlib.contextmanager

@@ -32,7 +32,20 @@ from jaxbench.serve.study import clients, load
 VALUES = flags.FLAGS
 BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 16
 SHORT, LONG, BEHIND = 64, 2000, 32  # tokens, tokens, probes behind long prompts
-OWN = ("jaxbench", "jaxbench_int8", "jaxbench_lookup")  # arms whose engine runs alone, too
+OWN = ("jaxbench", "jaxbench_int8", "jaxbench_one_thread", "jaxbench_lookup")  # arms whose engine runs alone, too
+PHASES = ("busy", "behind", "known", "stream")
+# of the table: which times, and which percentile of them
+FIGURES = {
+    "busy_first_p50_s": ("busy_first_s", 50),
+    "busy_first_p90_s": ("busy_first_s", 90),
+    "short_first_p50_s": ("short_first_s", 50),
+    "short_first_p90_s": ("short_first_s", 90),
+    "long_first_s": ("long_first_s", 50),
+    "cold_first_s": ("cold_first_s", 50),
+    "warm_first_s": ("warm_first_s", 50),
+    "between_s": ("turn_between_s", 50),
+    "alone_s": ("turn_alone_s", 50),
+}
 
 
 async def busy(port: int, text: Any, *, seed: int) -> list[float]:
@@ -163,63 +176,62 @@ def beside(arm: str, model: Path, server: clients.Server, ask: load.Ask) -> dict
 
 
 def measured(arm: str, model: Path, server: clients.Server, text: Any, launch: int) -> dict[str, Any]:
-    """All waits of one server that runs."""
-    port = server.port
+    """Waits of one server that runs, of the phases that were asked for."""
+    port, found = server.port, {}
     asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
-    first = asyncio.run(busy(port, text, seed=10 * launch))
-    short, long = asyncio.run(behind(port, text, seed=10 * launch + 4))
-    cold, warm = asyncio.run(known(port, text, seed=10 * launch + 2))
-    ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
-    found = {"busy_first_s": first, "cold_first_s": cold, "warm_first_s": warm}
-    found |= {"short_first_s": short, "long_first_s": long}
-    if arm in OWN:  # llama-server's engine is in the same process
-        return found | beside(arm, model, server, ask)
-    return found | {"turn_between_s": [asyncio.run(stream(server, ask))[0] for _ in range(STREAMS + 1)][1:]}
+    if "busy" in VALUES.phases:
+        found["busy_first_s"] = asyncio.run(busy(port, text, seed=10 * launch))
+    if "behind" in VALUES.phases:
+        found["short_first_s"], found["long_first_s"] = asyncio.run(behind(port, text, seed=10 * launch + 4))
+    if "known" in VALUES.phases:
+        found["cold_first_s"], found["warm_first_s"] = asyncio.run(known(port, text, seed=10 * launch + 2))
+    if "stream" in VALUES.phases:
+        ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
+        if arm in OWN:  # llama-server's engine is in the same process
+            found |= beside(arm, model, server, ask)
+        else:
+            found["turn_between_s"] = [asyncio.run(stream(server, ask))[0] for _ in range(STREAMS + 1)][1:]
+    return found
 
 
 def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over launches."""
-
-    def middle(value: Any) -> float:
-        return statistics.median(value(each) for each in launches)
-
-    made = {
-        "arm": arm,
-        "busy_first_p50_s": middle(lambda each: np.percentile(each["busy_first_s"], 50)),
-        "busy_first_p90_s": middle(lambda each: np.percentile(each["busy_first_s"], 90)),
-        "short_first_p50_s": middle(lambda each: np.percentile(each["short_first_s"], 50)),
-        "short_first_p90_s": middle(lambda each: np.percentile(each["short_first_s"], 90)),
-        "long_first_s": middle(lambda each: statistics.median(each["long_first_s"])),
-        "cold_first_s": middle(lambda each: statistics.median(each["cold_first_s"])),
-        "warm_first_s": middle(lambda each: statistics.median(each["warm_first_s"])),
-        "between_s": middle(lambda each: statistics.median(each["turn_between_s"])),
-    }  # fmt: skip
-    made["known_ratio"] = made["cold_first_s"] / made["warm_first_s"]
-    if all("turn_alone_s" in each for each in launches):
+    """Medians over launches, of what was measured."""
+    made: dict[str, Any] = {"arm": arm}
+    for name, (times, percentile) in FIGURES.items():
+        if times in launches[0]:
+            made[name] = statistics.median(float(np.percentile(each[times], percentile)) for each in launches)
+    if "cold_first_s" in made:
+        made["known_ratio"] = made["cold_first_s"] / made["warm_first_s"]
+    if "alone_s" in made:
         turns = [zip(each["turn_between_s"], each["turn_alone_s"]) for each in launches]
         added = verdicts.t_interval([statistics.mean(1e6 * (one - other) for one, other in each) for each in turns])
-        made["alone_s"] = middle(lambda each: statistics.median(each["turn_alone_s"]))
         made["server_us"] = [added.mean, added.low, added.high]
-        made["processor_us"] = 1e6 * middle(lambda each: statistics.mean(each["processor_s"]))
+        made["processor_us"] = 1e6 * statistics.median(statistics.mean(each["processor_s"]) for each in launches)
     return made
 
 
 def said(found: dict[str, Any]) -> str:
     """A row in words."""
     ms = {name: f"{1e3 * value:.1f} ms" for name, value in found.items() if name.endswith("_s")}
-    parts = [
-        f"{found['arm']}: first token beside {BUSY} clients p50 {ms['busy_first_p50_s']}, p90 {ms['busy_first_p90_s']}",
-        f"{SHORT} tokens beside prompts of {LONG} p50 {ms['short_first_p50_s']}, p90 {ms['short_first_p90_s']}",
-        f"those {ms['long_first_s']}",
-        f"behind {SHARED} new ones {ms['cold_first_s']}, known {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
-        f"a token {ms['between_s']}",
-    ]
+    parts = []
+    if "busy_first_p50_s" in ms:
+        parts.append(
+            f"first token beside {BUSY} clients p50 {ms['busy_first_p50_s']}, p90 {ms['busy_first_p90_s']}",
+        )
+    if "long_first_s" in ms:
+        short = f"p50 {ms['short_first_p50_s']}, p90 {ms['short_first_p90_s']}"
+        parts.append(f"{SHORT} tokens beside prompts of {LONG} {short}; those {ms['long_first_s']}")
+    if "known_ratio" in found:
+        warm = f"known {ms['warm_first_s']} ({found['known_ratio']:.1f} x)"
+        parts.append(f"behind {SHARED} new ones {ms['cold_first_s']}, {warm}")
+    if "between_s" in ms:
+        parts.append(f"a token {ms['between_s']}")
     if "server_us" in found:
         parts.append(
             "{:.0f} [{:.0f}, {:.0f}] us more than alone, ".format(*found["server_us"])
             + f"{found['processor_us']:.0f} us of the server's processor"
         )
-    return "; ".join(parts)
+    return f"{found['arm']}: " + "; ".join(parts)
 
 
 def main() -> int:
@@ -249,6 +261,7 @@ def main() -> int:
 if __name__ == "__main__":
     cli.define_model()
     flags.DEFINE_list("arms", ["jaxbench_int8", "llama_server"], "servers")
+    flags.DEFINE_multi_enum("phases", list(PHASES), list(PHASES), "what is measured; may be repeated")
     flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)
     flags.DEFINE_string("output", None, "figures: a .json file", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")

@@ -8,6 +8,7 @@ report is there. A run that died, by kill -9 too, is started again with the same
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -220,11 +221,14 @@ def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
 
 
 def describe(job: Job) -> str:
-    """Part of a job that decides its scores, without keys, as canonical JSON."""
+    """Part of a job that decides its scores, without keys, as canonical JSON; a model by its tokenizer's content."""
     fields = {
         field.name: getattr(job, field.name)
         for field in dataclasses.fields(job)
         if field.name not in ("make_detector", "cache")
     }
     fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
+    if job.model is not None:  # another model may lie at the same place when the run goes on
+        content = load_tokenizer(job.model).core.to_str()
+        fields["tokenizer"] = hashlib.sha256(content.encode()).hexdigest()
     return json.dumps(fields, sort_keys=True)

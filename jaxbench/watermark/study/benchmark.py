@@ -11,6 +11,7 @@ Records and inputs carry the configuration's id: several configurations may shar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -59,22 +60,22 @@ def run(
     bench = _Run(settings, workdir, choose(settings, options))
     if bench.choice.note:
         say(bench.choice.note)
-    if settings.detection is not None:
-        bench.inputs()  # too little text leaves nothing in the workdir
-        for number in range(settings.launches):
-            bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
-    if settings.generation is not None:
-        schemes = [scheme.model_dump(mode="json") for scheme in settings.generation.schemes]
-        for scheme in schemes + [{"scheme": "control"}] * settings.generation.control:
-            for batch_size in settings.generation.batch_sizes:
-                part = f"generation-{benchmark_report.label(scheme)}-{batch_size}"
-                bench.once(part, lambda s=scheme, b=batch_size: bench.overhead(s, b))
-    if settings.throughput is not None:
-        for batch_size in settings.throughput.batch_sizes:
-            for length in settings.throughput.new_tokens:
-                part = f"throughput-{batch_size}-{length}"
-                bench.once(part, lambda b=batch_size, n=length: bench.throughput(b, n))
-    bench.close()
+    with contextlib.closing(bench):  # its worker holds a model, which verdicts do not need
+        if settings.detection is not None:
+            bench.inputs()  # too little text leaves nothing in the workdir
+            for number in range(settings.launches):
+                bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
+        if settings.generation is not None:
+            schemes = [scheme.model_dump(mode="json") for scheme in settings.generation.schemes]
+            for scheme in schemes + [{"scheme": "control"}] * settings.generation.control:
+                for batch_size in settings.generation.batch_sizes:
+                    part = f"generation-{benchmark_report.label(scheme)}-{batch_size}"
+                    bench.once(part, lambda s=scheme, b=batch_size: bench.overhead(s, b))
+        if settings.throughput is not None:
+            for batch_size in settings.throughput.batch_sizes:
+                for length in settings.throughput.new_tokens:
+                    part = f"throughput-{batch_size}-{length}"
+                    bench.once(part, lambda b=batch_size, n=length: bench.throughput(b, n))
     if settings.verdicts is not None:
         bench.once("verdicts", bench.verdicts)
     summary = benchmark_report.summarise(bench.records, settings.model_dump(mode="json"), bench.about())

@@ -223,7 +223,7 @@ def _overhead(record: dict) -> dict:
     End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
     """
     plain, pairs = verdicts.median(record["plain_step"]), zip(record["marked_loop"], record["plain_loop"])
-    added = float(sorted(marked - alone for marked, alone in pairs)[len(record["plain_loop"]) // 2])
+    added = verdicts.median([marked - alone for marked, alone in pairs])
     point, low, high = _interval(marked / alone for marked, alone in zip(record["marked_step"], record["plain_step"]))
     return {
         "scheme": label(record["scheme"]),

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify
 from jaxbench.watermark.bulk import bulk_detection, part_files
@@ -139,6 +140,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kill -9")
+def test_a_run_goes_on_with_the_tokenizer_that_it_began_with_whatever_lies_at_its_place(tmp_path):
+    words = load_tokenizer()
+    (tmp_path / "model").mkdir()
+    words.save(tmp_path / "model")
+    before = bulk_detection.describe(job(model=str(tmp_path / "model")))
+    assert before == bulk_detection.describe(job(model=str(tmp_path / "model")))
+    words.core.add_special_tokens(["<another>"])
+    words.save(tmp_path / "model")
+    assert before != bulk_detection.describe(job(model=str(tmp_path / "model")))
+
+
 def test_kill_9_loses_no_finished_part_and_leaves_no_process(tmp_path, small_chunks):
     rows, out = texts(160), tmp_path / "scores.parquet"
     path, script = write(tmp_path / "a.jsonl", rows), tmp_path / "killed.py"
