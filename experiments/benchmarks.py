@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, process_environment, terminal
+from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.regress import alert_commands, gate_command, history_commands
 from jaxbench.regress.site import commands as site_commands
 
@@ -104,6 +104,8 @@ def run() -> int:
     if alerts is not None and not VALUES.keep:
         raise ValueError(f"--alerts={VALUES.alerts}: an alert names a run of the history; leave --nokeep out")
     history, compare_with, stored = history_commands.folder(), VALUES.compare_with, None
+    if VALUES.keep:  # before anything is measured
+        outputs.check_folder(VALUES.history, flag="--history")
     if compare_with is not None and history.has(compare_with):
         stored, compare_with = history.load(compare_with), None
         if stored["host"] != environment.fingerprint() and not VALUES.other_machine:
@@ -133,14 +135,17 @@ def run() -> int:
     for line in report.explanation(found.record) + said + found.record["notes"]:
         print(line)
     print(f"written: {', '.join(written)} in {workdir}")
+    critical = ", ".join(each.series for each in found.findings if each.level == "critical")
+    broken = "; ".join(report.broken_limits(found.record))
+    failed = [f"critical regression of {critical}"] * bool(critical) + [f"broken limits: {broken}"] * bool(broken)
     if VALUES.keep:
         id = history.add(found.record)
         print(f"kept as {id} in {history.folder}")
         if alerts is not None:
-            alert_commands.take_in(alerts, found.record, id)
-    critical = ", ".join(each.series for each in found.findings if each.level == "critical")
-    broken = "; ".join(report.broken_limits(found.record))
-    failed = [f"critical regression of {critical}"] * bool(critical) + [f"broken limits: {broken}"] * bool(broken)
+            try:
+                alert_commands.take_in(alerts, found.record, id)
+            except ValueError as error:  # a damaged file of alerts hides no verdict
+                failed.append(f"nobody was told: {error}")
     if failed:
         raise cli.GateFailed("; ".join(failed))
     return cli.EXIT_OK

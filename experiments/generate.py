@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, process_environment, prompts, terminal
+from jaxbench import cli, process_environment, prompts, store, terminal
 from jaxbench.generation import batch, conversation, decoder, kernel_flags, requests, writer
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
@@ -223,6 +223,15 @@ def rows(settings: writer.Settings) -> int:
         settings, VALUES.input, chat=VALUES.chat, system=VALUES.system, model_sha256=weights.checksum(model()),
         backend=f"{backend.transformer.__name__} on {VALUES.device}", **choice.identity(),
     )  # fmt: skip
+    with store.alone(output):
+        return write_rows(settings, asked, output, wanted, tokenizer, choice, backend)
+
+
+def write_rows(
+    settings: writer.Settings, asked: list[requests.Request], output: Path, wanted: dict[str, Any],
+    tokenizer: Any, choice: decoder.Choice, backend: Any,
+) -> int:  # fmt: skip
+    """Continue the requests that the output does not have yet."""
     done = 0 if VALUES.overwrite else batch.finished(output, wanted)
     if done >= len(asked):
         say(f"{output} has all {len(asked)} rows")

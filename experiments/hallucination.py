@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench import cli, outputs, process_environment, store, terminal
 from jaxbench.hallucination import export_command, fit_command, scores_command, where
 
 VALUES = flags.FLAGS
@@ -189,11 +190,13 @@ def detect_all() -> int:
         return cli.EXIT_OK
     cli.keep(f"finished verdicts are in {part}; the same command goes on")
     count, results = 0, run.ENGINES[VALUES.engine]
-    with terminal.progress(total) as advance:
-        for verdicts in run.detect(made, VALUES.input, part, processes=processes, results=results):
-            count += len(verdicts)
-            advance(len(verdicts))
-    flagged = run.finish(VALUES.input, part, wanted, made)
+    with store.alone(*filter(None, wanted)):
+        run.check_free(wanted, part, overwrite=VALUES.overwrite)  # again: another command may have ended since
+        with terminal.progress(total) as advance:
+            for verdicts in run.detect(made, VALUES.input, part, processes=processes, results=results):
+                count += len(verdicts)
+                advance(len(verdicts))
+        flagged = run.finish(VALUES.input, part, wanted, made, overwrite=VALUES.overwrite)
     print(f"written: {wanted} ({total} verdicts, {count} of them now; {flagged} hallucinated)")
     return cli.EXIT_OK
 
@@ -262,13 +265,22 @@ def answer() -> int:
     if not rows:
         raise ValueError(f"--input={VALUES.input} holds no row")
     process_environment.ensure("cpu", library=cli.array_library())
+    with store.alone(output):
+        outputs.check_file(output, overwrite=VALUES.overwrite)  # again: another command may have ended since
+        return answer_rows(settings, rows, output)
+
+
+def answer_rows(settings: Any, rows: list[dict[str, Any]], output: Path) -> int:
+    """Answer the rows that are not finished yet."""
+    from jaxbench.hallucination import mitigation
+
     names = ("backend", "mitigate", "new_tokens", "batch_size")
     model, package = None if VALUES.model == "default" else VALUES.model, {"flax": "jaxbench", "torch": "torch_ref"}
     answering = mitigation.load(model, settings, is_on=VALUES.mitigate, package=package[VALUES.backend])
     chosen = [settings.model_dump(), answering.sha256, *(VALUES[name].value for name in names)]
     part = mitigation.part_file(output, VALUES.input, chosen)
     cli.keep(f"finished answers are in {part}; the same command goes on")
-    how = {"new_tokens": VALUES.new_tokens, "batch_size": VALUES.batch_size}
+    how = {name: VALUES[name].value for name in ("new_tokens", "batch_size", "overwrite")}
     with terminal.progress(len(rows)) as advance:
         for count in mitigation.answer_rows(answering, rows, part, output, **how):
             advance(count)

@@ -7,6 +7,7 @@ Each round starts every program once, in alternating order; a row has its median
 rounds, its ratio to llama.cpp's (above 1: slower). llama.cpp is llama-bench of `make peers`; where it is not built its
 rows and the ratios are missing. Loading is timed inside a process that has imported what it needs: the file is read,
 checked and packed, and the model made; llama.cpp's is its process less its start without a model and less its token.
+--output is written after every round, so that an interrupt keeps those before it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment
+from jaxbench.measure import process
 
 VALUES = flags.FLAGS
 PROMPT = "The capital of France is"  # 5 tokens
@@ -53,6 +55,20 @@ def define() -> None:
     flags.DEFINE_integer("rounds", 12, "processes of each program", lower_bound=2, upper_bound=1000)
     flags.DEFINE_string("only", "", "rows whose name has this in it, such as load; unset: all")
     flags.DEFINE_string("output", None, "JSON file of all seconds; unset: the table alone")
+    flags.DEFINE_bool("overwrite", False, "replace the output; never a file of the model")
+
+
+def check_output() -> None:
+    """Check that --output may be written.
+
+    Raises:
+      ValueError: it is a file of the model, is there without --overwrite, or cannot be written.
+    """
+    from jaxbench.pretrained import assets
+
+    model = assets.default_model_path() if VALUES.model == "default" else Path(VALUES.model).expanduser()
+    files = list(model.rglob("*")) if model.is_dir() else [model]
+    outputs.check_file(VALUES.output, files, overwrite=VALUES.overwrite)
 
 
 def seconds_of(command: list[str]) -> tuple[float, str]:
@@ -65,14 +81,14 @@ def seconds_of(command: list[str]) -> tuple[float, str]:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        last = process.last_line(done.stderr, "nothing on stderr")
         raise ValueError(f"{Path(command[0]).name} {command[1][:40]!r} ended with {done.returncode}: {last}")
     return seconds, done.stdout
 
 
 def llama_bench(program: str, file: str) -> dict[str, Callable[[], float]]:
     """llama-bench with and without work."""
-    base = [program, "-m", file, "-r", "1", "--no-warmup", "-t", str(len(os.sched_getaffinity(0))), "-o", "json"]
+    base = [program, "-m", file, "-r", "1", "--no-warmup", "-t", str(process_environment.usable_cores()), "-o", "json"]
 
     def load() -> float:
         empty, _ = seconds_of([*base, "-p", "0", "-n", "0"])
@@ -127,7 +143,7 @@ def main() -> int:
     """Time all programs in turn, and print the table."""
     process_environment.ensure("cpu")
     if VALUES.output is not None:
-        outputs.check_file(VALUES.output, overwrite=True)
+        check_output()
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     import rich.progress
     import rich.table
@@ -135,16 +151,19 @@ def main() -> int:
     from jaxbench import terminal
     from jaxbench.measure import environment, process, verdicts
 
+    cli.keep("", when=lambda: False)
     timed = programs()
     for name in timed:  # programs and caches that the first run makes
         timed[name]()
     seconds: dict[str, list[float]] = {name: [] for name in timed}
+    about = environment.describe(threads=environment.usable_cores())
     for index in rich.progress.track(range(VALUES.rounds), "rounds", console=terminal.console(stderr=True)):
-        for name in process.turn(list(timed), index):
-            seconds[name].append(timed[name]())
-    if VALUES.output is not None:
-        made = {"seconds": seconds, "environment": environment.describe(threads=environment.usable_cores())}
-        outputs.write_json(VALUES.output, made)
+        found = {name: timed[name]() for name in process.turn(list(timed), index)}
+        for name, each in found.items():  # whole rounds alone
+            seconds[name].append(each)
+        if VALUES.output is not None:
+            outputs.write_json(VALUES.output, {"seconds": seconds, "environment": about})
+            cli.keep(f"{index + 1} of {VALUES.rounds} rounds are in {VALUES.output}")
     table = rich.table.Table("program", "median s", "ratio to llama.cpp", "95 %")
     for name, found in seconds.items():
         reference = seconds.get(f"{name.partition(',')[0]}, llama-bench")

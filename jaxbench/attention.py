@@ -167,6 +167,15 @@ def attention_weights(
     return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
 
 
+def split_blocks(x: Array, size: int, *, axis: int, fill: int = 0) -> Array:
+    """Blocks of `size` slots of an axis, the last one filled up, with the block's index in front."""
+    count = -(-x.shape[axis] // size)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count * size - x.shape[axis])
+    padded = jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(padded.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
+
+
 def _scores(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"], softcap: float | None
 ) -> Array:
@@ -253,10 +262,11 @@ def _blocked(
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
     """
     length = query.shape[3]
-    positions = [_split(x, block_size, axis=1, fill=-1) for x in (spans.key_positions, spans.key_segments)]
-    blocks = (_split(key, block_size, axis=3), _split(value, block_size, axis=2), *positions)
+    keys, queries = (spans.key_positions, spans.key_segments), (spans.query_positions, spans.query_segments)
+    positions = [None if x is None else split_blocks(x, block_size, axis=1, fill=-1) for x in keys]
+    blocks = (split_blocks(key, block_size, axis=3), split_blocks(value, block_size, axis=2), *positions)
     part = min(length, block_size)
-    positions = [_split(x, part, axis=1, fill=-1) for x in (spans.query_positions, spans.query_segments)]
+    positions = [None if x is None else split_blocks(x, part, axis=1, fill=-1) for x in queries]
 
     @jax.checkpoint
     def attend(part: tuple) -> Float[Array, "B K G part H"]:
@@ -273,19 +283,8 @@ def _blocked(
         (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), blocks)
         return (summed / jnp.where(total > 0, total, jnp.ones((), wide))).astype(query.dtype)
 
-    out = jnp.moveaxis(lax.map(attend, (_split(query, part, axis=3), *positions)), 0, 3)  # [B K G parts part H]
+    out = jnp.moveaxis(lax.map(attend, (split_blocks(query, part, axis=3), *positions)), 0, 3)  # [B K G parts part H]
     return out.reshape(*query.shape[:3], -1, query.shape[4])[:, :, :, :length]
-
-
-def _split(x: Array | None, size: int, *, axis: int, fill: int = 0) -> Array | None:
-    """Pad an axis to a multiple of size, cut it into pieces of that size, and move the pieces to the front."""
-    if x is None:
-        return None
-    count = -(-x.shape[axis] // size)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, count * size - x.shape[axis])
-    padded = jnp.pad(x, widths, constant_values=fill)
-    return jnp.moveaxis(padded.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _absorb(carry: tuple[Array, Array, Array], scores: Array, value: Float[Array, "B K S H"]):

@@ -1,5 +1,5 @@
-"""Which devices JAX sees. A command imports it after `launch.ensure`, which fixes the platforms that JAX
-looks for.
+"""Which devices JAX sees. A command imports it after `process_environment.ensure`, which fixes the
+platforms that JAX looks for.
 
 Twin: torch_ref/devices.py.
 """

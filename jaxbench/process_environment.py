@@ -35,7 +35,7 @@ def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
       ValueError: the device is unknown.
     """
     if device not in PLATFORMS:
-        raise ValueError(f"launch: device={device!r} is unknown, wanted one of {', '.join(PLATFORMS)}")
+        raise ValueError(f"process_environment: device={device!r} is unknown, wanted one of {', '.join(PLATFORMS)}")
     wanted = {
         "MALLOC_MMAP_THRESHOLD_": MALLOC_BYTES,
         "MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES,
@@ -91,7 +91,7 @@ def simulated_devices(count: int) -> dict[str, str]:
       ValueError: count < 1.
     """
     if count < 1:
-        raise ValueError(f"launch: {count} simulated devices, wanted at least 1")
+        raise ValueError(f"process_environment: {count} simulated devices, wanted at least 1")
     own = os.environ.get("XLA_FLAGS", "").split()
     wanted = {
         "--xla_force_host_platform_device_count": count,
@@ -117,9 +117,9 @@ def ensure(device: str, *, library: str = "XLA") -> None:
         return
     if os.environ.get(MARKER) == str(os.getpid()):
         changed = ", ".join(name for name, value in wanted.items() if os.environ.get(name) != value)
-        raise ValueError(f"launch: {changed} still differ after starting anew for --device={device}")
+        raise ValueError(f"process_environment: {changed} still differ after starting anew for --device={device}")
     if "jax" in sys.modules:
-        raise ValueError(f"launch: ensure({device!r}) came after `import jax`; call it first in main")
+        raise ValueError(f"process_environment: ensure({device!r}) came after `import jax`; call it first in main")
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [sys.executable, *sys.orig_argv[1:]]
@@ -146,10 +146,19 @@ def compile_cache_dir() -> Path:
 
 def cpu_flags_id() -> str:
     """Id of this processor's instruction set: 8 hex digits."""
-    flags = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        flags += platform.processor()  # not Linux
+    flags = platform.machine() + (cpuinfo("flags", "Features") or platform.processor())
     return hashlib.sha256(flags.encode()).hexdigest()[:8]
+
+
+def cpuinfo(*starts: str) -> str:
+    """First line of /proc/cpuinfo that begins with one of `starts`; empty where there is none, as outside Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(starts)), "")
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

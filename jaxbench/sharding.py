@@ -221,5 +221,5 @@ def layer_weights(state: Any, index: int) -> Any:
 
 
 def around_attention() -> Callable[..., jax.Array] | None:
-    """Attention of the running step over its mesh, parallel.attend; None where there is no mesh."""
+    """Attention of the running step over its mesh, mesh_plan.attend; None where there is no mesh."""
     return _actions.get().get(ATTENTION)

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxbench import attention, narrow_products
-from jaxbench.attention import Spans
+from jaxbench.attention import Spans, split_blocks
 from jaxbench.block_pattern import BlockPattern
 
 
@@ -51,10 +51,10 @@ def block_sparse_attention(
     size, count = pattern.block_size, pattern.num_blocks(length)
     rows, columns = pattern.pairs(count)
     # [n, E, R, H], [n, E, H, C] and [n, E, C, H] with E = B * K: products then have two batch axes, P and E.
-    queries = _cut(query.astype(key.dtype).reshape(batch, length, num_kv_heads, -1, head_dim), size, axis=1)
+    queries = split_blocks(query.astype(key.dtype).reshape(batch, length, num_kv_heads, -1, head_dim), size, axis=1)
     queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(count, batch * num_kv_heads, -1, head_dim)
-    keys = _cut(key, size, axis=3).reshape(count, batch * num_kv_heads, head_dim, size)
-    values = _cut(value, size, axis=2).reshape(count, batch * num_kv_heads, size, head_dim)
+    keys = split_blocks(key, size, axis=3).reshape(count, batch * num_kv_heads, head_dim, size)
+    values = split_blocks(value, size, axis=2).reshape(count, batch * num_kv_heads, size, head_dim)
     scores = narrow_products.product(queries[rows], keys[columns]) / math.sqrt(head_dim)
     mask = _pair_mask(spans, rows, columns, size)[:, :, None, None]  # [P, B, 1, 1, C, C]
     split = scores.reshape(len(rows), batch, num_kv_heads, -1, size, size)
@@ -70,14 +70,11 @@ def block_sparse_attention(
     return mixed.reshape(batch, count * size, num_heads, head_dim)[:, :length].astype(query.dtype)
 
 
-def _cut(x: Array, size: int, *, axis: int, fill: int = 0) -> Array:
-    """Blocks of an axis, the last one filled up, with the block's index in front."""
-    return attention._split(x, size, axis=axis, fill=fill)
-
-
 def _pair_mask(spans: Spans, rows: np.ndarray, columns: np.ndarray, size: int) -> Array:
     """Attention mask [P, B, C, C] of each pair of blocks."""
     indices = (rows, columns, rows, columns)  # of queries and keys, as Spans has them
-    cut = [None if x is None else _cut(x, size, axis=1, fill=-1)[i] for x, i in zip(spans, indices, strict=True)]
+    cut = [
+        None if x is None else split_blocks(x, size, axis=1, fill=-1)[i] for x, i in zip(spans, indices, strict=True)
+    ]
     merged = Spans(*(None if x is None else x.reshape(-1, size) for x in cut))
     return attention.attention_mask(merged, None).reshape(len(rows), -1, size, size)

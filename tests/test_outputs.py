@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from jaxbench import outputs
+from jaxbench import cli, outputs
 
 
 def test_a_new_file_may_be_written_also_into_folders_to_be_made(tmp_path):
@@ -108,6 +111,25 @@ def test_a_folder_is_whole_or_not_there(tmp_path):
     assert (folder / "weights").read_text() == "whole"
 
 
+def test_tensors_are_written_as_safetensors_does_it_and_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path):
+    path, tensors = tmp_path / "new" / "x.safetensors", {"b": np.arange(6, dtype=np.float16).reshape(2, 3)}
+    outputs.save_tensors(path, tensors, {"about": "é"})
+    before = path.read_bytes()
+    assert before == safetensors.numpy.save(tensors, {"about": "é"})
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, kept[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*new.x\.safetensors'") as caught:
+            outputs.save_tensors(path, {"b": np.zeros(100_000)})
+        assert caught.value.errno == errno.EFBIG and cli.explain(caught.value).startswith(f"cannot write {path}: File")
+        with pytest.raises(OSError, match="File too large") as caught, outputs.whole_folder(tmp_path / "model") as made:
+            outputs.save_tensors(made / "x.safetensors", {"b": np.zeros(100_000)})
+        assert caught.value.filename == str(tmp_path / "model" / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["new"] and os.listdir(path.parent) == [path.name]
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "text"),
     [
@@ -134,3 +156,8 @@ def test_json_files_have_null_where_a_number_is_not_finite(tmp_path):
     outputs.write_json(path, {"a": nan, "deep": [{"b": (1.5, float("inf"))}, np.float64(nan)], "word": "NaN", "n": 3})
     strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert strict == {"a": None, "deep": [{"b": [1.5, None]}, None], "word": "NaN", "n": 3}
+
+
+def test_numpys_scalars_are_pythons_in_json():
+    found = outputs.finite([np.float32(0.5), np.float32("inf"), np.int64(3), np.bool_(True), np.float64(0.1)])
+    assert found == [0.5, None, 3, True, 0.1] and [type(x) for x in found] == [float, type(None), int, bool, float]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +77,7 @@ print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name
 
 def test_starting_anew_after_jax_was_imported_is_an_error():
     done = run_fresh("import jax\nfrom jaxbench.process_environment import ensure\nensure('cpu')")
-    assert done.returncode == 1 and "launch: ensure('cpu') came after `import jax`" in done.stderr
+    assert done.returncode == 1 and "process_environment: ensure('cpu') came after `import jax`" in done.stderr
 
 
 def test_the_compile_cache_is_one_folder_a_jaxlib_and_a_processor(monkeypatch, tmp_path):
@@ -85,3 +86,13 @@ def test_the_compile_cache_is_one_folder_a_jaxlib_and_a_processor(monkeypatch, t
     assert first.parent == tmp_path / "xla" and "jaxlib-" in first.name and not first.exists()
     monkeypatch.setattr(process_environment.platform, "machine", lambda: "other")
     assert process_environment.compile_cache_dir() != first
+
+
+def test_a_system_without_proc_and_affinity_has_an_id_and_all_its_cores(monkeypatch):
+    assert process_environment.usable_cores() >= 1
+    known = process_environment.cpu_flags_id()
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(process_environment, "Path", lambda name: Path("/nowhere" + name))
+    assert process_environment.usable_cores() == os.cpu_count()
+    assert process_environment.cpuinfo("flags", "Features") == ""
+    assert len(process_environment.cpu_flags_id()) == len(known) == 8

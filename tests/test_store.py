@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +71,49 @@ def test_the_work_of_another_configuration_is_refused(tmp_path):
     store.claim(tmp_path / "work", "one")
     with pytest.raises(ValueError, match="work of configuration one, this is two; use another --workdir"):
         store.claim(tmp_path / "work", "two")
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from jaxbench import store
+
+with store.alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_process_at_a_time_writes_an_output_and_one_that_was_killed_lets_go(tmp_path):
+    path = tmp_path / "out.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"another process writes .*out\.jsonl; wait for its end, or name another"):
+            with store.alone(tmp_path / "other.jsonl", path):
+                pytest.fail("nobody else was alone")
+        assert [each.name for each in tmp_path.iterdir()] == [".out.jsonl.writing"], "its own locks are gone"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    with store.alone(path):
+        assert [each.name for each in tmp_path.iterdir()] == [".out.jsonl.writing"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_writes_alone_leaves_only_folders_with_something_in_them(tmp_path):
+    with store.alone(tmp_path / "new" / "folder" / "out.jsonl"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with store.alone(tmp_path / "new" / "folder" / "out.jsonl"):
+        (tmp_path / "new" / "folder" / "out.jsonl").touch()
+    assert [each.name for each in (tmp_path / "new" / "folder").iterdir()] == ["out.jsonl"]
+
+
+def test_a_lock_that_was_removed_meanwhile_holds_nothing(tmp_path, monkeypatch):
+    import fcntl
+
+    path = tmp_path / "lock"
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: path.unlink())
+    with store.taken(path) as is_mine:
+        assert not is_mine

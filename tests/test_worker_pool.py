@@ -2,17 +2,20 @@
 
 import functools
 import os
+import signal
 import threading
 import time
 
 import pytest
 
-from jaxbench import worker_pool
+from jaxbench import cli, worker_pool
 
 
 def setting(name):
     if name == "bad":
         raise ValueError("bad: item cannot be done")
+    if name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     return name, os.environ.get(name), os.getpid()
 
 
@@ -34,6 +37,12 @@ def test_an_error_of_a_worker_is_raised_here_and_no_process_is_left():
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_process_that_is_killed_is_one_line_that_says_so():
+    with pytest.raises(OSError, match="a worker process was killed: one of 2 .* memory ran out.* parts are kept") as e:
+        list(worker_pool.results(setting, ["HOME", "killed", *["HOME"] * 20], processes=2))
+    assert cli.explain(e.value).startswith("a worker process was killed: one of 2 ended")
 
 
 def test_workers_of_one_process_work_at_once_each_on_one_item_at_a_time():

@@ -144,6 +144,14 @@ def attention_weights(
     return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
 
 
+def split_blocks(x: Tensor, size: int, *, axis: int, fill: int = 0) -> Tensor:
+    """Blocks of `size` slots of an axis, the last one filled up, with the block's index in front."""
+    count = -(-x.shape[axis] // size)
+    widths = [0, 0] * (x.ndim - axis - 1) + [0, count * size - x.shape[axis]]
+    padded = F.pad(x, widths, value=fill)
+    return torch.movedim(padded.unflatten(axis, (count, size)), axis, 0)
+
+
 def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
     """Contract operands of one dtype; the result is at least float32."""
     return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))

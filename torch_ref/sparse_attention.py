@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from jaxbench.block_pattern import BlockPattern
 from torch_ref import attention
-from torch_ref.attention import Spans
+from torch_ref.attention import Spans, split_blocks
 
 
 def block_sparse_attention(
@@ -43,11 +42,11 @@ def block_sparse_attention(
         raise ValueError(f"block_sparse_attention: key_positions={spans.key_positions}, wanted those of {length} keys")
     size, count = pattern.block_size, pattern.num_blocks(length)
     rows, columns = (torch.from_numpy(index).long().to(query.device) for index in pattern.pairs(count))
-    queries = _cut(query.to(key.dtype).reshape(batch, length, num_kv_heads, -1, head_dim), size, axis=1)
+    queries = split_blocks(query.to(key.dtype).reshape(batch, length, num_kv_heads, -1, head_dim), size, axis=1)
     queries = queries.permute(0, 1, 3, 4, 2, 5).reshape(count, batch * num_kv_heads, -1, head_dim)
-    keys = _cut(key, size, axis=3).reshape(count, batch * num_kv_heads, head_dim, size)
-    values = _cut(value, size, axis=2).reshape(count, batch * num_kv_heads, size, head_dim)
-    scores = attention._einsum("PERH,PEHC->PERC", queries[rows], keys[columns]) / math.sqrt(head_dim)
+    keys = split_blocks(key, size, axis=3).reshape(count, batch * num_kv_heads, head_dim, size)
+    values = split_blocks(value, size, axis=2).reshape(count, batch * num_kv_heads, size, head_dim)
+    scores = _product(queries[rows], keys[columns]) / math.sqrt(head_dim)
     mask = _pair_mask(spans, rows, columns, size)[:, :, None, None]  # [P, B, 1, 1, C, C]
     split = scores.reshape(len(rows), batch, num_kv_heads, -1, size, size)
     scores = torch.where(mask, split, -math.inf).reshape(scores.shape)
@@ -57,24 +56,23 @@ def block_sparse_attention(
     peak = torch.where(torch.isfinite(peak), peak, 0.0)  # [n, E, R]
     weights = torch.exp(scores - peak[rows][..., None])
     total = torch.zeros_like(peak).index_add(0, rows, torch.sum(weights, dim=-1))[..., None]
-    mixed = attention._einsum("PERC,PECH->PERH", weights.to(value.dtype), values[columns])
+    mixed = _product(weights.to(value.dtype), values[columns])
     mixed = mixed.new_zeros((count, *mixed.shape[1:])).index_add(0, rows, mixed)
     mixed = mixed / torch.where(total > 0, total, 1.0)
     mixed = mixed.reshape(count, batch, num_kv_heads, -1, size, head_dim).permute(1, 0, 4, 2, 3, 5)
     return mixed.reshape(batch, count * size, num_heads, head_dim)[:, :length].to(query.dtype)
 
 
-def _cut(x: Tensor, size: int, *, axis: int, fill: int = 0) -> Tensor:
-    """Blocks of an axis, the last one filled up, with the block's index in front."""
-    count = -(-x.shape[axis] // size)
-    widths = [0, 0] * (x.ndim - axis - 1) + [0, count * size - x.shape[axis]]
-    padded = F.pad(x, widths, value=fill)
-    return torch.movedim(padded.unflatten(axis, (count, size)), axis, 0)
+def _product(left: Float[Tensor, "P E m k"], right: Float[Tensor, "P E k n"]) -> Float[Tensor, "P E m n"]:
+    """Matrix products of operands of one dtype, in at least float32."""
+    return torch.matmul(left, right).to(torch.promote_types(left.dtype, torch.float32))
 
 
 def _pair_mask(spans: Spans, rows: Tensor, columns: Tensor, size: int) -> Tensor:
     """Attention mask [P, B, C, C] of each pair of blocks."""
     indices = (rows, columns, rows, columns)  # of queries and keys, as Spans has them
-    cut = [None if x is None else _cut(x, size, axis=1, fill=-1)[i] for x, i in zip(spans, indices, strict=True)]
+    cut = [
+        None if x is None else split_blocks(x, size, axis=1, fill=-1)[i] for x, i in zip(spans, indices, strict=True)
+    ]
     merged = Spans(*(None if x is None else x.reshape(-1, size) for x in cut))
     return attention.attention_mask(merged, None).reshape(len(rows), -1, size, size)

@@ -17,7 +17,7 @@ from jaxbench import config, process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.measure import records, tpu_compile
-from jaxbench.measure.process import WorkerError
+from jaxbench.measure.process import WorkerError, last_line
 from jaxbench.measure.records import RecordFile
 
 PARITY_TIMEOUT_S = 300
@@ -137,5 +137,4 @@ def _run(command: list[str], environment: dict[str, str], work: Plan, name: str,
                 process.wait()
     if output.exists():
         return output, ""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return output, f"exit code {code}: {lines[-1].strip()[:300] if lines else 'no output'}"
+    return output, f"exit code {code}: {last_line(log.read_text(errors='replace'), 'no output')}"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxbench import outputs
 from jaxbench.compress.config import CompressorConfig, parameter_shapes
@@ -68,8 +67,7 @@ def save(
         "format": FORMAT, "config": config.model_dump(mode="json", exclude={"decoder"}), "model_sha256": held.sha256,
         "about": dict(about),
     }  # fmt: skip
-    with outputs.whole(path) as temporary:
-        save_file(tensors, temporary, {"compressor": json.dumps(meta)})
+    outputs.save_tensors(path, tensors, {"compressor": json.dumps(meta)})
     return Path(path).stat().st_size
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxbench import outputs, store
 from jaxbench.compress import document, product
@@ -99,8 +98,7 @@ def _write(part: _Part, made: Any, dtype: document.Dtype) -> None:
     tensors = {"starts": made.starts, "positions": made.positions}
     tensors |= document.stored(made.vectors, "float32" if dtype == "pq" else dtype)  # codes are learned from all
     about = {name: value for name, value in part._asdict().items() if name != "path"}
-    with outputs.whole(part.path) as temporary:
-        save_file(tensors, temporary, {KEY: json.dumps(about)})
+    outputs.save_tensors(part.path, tensors, {KEY: json.dumps(about)})
 
 
 def has_parts(workdir: Path) -> bool:

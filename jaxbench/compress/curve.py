@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxbench.measure import line_picture
-from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure.line_picture import BLUE, BROWN, GREEN, PINK, Axis, Line, Panel, Point
 
-COLORS = {"local": "#0969da", "reconstruct": "#bf3989", "continue": "#1a7f37", "answer": "#9a6700"}
+COLORS = {"local": BLUE, "reconstruct": PINK, "continue": GREEN, "answer": BROWN}
 PANELS = {
     "accuracy": "tokens that are right, %",
     "own": "nats a token fewer behind a text's own vectors",

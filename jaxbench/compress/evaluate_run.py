@@ -17,11 +17,12 @@ from jaxbench import store, terminal
 from jaxbench.compress import answer_run, document, evaluate
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.measure import line_picture
-from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure.line_picture import BLUE, BROWN, GREEN, GREY, PINK, Axis, Line, Panel, Point
 
 ARMS = ("keep", "tag", "others", "vectors", "aligned")
-COLORS = {"keep": "#6e7781", "vectors": "#0969da", "aligned": "#bf3989", "zeros": "#9a6700"}
-COLORS |= {"nothing": COLORS["keep"], "tag": "#1a7f37", "others": COLORS["zeros"]}
+COLORS = {
+    "keep": GREY, "tag": GREEN, "others": BROWN, "vectors": BLUE, "aligned": PINK, "zeros": BROWN, "nothing": GREY,
+}  # fmt: skip
 SAID = {
     "keep": "the last tokens kept", "tag": "the tag alone", "others": "another text's vectors",
     "vectors": "vectors side by side", "aligned": "vectors at their tokens' places", "zeros": "zeros",

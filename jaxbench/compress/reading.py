@@ -44,11 +44,11 @@ class Reader:
 
     def __call__(self, rows: Sequence[Row], *, progress: Callable[[int], Any] = lambda count: None) -> list[Heard]:
         """Losses and hits of each row's tokens."""
-        order = sorted(range(len(rows)), key=lambda i: _bucket(rows[i], self._size))
+        order = sorted(range(len(rows)), key=lambda i: _bucket(rows[i]))
         found: list[Heard | None] = [None] * len(rows)
         while order:
-            bucket = _bucket(rows[order[0]], self._size)
-            mine = [i for i in order[:ROWS] if _bucket(rows[i], self._size) == bucket]
+            bucket = _bucket(rows[order[0]])
+            mine = [i for i in order[:ROWS] if _bucket(rows[i]) == bucket]
             order = order[len(mine) :]
             for i, each in zip(mine, self._read([rows[i] for i in mine], *bucket)):
                 found[i] = each
@@ -73,7 +73,7 @@ class Reader:
         return [Heard(losses[i, : len(row.asked)], hits[i, : len(row.asked)]) for i, row in enumerate(rows)]
 
 
-def _bucket(row: Row, size: int) -> tuple[int, int, int]:
+def _bucket(row: Row) -> tuple[int, int, int]:
     """Sizes that a row is filled up to: inputs, asked, vectors."""
     step = SIZES[0] if len(row.inputs) <= SIZES[1] else SIZES[1]
     vectors = max(16, 1 << (len(row.vectors) - 1).bit_length()) if len(row.vectors) else 16
@@ -96,9 +96,9 @@ def behind_text(before: np.ndarray, asked: np.ndarray, *, start: int, num_clear:
 
 def behind_vectors(
     vectors: Float32[np.ndarray, "M D"], tag: Float32[np.ndarray, "P D"], asked: np.ndarray, *, size: int,
-    num_clear: int = 0, places: np.ndarray | None = None,
+    places: np.ndarray | None = None,
 ) -> Row:  # fmt: skip
-    """A row of vectors, a tag's, and tokens of which the first num_clear are not asked for.
+    """A row of vectors, a tag's, and the tokens that are asked for.
 
     Args:
       size: of the vocabulary.
@@ -110,4 +110,4 @@ def behind_vectors(
     if places is not None:
         behind = places[-1] + np.arange(len(tag) + len(asked) - 1)
         positions = np.concatenate([places[:-1], behind]).astype(np.int32)
-    return Row(inputs, asked[num_clear:].astype(np.int32), table, positions)
+    return Row(inputs, asked.astype(np.int32), table, positions)

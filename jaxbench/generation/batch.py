@@ -62,7 +62,8 @@ def finished(output: Path, wanted: dict[str, Any]) -> int:
     rows = store.rows(output)
     for number, line in enumerate(rows, 1):
         try:
-            place = (json.loads(line).get("run"), json.loads(line).get("row"))
+            row = json.loads(line)
+            place = (row.get("run"), row.get("row"))
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"--output={output} line {number} is no row of this command ({error})") from error
         if place != (wanted["run"], number - 1):

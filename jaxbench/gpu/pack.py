@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxbench import outputs
+from jaxbench.measure import process
 from jaxbench.pretrained import assets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,8 +128,8 @@ def download(folder: Path) -> None:
     command += ["--python-version=3.12", "--implementation=cp", *(f"--platform={each}" for each in PLATFORMS)]
     done = subprocess.run([*command, *wanted_versions()], capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ValueError(f"gpu: pip could not fetch the wheels {', '.join((*WHEELS, *TITANS))}: {last[:300]}")
+        last = process.last_line(done.stderr, "pip said nothing")
+        raise ValueError(f"gpu: pip could not fetch the wheels {', '.join((*WHEELS, *TITANS))}: {last}")
 
 
 def size_of(folder: Path) -> int:

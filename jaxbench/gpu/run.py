@@ -26,6 +26,7 @@ from typing import NamedTuple
 from jaxbench import outputs, process_environment, store
 from jaxbench.gpu.stages import Stage
 from jaxbench.measure import environment, records
+from jaxbench.measure.process import last_line
 from jaxbench.measure.records import Record, RecordFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,8 +193,7 @@ def _call(words: list[str], own: dict[str, str], limit_s: float) -> tuple[str, s
         raise
     if process.returncode == 0:
         return "", printed
-    lines = [line for line in printed.splitlines() if line.strip()]
-    return f"exit code {process.returncode}: {(lines or ['nothing printed'])[-1][:300]}", printed
+    return f"exit code {process.returncode}: {last_line(printed, 'nothing printed')}", printed
 
 
 def _end(process: subprocess.Popen) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from jaxbench.hallucination import linear, metrics, token_scoring
 from jaxbench.hallucination.linear import Linear
@@ -150,7 +151,7 @@ def said(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: In
     found = []
     for name, member in members.items():
         logit = fitted[name].logit(columns(inputs, member))
-        found += [logit[:, None]] if not member.of_parts else [over_parts(linear.sigmoid(logit), inputs)]
+        found += [logit[:, None]] if not member.of_parts else [over_parts(special.expit(logit), inputs)]
     return np.concatenate(found, axis=1)
 
 
@@ -199,7 +200,7 @@ def fit(
     if tokens is not None:
         heard = np.concatenate([heard, token_scoring.of_responses(tokens.logits)], axis=1)
     stack = linear.fit(heard, labels.response, strength=STACK_STRENGTH)
-    threshold = metrics.best_threshold(labels.response, linear.sigmoid(stack.logit(heard)))
+    threshold = metrics.best_threshold(labels.response, special.expit(stack.logit(heard)))
     fitted = _fit_members(inputs, labels, np.arange(len(fold)), members)
     of_tokens = () if tokens is None else (tokens.trained, tokens.threshold)
     made = Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts), *of_tokens)
@@ -213,7 +214,7 @@ def _weighed(detector: Detector, tuned: Heard, heard: Array, labels: Array) -> D
     stack = linear.fit(heard[others], labels[others], strength=STACK_STRENGTH)  # one that did not see them either
     columns = _with_tuned(stack.logit(heard[tuned.rows]), tuned.logits)
     weighing = linear.fit(columns, mine, strength=TUNED_STRENGTH)
-    threshold = metrics.best_threshold(mine, linear.sigmoid(weighing.logit(columns)))
+    threshold = metrics.best_threshold(mine, special.expit(weighing.logit(columns)))
     return detector._replace(threshold=threshold, tuned=Tuned(tuned.config, tuned.trained, weighing))
 
 
@@ -243,12 +244,12 @@ def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> V
     logit = detector.stack.logit(heard)
     if detector.tuned is not None:
         logit = detector.tuned.weighing.logit(_with_tuned(logit, inputs.tuned))
-    probability = linear.sigmoid(logit)
+    probability = special.expit(logit)
     parts = of_parts(detector.members, detector.fitted, inputs)
-    return Verdicts(probability, parts, tuple(map(linear.sigmoid, tokens)))
+    return Verdicts(probability, parts, tuple(map(special.expit, tokens)))
 
 
 def of_parts(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:
     """Probability of each sentence, by the first member that sees sentences."""
     name = next(name for name, member in members.items() if member.of_parts)
-    return linear.sigmoid(fitted[name].logit(columns(inputs, members[name])))
+    return special.expit(fitted[name].logit(columns(inputs, members[name])))

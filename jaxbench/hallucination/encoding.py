@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 from jaxbench.hallucination.layout import Text
 
-STYLES = ("plain", "chat")
 _MARK = "\0context\0"
 
 

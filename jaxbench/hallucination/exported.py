@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
-from safetensors.numpy import save_file
 
-from jaxbench import parameters
+from jaxbench import outputs, parameters
 from jaxbench.hallucination import programs, reader, token_scores
 from jaxbench.native import library
 
@@ -29,7 +28,7 @@ def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], 
     counted from 0.
     """
     graph, weights = parameters.split(model)
-    save_file({name: np.asarray(weight) for name, weight in weights.items()}, folder / programs.WEIGHTS)
+    outputs.save_tensors(folder / programs.WEIGHTS, {name: np.asarray(weight) for name, weight in weights.items()})
 
     def scores(weights: dict[str, Array], *arrays: Array) -> tuple[Array, ...]:
         return _scores(parameters.merge(graph, weights), arrays, state_layer)

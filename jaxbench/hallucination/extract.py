@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxbench import outputs, worker_pool
 from jaxbench.hallucination.group import Group, read_group
@@ -71,8 +71,7 @@ class Store:
 
     def write(self, key: str, features: dict[str, np.ndarray]) -> None:
         """Keep features, whole or not at all."""
-        with outputs.whole(self.path(key)) as temporary:
-            save_file({name: np.ascontiguousarray(value) for name, value in features.items()}, temporary)
+        outputs.save_tensors(self.path(key), {name: np.ascontiguousarray(value) for name, value in features.items()})
 
     def read(self, key: str) -> dict[str, np.ndarray]:
         """Features of a response.

@@ -25,11 +25,6 @@ class Linear(NamedTuple):
         return ((x - self.mean) / self.scale) @ self.weights + self.intercept
 
 
-def sigmoid(logit: Array) -> Array:
-    """Probability of log-odds."""
-    return 1.0 / (1.0 + np.exp(-np.clip(logit, -60.0, 60.0)))
-
-
 def fit(x: Array, labels: Array, *, strength: float) -> Linear:
     """Regression of labels on columns.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
+from scipy import special
 
 from jaxbench.hallucination import linear, metrics, score_regression, stored_scores
 from jaxbench.hallucination.detector import Detector, Inputs, Labels, Member
@@ -103,7 +104,7 @@ def fit(
             weighing = _rising(said, seen.label)
             members, said = [_weighed(each, weighing) for each in members], weighing.logit(said[:, None])
         found.append(members)
-        thresholds.append(metrics.best_threshold(seen.label, linear.sigmoid(said)))
+        thresholds.append(metrics.best_threshold(seen.label, special.expit(said)))
     return _detector(found[0], mean(found[1]), *thresholds)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+
+from jaxbench.measure.ranking import auc, booleans
 
 Array = np.ndarray
 
@@ -21,30 +22,6 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
-
-
-def auc(labels: Array, scores: Array) -> float:
-    """Probability that a positive has the higher score, ties half; NaN where one class is missing.
-
-    Raises:
-      ValueError: a label is neither 0 nor 1.
-    """
-    labels = _booleans(labels)
-    positive = int(np.sum(labels))
-    negative = len(labels) - positive
-    if not positive or not negative:
-        return float("nan")
-    ranks = stats.rankdata(scores)
-    return float((np.sum(ranks[labels]) - positive * (positive + 1) / 2) / (positive * negative))
-
-
-def _booleans(labels: Array) -> Array:
-    """Labels as booleans: as whole numbers they would pick rows 0 and 1 in place of the positives."""
-    labels = np.asarray(labels)
-    bad = labels[(labels != 0) & (labels != 1)]
-    if bad.size:
-        raise ValueError(f"auc: labels hold {bad.flat[0]}, wanted True and False, or 1 and 0")
-    return labels.astype(bool)
 
 
 def macro_auc(labels: Array, scores: Array, tasks: Array) -> float:
@@ -59,7 +36,7 @@ def stratified_auc(labels: Array, scores: Array, cells: Array) -> float:
     Raises:
       ValueError: as `auc`.
     """
-    labels = _booleans(labels)
+    labels = booleans(labels)
     total = won = 0.0
     for cell in np.unique(cells):
         mine = labels[cells == cell]

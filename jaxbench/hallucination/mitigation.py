@@ -24,7 +24,7 @@ import numpy as np
 import pydantic
 from jaxtyping import Bool, Float
 
-from jaxbench import config, store
+from jaxbench import config, outputs, store
 from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import encoding, layout
 
@@ -202,6 +202,7 @@ def answer_rows(
     *,
     new_tokens: int,
     batch_size: int,
+    overwrite: bool = False,
 ) -> Iterator[int]:
     """Answer rows with context and question, a batch at a time; yield how many rows each batch had.
 
@@ -209,7 +210,7 @@ def answer_rows(
     `part`, which becomes `output` when all are done; a run that was killed goes on behind the last whole line.
 
     Raises:
-      ValueError: a row does not fit the window.
+      ValueError: a row does not fit the window, or something has appeared in the output's place.
     """
     store.cut_short(part)
     for start in range(len(store.rows(part)), len(rows), batch_size):
@@ -231,4 +232,5 @@ def answer_rows(
         ]
         store.append(part, lines)
         yield len(batch)
+    outputs.check_file(output, overwrite=overwrite)
     os.replace(part, output)

@@ -26,7 +26,7 @@ class Pooled(NamedTuple):
 def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lexicon, *, by_sentence: bool) -> Pooled:
     """Features of a response's parts.
 
-    features: of extract.read_group.
+    features: of group.read_group.
     """
     spans = sentences.sentences(response) if by_sentence else [(0, len(response))]
     part = sentences.tokens_of(spans, features["offsets"])

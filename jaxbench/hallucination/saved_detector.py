@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxbench import outputs
 from jaxbench.hallucination import extract
@@ -60,8 +59,7 @@ def save(path: str | Path, saved: Saved) -> None:
         "tokens": [one.config.model_dump() for one in detector.tokens],
         "tuned": None if tuned is None else tuned.config.model_dump(),
     }  # fmt: skip
-    with outputs.whole(path) as temporary:
-        save_file(tensors, temporary, {"detector": json.dumps(about)})
+    outputs.save_tensors(path, tensors, {"detector": json.dumps(about)})
 
 
 def load(path: str | Path) -> Saved:

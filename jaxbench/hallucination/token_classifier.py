@@ -87,14 +87,15 @@ def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
     """
     wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     labels = batch.labels.astype(wide.dtype)
-    of_tokens = _mean(jax.nn.softplus(wide) - labels * wide, batch.is_token)
+    of_tokens = masked_mean(jax.nn.softplus(wide) - labels * wide, batch.is_token)
     is_response = jnp.any(batch.is_token, axis=1)
     logits = jnp.where(is_response, response_logits(wide, batch.is_token | ~is_response[:, None]), 0.0)
-    of_responses = _mean(jax.nn.softplus(logits) - jnp.max(labels, axis=1) * logits, is_response)
+    of_responses = masked_mean(jax.nn.softplus(logits) - jnp.max(labels, axis=1) * logits, is_response)
     return of_tokens + RESPONSE_WEIGHT * of_responses
 
 
-def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ""]:
+def masked_mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ""]:
+    """Mean of the numbers where `where` is true; 0 where it is nowhere."""
     return jnp.sum(jnp.where(where, x, 0.0)) / jnp.maximum(jnp.sum(where), 1)
 
 

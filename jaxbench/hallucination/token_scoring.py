@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
+from scipy import special
 
 from jaxbench.hallucination import metrics, token_inputs
-from jaxbench.hallucination.linear import sigmoid
 from jaxbench.hallucination.token_inputs import Tokens, Trained
 
 Array = np.ndarray
@@ -46,7 +46,7 @@ def of_responses(logits: Sequence[Float[Array, " T"]]) -> Float[Array, "R 4"]:
     """What tokens say of their responses: log-sum-exp, that one of them is wrong, mean of the largest, mean."""
     rows = []
     for each in logits:
-        any_wrong = -np.log1p(-np.minimum(sigmoid(each), 1 - FLOOR)).sum()
+        any_wrong = -np.log1p(-np.minimum(special.expit(each), 1 - FLOOR)).sum()
         largest = np.sort(each)[-LARGEST:]
         rows.append([np.logaddexp.reduce(each), np.log(any_wrong + FLOOR), largest.mean(), each.mean()])
     return np.array(rows)
@@ -55,7 +55,7 @@ def of_responses(logits: Sequence[Float[Array, " T"]]) -> Float[Array, "R 4"]:
 def threshold(tokens: Sequence[Tokens], labels: Sequence[Array], logits: Sequence[Array]) -> float:
     """Probability with the highest F1 over characters."""
     joined = [np.concatenate(each) for each in (labels, logits, [each.width for each in tokens])]
-    return metrics.best_threshold(joined[0], sigmoid(joined[1]), weights=joined[2])
+    return metrics.best_threshold(joined[0], special.expit(joined[1]), weights=joined[2])
 
 
 def spans(offsets: Array, probability: Array, threshold: float, text: str) -> list[tuple[int, int]]:

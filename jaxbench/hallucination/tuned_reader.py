@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import functional, nn, philox, rotary
 from jaxbench.attention import SHARED, Context, Spans
 from jaxbench.config import Compute
+from jaxbench.hallucination.token_classifier import masked_mean
 from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
 from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, Arrays, TunedConfig
 from jaxbench.lora import layers
@@ -87,18 +88,14 @@ def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
     """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
     wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     labels = batch.labels.astype(wide.dtype)
-    of_tokens = _mean(jax.nn.softplus(wide) - labels * wide, batch.mask)
+    of_tokens = masked_mean(jax.nn.softplus(wide) - labels * wide, batch.mask)
     member = batch.mask[:, :, None] & (batch.segments[:, :, None] == jnp.arange(MAX_RESPONSES)[None, None])
     is_response = jnp.any(member, axis=1)
     member = member | ~is_response[:, None]  # a logit for those that are not there, which no mean takes
     logits = jax.nn.logsumexp(jnp.where(member, wide[:, :, None], -jnp.inf), axis=1) - 1.0
     logits = jnp.where(is_response, logits, 0.0)
     wrong = jnp.max(jnp.where(member, labels[:, :, None], 0.0), axis=1)
-    return of_tokens + RESPONSE_WEIGHT * _mean(jax.nn.softplus(logits) - wrong * logits, is_response)
-
-
-def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(where, x, 0.0)) / jnp.maximum(jnp.sum(where), 1)
+    return of_tokens + RESPONSE_WEIGHT * masked_mean(jax.nn.softplus(logits) - wrong * logits, is_response)
 
 
 def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:

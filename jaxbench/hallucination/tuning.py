@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxbench import config, outputs, prng
 from jaxbench.hallucination import layout, tuned_inputs, tuned_reader
@@ -74,8 +74,7 @@ def write(path: Path, read: Sequence[tuple[tuple[int, ...], Read]], tuning: Tuni
         }  # fmt: skip
         bits |= {"lengths": each.lengths, "numbers": np.array(numbers, np.int32)}
         arrays |= {f"{part}.{name}": np.ascontiguousarray(value) for name, value in bits.items()}
-    with outputs.whole(path) as temporary:
-        save_file(arrays, temporary)
+    outputs.save_tensors(path, arrays)
 
 
 def load(path: Path) -> list[tuple[tuple[int, ...], Read]]:

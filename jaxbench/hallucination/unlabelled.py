@@ -8,8 +8,9 @@ Each of the four weighs the same. Its numbers order responses; as probabilities 
 from __future__ import annotations
 
 import numpy as np
+from scipy import special
 
-from jaxbench.hallucination import detector, lexical, linear
+from jaxbench.hallucination import detector, lexical
 from jaxbench.hallucination.detector import Detector, Inputs, Member
 from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.pooled import SURPRISE
@@ -30,7 +31,7 @@ def fit(inputs: Inputs, *, rate: float) -> Detector:
     heard = detector.said(MEMBERS, fitted, inputs)
     zero, one = np.zeros(heard.shape[1]), np.ones(heard.shape[1])
     stack = Linear(zero, one, np.eye(len(zero))[0], np.array(0.0))  # the first column: of the whole response
-    scores = linear.sigmoid(stack.logit(heard))
+    scores = special.expit(stack.logit(heard))
     parts = detector.of_parts(MEMBERS, fitted, inputs)
     return Detector(MEMBERS, fitted, stack, *(float(np.quantile(each, 1 - rate)) for each in (scores, parts)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxbench import worker_pool
 from jaxbench.jobs import queue
 from jaxbench.jobs.queue import COMMANDS, HERE, Entry, Queue
+from jaxbench.measure import process
 
 log = logging.getLogger("jaxbench.jobs")
 
@@ -27,7 +28,9 @@ PAUSE_S = 5.0  # before a command that broke is run again, twice as long each ti
 HOUR_S = 3600.0
 FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which the same would end alike,
 # but for these endings of what was said: an error that no command expects, a full disk, too little memory
-PASSING = ("Traceback (most recent call last)", "error: cannot write", "error: out of memory")
+PASSING = (
+    "Traceback (most recent call last)", "error: cannot write", "error: out of memory", f"error: {worker_pool.KILLED}",
+)  # fmt: skip
 TAIL_BYTES = 2**16  # of what a command said that are read back
 # A process that ends with its worker, however that ends: prctl(PR_SET_PDEATHSIG, SIGKILL), where there is one.
 WITH_PARENT = """
@@ -138,11 +141,11 @@ class Workers:
                 return ""
             asked = "cancel" if marker.exists() else "stop" if self._stop.is_set() else ""
             if asked:
-                end(child)
+                process.end(child, grace_s=GRACE_S)
                 return asked
 
     def _ended(self, entry: Entry, code: int, asked: str, text: str, about: dict[str, Any]) -> None:
-        attempts, last = entry.progress.attempts, _last_line(text)
+        attempts, last = entry.progress.attempts, process.last_line(text, "it said nothing")
         if code == 0:  # also where it was asked to end too late
             state, note = "done", ""
         elif asked == "cancel":
@@ -178,24 +181,8 @@ def is_final(code: int, text: str) -> bool:
     return code in FINAL and not any(word in text for word in PASSING)
 
 
-def end(child: subprocess.Popen[bytes], grace_s: float | None = None) -> None:
-    """End a process that leads a session, and what it started: asked first, killed where it does not (GRACE_S)."""
-    for number, seconds in ((signal.SIGTERM, GRACE_S if grace_s is None else grace_s), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(seconds)
-            return
-
-
 def said(path: Path, begin: int = 0) -> str:
     """The end of what a command wrote into its log from a byte on."""
     with open(path, "rb") as file:
         file.seek(max(begin, path.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace")
-
-
-def _last_line(text: str) -> str:
-    """The last thing that a command said, in short."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "it said nothing"

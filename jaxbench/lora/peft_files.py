@@ -30,8 +30,6 @@ def save(
     Raises:
       ValueError: the folder has content, or transformers joins an adapted projection with others.
     """
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
@@ -51,7 +49,7 @@ def save(
         "layers_to_transform": None if lora.layers is None else list(lora.layers),
     }  # fmt: skip
     with outputs.whole_folder(folder) as made:
-        save_file(tensors, made / WEIGHTS, metadata={"format": "pt"})
+        outputs.save_tensors(made / WEIGHTS, tensors, {"format": "pt"})
         (made / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return folder
 

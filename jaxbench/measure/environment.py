@@ -9,6 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+from jaxbench.process_environment import cpuinfo, usable_cores
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("jaxbench", "torch_ref", "experiments")
 PACKAGES = (
@@ -43,18 +45,8 @@ def fingerprint() -> str:
 
 def cpu_model() -> str:
     """Name of the processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux: the platform's own name below
-    return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    named = cpuinfo("model name").partition(":")[2].strip()
+    return named or platform.processor() or platform.machine()
 
 
 def total_memory_bytes() -> int:

@@ -1,7 +1,7 @@
 """Analytic FLOPs and memory traffic of the decoder (S file: neither JAX nor PyTorch).
 
 One multiply-add is two FLOPs. Only matrix products are counted: norms, rotary embedding, softmax, activations and the
-optimiser are elementwise and left out (measured against the compiler's count in tests/bench/test_flops.py).
+optimiser are elementwise and left out (measured against the compiler's count in tests/measure/test_flops.py).
 Attention is counted as the dense reference computes it: queries of a whole sequence against the keys up to the end of
 their part (prompts.query_parts), masked or not; a decoded token against every cache slot.
 Prefill needs the head at the last position only. Bytes are the least that memory must move when nothing but weights,

@@ -15,6 +15,7 @@ HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its
 HEAD, FOOT = 30, 46
 LABEL = 52  # width left of a panel's lines, for numbers
 LEGEND = 22  # height of a row of names
+GREY, BLUE, PINK, GREEN, BROWN = "#6e7781", "#0969da", "#bf3989", "#1a7f37", "#9a6700"  # lines' colours
 GRID = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 
 

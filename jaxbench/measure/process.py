@@ -6,6 +6,7 @@ goes to the worker's log file. A worker that dies or hangs becomes a `WorkerErro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -21,6 +22,7 @@ from jaxbench import process_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venvs"  # made by `make peers`
+END_S = 3.0  # that a worker has to end once it is asked, and again once it is killed
 
 
 class WorkerError(RuntimeError):
@@ -113,25 +115,16 @@ class Worker:
             self._process.stdin.close()
             self._process.wait(timeout=5)
         except (OSError, subprocess.TimeoutExpired):
-            self._end()
+            end(self._process, grace_s=END_S, killed_s=END_S)
         self._selector.close()
         self._process.stdout.close()
-
-    def _end(self) -> None:
-        for end in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, end)
-                self._process.wait(timeout=3)
-                return
-            except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                continue
 
     def _line(self, operation: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not self._selector.select(left):
-                self._end()
+                end(self._process, grace_s=END_S, killed_s=END_S)
                 raise WorkerError(f"{self.name}: {operation} took longer than {timeout_s:.0f} s", fatal=True)
             chunk = os.read(self._process.stdout.fileno(), 65536)
             if not chunk:
@@ -144,8 +137,29 @@ class Worker:
     def _last_words(self) -> str:
         code = self._process.poll()
         status = f"exit code {code}" if code is None or code >= 0 else f"signal {-code}"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return status + (f": {lines[-1].strip()[:200]}" if lines else "")
+        last = last_line(self.log.read_text(errors="replace"), "")
+        return status + (f": {last}" if last else "")
+
+
+def end(process: subprocess.Popen, *, grace_s: float, killed_s: float | None = None) -> None:
+    """End a process that leads a session, and what it started: asked first, killed where it does not.
+
+    Args:
+      grace_s: that it has to end by itself.
+      killed_s: wait for its end once it is killed, no longer than that; None = until it has ended.
+    """
+    for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, killed_s)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of the ended may not be asked
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+
+
+def last_line(text: str | None, otherwise: str = "no message") -> str:
+    """Last line that is not blank of what a command said, 300 letters of it; `otherwise` where there is none."""
+    lines = [line for line in (text or "").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else otherwise
 
 
 def environment(device: str, *, threads: int, library: str = "XLA") -> dict[str, str]:

@@ -70,12 +70,6 @@ class NeuralMemoryConfig(Base):
         hidden = (self.depth - 1) * (self.hidden_factor * self.head_dim,)
         return (self.head_dim, *hidden, self.head_dim) if self.depth else ()
 
-    @property
-    def weights_per_row(self) -> int:
-        """Number of network weights in one row's state, all heads together."""
-        gain = self.head_dim if self.residual_norm else 0
-        return self.num_heads * (sum(a * b for a, b in zip(self.widths, self.widths[1:])) + gain)
-
 
 def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a neural memory's parameters by dotted name; kernels are (in, out)."""

@@ -104,7 +104,7 @@ def bank_states(
     params: Mapping[str, Array], batch: Any, *, graph: Any, step_config: StepConfig
 ) -> dict[int, BankState]:
     """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
-    model = parameters.merge(graph, optimizer_step._narrow(params, precision.POLICIES[step_config.precision]))
+    model = parameters.merge(graph, optimizer_step.cast_to_compute(params, precision.POLICIES[step_config.precision]))
     is_token = batch.positions >= 0
     positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
     _, cache = model.features(batch.tokens, positions)

@@ -29,8 +29,6 @@ def save(
     Raises:
       ValueError: the folder has content, or the parameters are not the configuration's.
     """
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
@@ -38,7 +36,7 @@ def save(
     ids = {"bos_token_id": getattr(tokenizer, "bos_id", None), "eos_token_id": getattr(tokenizer, "eos_id", None)}
     values = {"model_type": MODEL_TYPE, "decoder": config.model_dump(mode="json")} | ids
     with outputs.whole_folder(folder) as made:
-        save_file({name: np.ascontiguousarray(value) for name, value in params.items()}, made / TENSORS)
+        outputs.save_tensors(made / TENSORS, {name: np.ascontiguousarray(value) for name, value in params.items()})
         (made / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(made)

@@ -65,12 +65,7 @@ def instruction_sets() -> list[str]:
 @functools.cache
 def cpu_flags() -> frozenset[str]:
     """The processor's features as Linux names them; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return frozenset(found.partition(":")[2].split())
+    return frozenset(process_environment.cpuinfo("flags", "Features").partition(":")[2].split())
 
 
 def library_path(instructions: str | None = None) -> Path:
@@ -147,11 +142,11 @@ def compilers() -> list[list[str]]:
     return found
 
 
-def compile_command(compiler: list[str], output: Path, instructions: str, extra: tuple[str, ...] = ()) -> list[str]:
-    """Command that makes a library, or with other flags in `extra` something to look for faults with."""
+def compile_command(compiler: list[str], output: Path, instructions: str) -> list[str]:
+    """Command that makes a library."""
     files = [f"{instructions}.c", "team.c", "common.c", "plain.c"]
     include = include_folder()
-    flags = [*FLAGS, f"-DINSTRUCTION_SET=kernels_{instructions}", *extra]
+    flags = [*FLAGS, f"-DINSTRUCTION_SET=kernels_{instructions}"]
     if include is not None:
         files.append("xla.c")
         flags.append(f"-I{include}")

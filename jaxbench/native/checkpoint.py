@@ -18,6 +18,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.library import Packed
 from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weights
+from jaxbench.process_environment import usable_cores
 from jaxbench.quantization import blocks, grids
 from jaxbench.quantization.recipe import QuantizedModel
 
@@ -128,7 +129,7 @@ def pack_rows(
 ) -> PackedCheckpoint:
     """Pack matrices, by module name, and of the parameters those that are none."""
     library.load()
-    with ThreadPoolExecutor(library.num_threads()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         matrices = dict(zip(rows, pool.map(lambda make: library.pack(make()), rows.values()), strict=True))
     vectors = {name: np.asarray(value, np.float32) for name, value in params.items() if not _is_matrix(name)}
     return PackedCheckpoint(config, matrices, vectors, None, "", "")

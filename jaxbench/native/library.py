@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8, UInt32
 
 from jaxbench.native import build, formats
+from jaxbench.process_environment import usable_cores
 
 NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -180,7 +180,7 @@ def linear(
     matrix = weights.struct()
     failed = load(instructions).jaxbench_linear(
         ctypes.byref(matrix), x.ctypes.data, len(x), None if bias is None else bias.ctypes.data, planes,
-        threads or num_threads(), out.ctypes.data,
+        threads or usable_cores(), out.ctypes.data,
     )  # fmt: skip
     if failed:
         raise MemoryError(f"linear: no memory for {x.shape} by {weights.inputs} x {weights.outputs}")
@@ -199,7 +199,7 @@ def largest(logits: Float[np.ndarray, "M V"], instructions: str | None = None) -
     """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
     logits = np.ascontiguousarray(logits, np.float32)
     out = np.empty(len(logits), np.int32)
-    load(instructions).jaxbench_largest(logits.ctypes.data, *logits.shape, num_threads(), out.ctypes.data)
+    load(instructions).jaxbench_largest(logits.ctypes.data, *logits.shape, usable_cores(), out.ctypes.data)
     return out
 
 
@@ -218,12 +218,7 @@ def draw(
     out, row_ids = np.empty(len(logits), np.int32), np.ascontiguousarray(row_ids, np.int32)
     if load(instructions).jaxbench_draw(
         logits.ctypes.data, *logits.shape, key.ctypes.data, step, row_ids.ctypes.data, ctypes.byref(how),
-        threads or num_threads(), out.ctypes.data,
+        threads or usable_cores(), out.ctypes.data,
     ):  # fmt: skip
         raise MemoryError(f"draw: no memory for logits {logits.shape}")
     return out
-
-
-def num_threads() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,8 @@ from jaxbench.parallel.step_plan import Plan
 from jaxbench.train import Batch, loss_fn
 from jaxbench.transformer import Transformer
 
-BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
+# AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
+LEARNING_RATE, BETA1, BETA2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 
 
 class Program(NamedTuple):
@@ -161,7 +162,7 @@ def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
     return Program("train", jitted, arguments, batch, tokens, *plan.elements_per_chip())
 
 
-def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
+def _adamw(param, grad, first, second, step):
     """(param, first moment, second moment) after one AdamW update, computed in float32."""
     grad = grad.astype(jnp.float32)
     first = BETA1 * first + (1 - BETA1) * grad
@@ -169,7 +170,7 @@ def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
     count = step.astype(jnp.float32)
     direction = (first / (1 - BETA1**count)) / (jnp.sqrt(second / (1 - BETA2**count)) + EPS)
     wide = param.astype(jnp.float32)
-    return (wide - learning_rate * (direction + WEIGHT_DECAY * wide)).astype(param.dtype), first, second
+    return (wide - LEARNING_RATE * (direction + WEIGHT_DECAY * wide)).astype(param.dtype), first, second
 
 
 def _placed_params(model: Abstract, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -33,9 +33,10 @@ def _tied_gradient_lost(original: Callable, self: nn.Embed, x: Array) -> Array:
     return functional.matmul(x, lax.stop_gradient(self.embedding), transposed=True)
 
 
-def _decode_position_late(
-    original: Callable, self: Any, tokens: Array, positions: Array, *, cache: Any = None, **options: Any
+def decode_position_late(
+    original: Callable, self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any
 ) -> Any:
+    """Positions one too high in every step that reads a cache; the PyTorch twin gets it too."""
     return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
 
 
@@ -45,5 +46,5 @@ EQUINOX_BUGS: tuple[Mutation, ...] = (
     _bug("equinox-gate-and-up-swapped", place=(nn, "project"), bug=_gate_and_up_swapped, module="layers.0.mlp"),
     _bug("equinox-residual-lost", place=(transformer.Block, "__call__"), bug=_residual_lost, module="layers.0"),
     _bug("equinox-tied-head-passes-no-gradient", place=(nn.Embed, "attend"), bug=_tied_gradient_lost),
-    _bug("equinox-decode-position-one-late", place=(transformer.Transformer, "features"), bug=_decode_position_late),
+    _bug("equinox-decode-position-one-late", place=(transformer.Transformer, "features"), bug=decode_position_late),
 )

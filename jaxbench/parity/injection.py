@@ -16,7 +16,6 @@ class Mutation(NamedTuple):
     place: tuple[Any, str]  # module or class, and the name of its function or constant
     bug: Any  # called in the function's place, with the function itself and then its arguments; or another constant
     module: str | None = None  # module that teacher forcing must blame; None = not a module's output
-    is_published: bool = False  # one of the thirteen of the trial
     side: str = "torch"  # twin that has the bug; "shared": all have it, in a file that they share
 
     def injected(self) -> contextlib.AbstractContextManager[Any]:

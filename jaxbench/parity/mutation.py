@@ -193,12 +193,6 @@ def _tied_gradient_lost(original: Callable, self: nn.Embed, x: torch.Tensor) -> 
     return functional.matmul(x, self.embedding.detach(), transposed=True)
 
 
-def _decode_position_late(
-    original: Callable, self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any
-) -> Any:
-    return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
-
-
 def _temperature_squared(original: Callable, logits: torch.Tensor, sampling: Any) -> torch.Tensor:
     return original(logits / math.sqrt(sampling.temperature), sampling)
 
@@ -216,20 +210,20 @@ _NORM, _MASK, _ATTEND = (nn.RMSNorm, "forward"), (attention, "attention_mask"), 
 _ANGLES, _ROTATE, _OPTIMIZER = (functional, "rotary_angles"), (functional, "rotate"), (optimizer_step, "_optimizer")
 _FEATURES = (transformer.Transformer, "features")
 TORCH_BUGS: tuple[Mutation, ...] = (
+    Mutation("rms-norm-eps", _LLAMA, _NORM, _rms_eps, "layers.0.attention_norm"),
+    Mutation("gelu-erf-for-tanh", _GPT2, (F, "gelu"), lambda original, x, **_: original(x), "layers.0.mlp"),
+    Mutation("rope-base", _LLAMA, _ANGLES, _rope_base, "model"),
+    Mutation("rope-interleaved", _LLAMA, _ROTATE, _rope_interleaved, _ATTENTION),
+    Mutation("rope-not-on-keys", _LLAMA, _ROTATE, _rope_not_on_keys, _ATTENTION),
+    Mutation("causal-mask-leaks-one", _LLAMA, _MASK, _causal_leak, _ATTENTION),
+    Mutation("attention-scale-3-percent-in-one-layer", _LLAMA, _FEATURES, _attention_scale, "layers.1.attention"),
+    Mutation("softmax-in-bfloat16", _LLAMA, (attention, "_dense"), _softmax_bfloat16, _ATTENTION),
+    Mutation("adam-eps-inside-root", _LLAMA, _OPTIMIZER, _adam_eps_inside),
+    Mutation("adam-eps-1e-6", _LLAMA, _OPTIMIZER, _adam_eps),
+    Mutation("adam-second-moment-not-corrected", _LLAMA, _OPTIMIZER, _adam_uncorrected),
+    Mutation("l2-for-decoupled-decay", _LLAMA, _OPTIMIZER, _l2_decay),
+    Mutation("no-decay-on-norms", _LLAMA, _OPTIMIZER, _no_decay_on_norms),
     Mutation("adapter-not-scaled", "transformer/lora", (LoraLinear, "forward"), _adapter_unscaled),
-    Mutation("rms-norm-eps", _LLAMA, _NORM, _rms_eps, "layers.0.attention_norm", True),
-    Mutation("gelu-erf-for-tanh", _GPT2, (F, "gelu"), lambda original, x, **_: original(x), "layers.0.mlp", True),
-    Mutation("rope-base", _LLAMA, _ANGLES, _rope_base, "model", True),
-    Mutation("rope-interleaved", _LLAMA, _ROTATE, _rope_interleaved, _ATTENTION, True),
-    Mutation("rope-not-on-keys", _LLAMA, _ROTATE, _rope_not_on_keys, _ATTENTION, True),
-    Mutation("causal-mask-leaks-one", _LLAMA, _MASK, _causal_leak, _ATTENTION, True),
-    Mutation("attention-scale-3-percent-in-one-layer", _LLAMA, _FEATURES, _attention_scale, "layers.1.attention", True),
-    Mutation("softmax-in-bfloat16", _LLAMA, (attention, "_dense"), _softmax_bfloat16, _ATTENTION, True),
-    Mutation("adam-eps-inside-root", _LLAMA, _OPTIMIZER, _adam_eps_inside, None, True),
-    Mutation("adam-eps-1e-6", _LLAMA, _OPTIMIZER, _adam_eps, None, True),
-    Mutation("adam-second-moment-not-corrected", _LLAMA, _OPTIMIZER, _adam_uncorrected, None, True),
-    Mutation("l2-for-decoupled-decay", _LLAMA, _OPTIMIZER, _l2_decay, None, True),
-    Mutation("no-decay-on-norms", _LLAMA, _OPTIMIZER, _no_decay_on_norms, None, True),
     Mutation("norm-scale-ignored", _LLAMA, _NORM, lambda original, self, x: original(self, x) / self.scale,
              "layers.0.attention_norm"),
     Mutation("query-heads-grouped-in-another-order", _LLAMA, _ATTEND, _heads_regrouped, _ATTENTION),
@@ -249,7 +243,7 @@ TORCH_BUGS: tuple[Mutation, ...] = (
     Mutation("dropout-same-mask-every-step", _LLAMA, (prng, "words"),
              lambda original, key, *, step, **where: original(key, step=0, **where)),
     Mutation("tied-head-passes-no-gradient", _LLAMA, (nn.Embed, "attend"), _tied_gradient_lost),
-    Mutation("decode-position-one-late", _LLAMA, _FEATURES, _decode_position_late),
+    Mutation("decode-position-one-late", _LLAMA, _FEATURES, equinox_bugs.decode_position_late),
     Mutation("loss-mask-ignored", _LLAMA, (train, "cross_entropy"),
              lambda original, logits, targets, mask: original(logits, targets, torch.ones_like(mask))),
     Mutation("weights-swapped-on-load", _LLAMA, (nn, "load_params"), _swapped, "layers.0.attention.k_proj"),

@@ -47,10 +47,10 @@ def summary(result: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def layer_rows(result: dict[str, Any], *, max_rows: int = MAX_TERMINAL_ROWS) -> list[dict[str, Any]]:
+def layer_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the modules' errors; where there are too many, one row a layer with its worst errors."""
     rows = result["layers"]
-    if len(rows) <= max_rows:
+    if len(rows) <= MAX_TERMINAL_ROWS:
         return rows
     merged: dict[str, dict[str, Any]] = {}
     for row in rows:

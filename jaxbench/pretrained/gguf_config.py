@@ -64,10 +64,10 @@ def _llama_from_gguf(s: Settings, file: gguf_file.GgufFile, arch: str, default_h
         "sliding_window": s.get("attention.sliding_window", None),
         "qk_norm": arch in ("qwen3", "gemma3"),
     }
-    return own | (_gemma_from_gguf(s, arch, head_dim) if arch.startswith("gemma") else {})
+    return own | (_gemma_from_gguf(s, arch) if arch.startswith("gemma") else {})
 
 
-def _gemma_from_gguf(s: Settings, arch: str, head_dim: int) -> dict[str, Any]:
+def _gemma_from_gguf(s: Settings, arch: str) -> dict[str, Any]:
     """Settings that llama.cpp takes from the architecture's name (src/llama-model.cpp)."""
     d_model, heads, layers = s.count("embedding_length"), s.count("attention.head_count"), s.count("block_count")
     own = {"activation": "geglu", "embedding_scale": d_model**0.5, "post_norms": arch != "gemma"}

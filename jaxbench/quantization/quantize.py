@@ -59,7 +59,7 @@ def quantize(
                          f"{recipe.activations} need calibration tokens, got {count}")  # fmt: skip
     if config.layer_kind is not None:
         raise ValueError(f"quantize: layers of kind {config.layer_kind!r} are not quantised")
-    _check(config, params, recipe)
+    _check(params, recipe)
     made = QuantizedModel(config, {}, {}, recipe.activations, {}, {})
     if recipe.needs_calibration:
         hidden = embedded(config, params, tokens)
@@ -98,7 +98,7 @@ def embedded(
     return hidden if learned is None else hidden + np.asarray(learned, np.float32)[: tokens.shape[1]]
 
 
-def _check(config: TransformerConfig, params: Mapping[str, np.ndarray], recipe: Recipe) -> None:
+def _check(params: Mapping[str, np.ndarray], recipe: Recipe) -> None:
     """Check every matrix before the first is rounded."""
     for name, value in params.items():
         module, _, part = name.rpartition(".")

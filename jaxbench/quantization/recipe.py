@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -87,3 +88,9 @@ def dequantized(model: QuantizedModel) -> dict[str, np.ndarray]:
         is_embedding = name == "embed"
         params[f"{name}.{'embedding' if is_embedding else 'kernel'}"] = values if is_embedding else values.T
     return params
+
+
+def layer_modules(decoder: Any, names: Iterable[str]) -> list[Any]:
+    """Modules of a decoder's layers by name, such as layers.0.mlp.up_proj, of any backend."""
+    paths = (name.split(".") for name in names)
+    return [getattr(getattr(decoder.layers[int(index)], part), module) for _, index, part, module in paths]

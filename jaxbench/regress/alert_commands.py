@@ -13,10 +13,11 @@ from absl import flags
 
 from jaxbench import cli, terminal
 from jaxbench import config as configs
+from jaxbench.measure.records import now_utc
 from jaxbench.regress import channels, history_commands
 from jaxbench.regress.alert_config import Alerts
 from jaxbench.regress.alerts import Alert, Book
-from jaxbench.regress.history import read
+from jaxbench.regress.run_file import read
 
 ABOUT = "Regressions that somebody should know of: list, send, acknowledge, close, try."
 FOLDER = Path("configs/alerts")
@@ -130,7 +131,7 @@ def try_() -> int:
     """Send a message that says it is a trial to every channel; exit code 1 where one fails."""
     alerts = _needed()
     trial = Alert(
-        id="00000000", state="open", level="warning", confirmed=False, opened_utc=_now().isoformat(timespec="seconds"),
+        id="00000000", state="open", level="warning", confirmed=False, opened_utc=now_utc(),
         host="", device="", suite_id="", base="none", head="none", subject="a trial of this channel", run="", runs=1,
         cases=("trial",), lines=("this is a trial: nothing became slower",), sent={}, note="",
     )  # fmt: skip

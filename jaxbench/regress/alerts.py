@@ -259,7 +259,7 @@ def _after(alert: Alert | None, event: Mapping[str, Any]) -> Alert:
             lines=tuple(event["lines"]),
         )  # fmt: skip
     if kind in (ACKNOWLEDGED, OVER):
-        return alert._replace(state=kind, note=event["note"])
+        return alert._replace(state=kind, note=event["note"] or alert.note)
     if kind == SENT:
         before = alert.sent.get(event["channel"])
         reference = event["detail"] or (before.reference if before else "")

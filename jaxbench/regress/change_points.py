@@ -16,7 +16,7 @@ import numpy as np
 LEAST = 4  # runs of a segment
 GAMMA = 0.25  # of the kernel, in units of the noise's variance
 PENALTY = 1.0  # of a change point, times the logarithm of the number of runs
-NOISELESS = 1e-9  # spread of logarithms below which values are counted, not measured
+NOISELESS = 1e-9  # change of a logarithm below which two counts are the same
 
 
 class ChangePoint(NamedTuple):
@@ -38,11 +38,10 @@ def change_points(values: Sequence[float], *, counted: bool = False) -> list[Cha
         return []
     logs = np.log(x)
     steps = np.diff(logs)
-    spread = float(np.median(np.abs(steps - np.median(steps)))) * 1.4826 / math.sqrt(2)
-    if not counted and len(x) < 2 * LEAST:
-        edges = []
-    elif counted or spread < NOISELESS:
+    if counted:
         edges = [int(i) + 1 for i in np.flatnonzero(np.abs(steps) > NOISELESS)]
+    elif len(x) < 2 * LEAST or (spread := _spread(steps)) == 0:
+        edges = []
     else:
         import ruptures
 
@@ -51,3 +50,16 @@ def change_points(values: Sequence[float], *, counted: bool = False) -> list[Cha
     bounds = [0, *edges, len(x)]
     levels = [float(np.median(x[start:end])) for start, end in zip(bounds, bounds[1:])]
     return [ChangePoint(at, levels[i], levels[i + 1]) for i, at in enumerate(edges)]
+
+
+def _spread(steps: np.ndarray) -> float:
+    """Spread of the noise, from steps of the logarithms [R - 1] between neighbouring runs; 0 = nothing moves.
+
+    By the median, so that steps of level and outliers move it little. Where half of the steps are 0, values are rounded
+    or hardly noisy: noise of half a unit of the last place, the smallest step, would leave fewer that are.
+    """
+    size = np.abs(steps - np.median(steps))
+    if (middle := float(np.median(size))) > NOISELESS:
+        return middle * 1.4826 / math.sqrt(2)
+    moved = size[size > NOISELESS]
+    return float(moved.min()) / 2 if len(moved) else 0.0

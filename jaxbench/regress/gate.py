@@ -66,20 +66,21 @@ def counts_of(
       side: head, or base, whose failure to start is a loss and no error.
 
     Raises:
-      ValueError: the machine lacks what the suite requires, or this tree cannot be imported.
+      ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is at it.
     """
     running.check(suite, device)
     short, threads = quick(suite), suite.threads or environment.usable_cores()
     packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
     name = "-".join([short.id, device, str(threads), packages, side, tree.commit])
-    plan = running.planned(short, {side: tree}, device, folder / name)
-    launches = Launches(plan, say)
-    launches.until(1)
-    own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
-    counts = {name: verdicts.median(list(sides[side].values())) for name, sides in own.items() if side in sides}
-    shutil.rmtree(plan.workdir / "compile_cache", ignore_errors=True)
-    if launches.lost:
-        shutil.rmtree(plan.workdir)  # or the next gate would take what is missing for all there is
+    with running.alone(folder / name):
+        plan = running.planned(short, {side: tree}, device, folder / name)
+        launches = Launches(plan, say)
+        launches.until(1)
+        own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+        counts = {name: verdicts.median(list(sides[side].values())) for name, sides in own.items() if side in sides}
+        shutil.rmtree(plan.workdir / "compile_cache", ignore_errors=True)
+        if launches.lost:
+            shutil.rmtree(plan.workdir)  # or the next gate would take what is missing for all there is
     return _counted(counts), {name: reason for (_, name), reason in launches.lost.items()}
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import math
 import shutil
 import sqlite3
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs
+from jaxbench.regress.run_file import read, text, without_raw, work_of
 
-SCHEMA = 1  # of a run's file
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
+SAME = ("time_utc", "host", "device", "suite_id", "sides", "series")  # in two judgements of the same launches
 INDEX_VERSION = 3  # of its tables; an index of another is made again
 TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
@@ -88,14 +88,27 @@ class History:
         self.folder, self.runs = folder, folder / RUNS
 
     def add(self, record: Mapping[str, Any]) -> str:
-        """Keep a run; its id. The same run again is one run."""
-        content = json.dumps(record, ensure_ascii=False, sort_keys=True)
+        """Keep a run; its id. The same run again is one run; judged anew, it takes its own place."""
         time = record["time_utc"][:19].replace("-", "").replace(":", "")
-        name = f"{time}Z-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        name = f"{time}Z-{hashlib.sha256(text(record).encode()).hexdigest()[:8]}"
         path = self.runs / record["time_utc"][:7] / f"{name}.json"
-        if not path.exists():
-            outputs.write_text(path, content + "\n")
+        if path.exists():
+            return name
+        before = self._same_launches(record, f"{time}Z-")
+        tag = {} if before is None else {key: value for key, value in read(before).items() if key == "tag"}
+        outputs.write_text(path, text(dict(record) | tag))
+        if before is not None:
+            before.unlink()
         return name
+
+    def _same_launches(self, record: Mapping[str, Any], beginning: str) -> Path | None:
+        """File of a run of the same launches, where it is kept already."""
+        wanted = outputs.finite([record.get(name) for name in SAME])
+        for path in self.runs.glob(f"*/{beginning}*.json"):
+            with contextlib.suppress(ValueError):
+                if [read(path).get(name) for name in SAME] == wanted:
+                    return path
+        return None
 
     def files(self) -> list[Path]:
         """Files of all runs, oldest first."""
@@ -118,6 +131,8 @@ class History:
         files = self.files()
         if id == "latest" and files:
             return files[-1]
+        if exact := [path for path in files if path.stem == id]:
+            return exact[0]
         tagged = [row.id for row in self.list() if row.tag == id]
         found = [path for path in files if path.stem in tagged or (not tagged and path.stem.startswith(id))]
         if len(found) != 1:
@@ -161,13 +176,10 @@ class History:
     def qualifications(self) -> list[dict[str, Any]]:
         """All that `qualify` kept; a file that cannot be read is left out."""
         found = []
-        for path in sorted((self.folder / QUALIFIED).glob("*.json")):
+        for path in self._qualified_files():
             with contextlib.suppress(OSError, ValueError):
-                found.append(outputs.read_json(path))
-        found = [each for each in found if isinstance(each, dict) and {"about", "real", "power"} <= each.keys()]
-        # An effect that no run decides is infinite, for which JSON has null.
-        whole = [{n: math.inf if share is None else share for n, share in q.get("smallest", {}).items()} for q in found]
-        return [each | {"smallest": smallest} for each, smallest in zip(found, whole, strict=True)]
+                found.append(_qualification(path))
+        return found
 
     def qualification(self, host: str, device: str, suite: str) -> dict[str, Any] | None:
         """What verdicts of a suite are worth on a machine; None where nobody measured it."""
@@ -187,19 +199,23 @@ class History:
             said = "the newest run, whichever that is" if tag.strip() else "empty"
             raise ValueError(f"history: tag {tag!r} is {said}; wanted another name")
         path = self.find(id)
+        if meant := [file.stem for file in self.files() if file.stem.startswith(tag)]:
+            raise ValueError(f"history: tag {tag!r} is the id of run {meant[0]}, or its beginning; wanted another name")
         other = [row.id for row in self.list() if row.tag == tag and row.id != path.stem]
         if other:
             raise ValueError(f"history: tag {tag!r} is run {other[0]}; wanted another name")
         record = read(path)
-        outputs.write_text(path, json.dumps(record | {"tag": tag}, ensure_ascii=False, sort_keys=True) + "\n")
+        outputs.write_text(path, text(record | {"tag": tag}))
 
     def verify(self) -> dict[str, str]:
-        """Files that cannot be read, and why."""
+        """Files of runs and qualifications that cannot be read, by their paths from the folder, and why."""
         damaged = {}
-        for path in self.files():
+        checks = [(path, read) for path in self.files()]
+        checks += [(path, _qualification) for path in self._qualified_files()]
+        for path, check in checks:
             try:
-                read(path)
-            except ValueError as error:
+                check(path)
+            except (OSError, ValueError) as error:
                 damaged[str(path.relative_to(self.folder))] = str(error)
         return damaged
 
@@ -223,12 +239,12 @@ class History:
             ):
                 changes.append(Change(path.stem, "raw launches removed"))
                 if not dry_run:
-                    outputs.write_text(path, json.dumps(without_raw(record), ensure_ascii=False, sort_keys=True) + "\n")
+                    outputs.write_text(path, text(without_raw(record)))
         return changes
 
     def backup(self, folder: Path) -> Copied:
         """Copy what another folder lacks into it; what cannot be read here stays there as it was."""
-        copied, damaged = 0, self.damaged()
+        copied, damaged = 0, list(self.verify())
         for path in self._every_file():
             name = str(path.relative_to(self.folder))
             target, content = folder / name, path.read_bytes()
@@ -249,7 +265,7 @@ class History:
         other, copied, put_aside = History(folder), 0, []
         if not other.files():
             raise ValueError(f"history: {folder} holds no runs; wanted a folder that `history backup` wrote")
-        damaged, unusable = self.damaged(), other.damaged()
+        damaged, unusable = list(self.verify()), list(other.verify())
         for path in other._every_file():
             name = str(path.relative_to(folder))
             target = self.folder / name
@@ -263,33 +279,25 @@ class History:
             copied += 1
         return Copied(copied, tuple(put_aside))
 
-    def damaged(self) -> list[str]:
-        """Files of runs and qualifications that cannot be read, by their paths from the folder."""
-        odd = []
-        for path in sorted((self.folder / QUALIFIED).glob("*.json")):
-            try:
-                outputs.read_json(path)
-            except (OSError, ValueError):
-                odd.append(str(path.relative_to(self.folder)))
-        return [*self.verify(), *odd]
-
     def _every_file(self) -> list[Path]:
         """What a copy has: runs, qualifications, and what became of regressions."""
         return [
-            *self.files(), *sorted((self.folder / QUALIFIED).glob("*.json")), *self.folder.glob(EVENTS),
+            *self.files(), *self._qualified_files(), *self.folder.glob(EVENTS),
         ]  # fmt: skip
+
+    def _qualified_files(self) -> list[Path]:
+        return sorted((self.folder / QUALIFIED).glob("*.json"))
 
     @contextlib.contextmanager
     def _index(self) -> Iterator[sqlite3.Connection]:
         """The index, made again where files were added, changed or removed."""
         files = self.files()  # once: another process may add a run meanwhile
-        known = {file.stem: _state(file) for file in files}
-        path = self.folder / INDEX if known else Path(":memory:")  # no run yet: nothing is written
-        if known and not _is_current(path, known):
-            _rebuild(path, files, known)
-        with contextlib.closing(sqlite3.connect(path)) as index:
-            if not known:
-                index.executescript(TABLES)
+        states = {file.stem: _state(file) for file in files}
+        path = self.folder / INDEX
+        is_kept = bool(states) and (_is_current(path, states) or _is_rebuilt(path, files, states))
+        with contextlib.closing(sqlite3.connect(path if is_kept else ":memory:")) as index:
+            if not is_kept:  # no run yet, or a folder that nobody may write to
+                _fill(index, files, states)
             yield index
 
 
@@ -310,52 +318,42 @@ def _state(file: Path) -> str:
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
-def _rebuild(path: Path, files: Sequence[Path], states: Mapping[str, str]) -> None:
-    with outputs.whole(path) as temporary:
-        temporary.unlink(missing_ok=True)
-        with contextlib.closing(sqlite3.connect(temporary)) as index:
-            index.executescript(TABLES)
-            for file in files:
-                with contextlib.suppress(ValueError):  # `verify` names it
-                    _insert(index, file.stem, read(file), states[file.stem])
-            index.commit()
+def _is_rebuilt(path: Path, files: Sequence[Path], states: Mapping[str, str]) -> bool:
+    """Make the index again; False where it cannot be written."""
+    try:
+        with outputs.whole(path) as temporary:
+            temporary.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(temporary)) as index:
+                _fill(index, files, states)
+    except (OSError, sqlite3.OperationalError):
+        return False
+    return True
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A run's file.
+def _fill(index: sqlite3.Connection, files: Sequence[Path], states: Mapping[str, str]) -> None:
+    index.executescript(TABLES)
+    for file in files:
+        with contextlib.suppress(ValueError):  # `verify` names it
+            _insert(index, file.stem, read(file), states[file.stem])
+    index.commit()
+
+
+def _qualification(path: Path) -> dict[str, Any]:
+    """What `qualify` kept.
 
     Raises:
-      ValueError: it is damaged, or of a newer schema.
+      ValueError: the file is damaged, or something else.
     """
+    found = outputs.read_json(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        schema = record["schema"]
-        for name in ("time_utc", "host", "suite", "device", "sides", "series", "findings"):
-            record[name]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"history: {path} is damaged or no run ({error!r}); remove it, or restore a backup") from error
-    if schema > SCHEMA:
-        raise ValueError(f"history: {path} has schema {schema}; this version reads up to {SCHEMA}")
-    return record
-
-
-def work_of(record: Mapping[str, Any], series: str) -> str:
-    """Hash of what a series measures: its case as the suite has it and the model, whatever else is in the suite.
-
-    A series of another tool's run says what it measures by its name.
-    """
-    cases = {case["name"]: case for case in record["suite"].get("cases", ())}
-    work = [record.get("model_sha256", ""), cases.get(series.partition(".")[0])]
-    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run without the medians of its launches."""
-    series = {
-        name: {side: {key: value for key, value in each.items() if key != "launches"} for side, each in sides.items()}
-        for name, sides in record["series"].items()
-    }
-    return dict(record) | {"series": series}
+        about = found["about"]
+        known = (about["machine"]["host"], about["device"], about["suite"], found["real"], found["drawn"])
+        whole = {name: math.inf if share is None else share for name, share in found["smallest"].items()}
+        if not all(map(bool, known)) or not isinstance(found["power"], dict):
+            raise ValueError(f"about={about}")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no qualification ({error!r}); remove it, or restore a backup") from error
+    return found | {"smallest": whole}  # an effect that no run decides is infinite, for which JSON has null
 
 
 def _is_current(path: Path, states: Mapping[str, str]) -> bool:

@@ -13,7 +13,9 @@ from absl import flags
 
 from jaxbench import cli, outputs, terminal
 from jaxbench.regress import remote_copy
-from jaxbench.regress.history import Copied, History, read
+from jaxbench.regress.alerts import Book
+from jaxbench.regress.history import EVENTS, Copied, History
+from jaxbench.regress.run_file import read
 
 ABOUT = "The runs that are kept: list, show, trend, import, export, table, tag, prune, backup, restore, verify."
 VALUES = flags.FLAGS
@@ -33,7 +35,8 @@ def list_() -> int:
     """List the runs, oldest first."""
     import rich.table
 
-    table = rich.table.Table("run", "time", "head", "base", "machine", "device", "tag")
+    identity = rich.table.Column("run", overflow="fold", min_width=25)  # what other commands ask for
+    table = rich.table.Table(identity, "time", "head", "base", "machine", "device", "tag")
     history = folder()
     rows = history.list()
     for row in rows:
@@ -194,10 +197,14 @@ def _define_other() -> None:
 def backup() -> int:
     """Copy runs into another folder or to another host; what is there already is not copied again."""
     history, target = folder(), VALUES.backup
+    if not history.files():
+        raise ValueError(f"--history={history.folder} holds no run; there is nothing to copy")
     if remote_copy.is_remote(target):
-        damaged = history.damaged()
+        damaged = list(history.verify())
         copied = Copied(_carried(lambda: remote_copy.send(history.folder, target, left_out=damaged)), tuple(damaged))
     else:
+        if Path(target).resolve().is_relative_to(history.folder.resolve()):
+            raise ValueError(f"--backup={target} is --history={history.folder} or in it; name a folder outside")
         copied = history.backup(outputs.check_folder(target, flag="--backup"))
     print(f"{copied.count} files copied to {target}")
     if copied.damaged:
@@ -249,7 +256,7 @@ def table() -> int:
 
     is_file = VALUES.run.endswith(".json") and Path(VALUES.run).is_file()
     path = Path(VALUES.run) if is_file else folder().find(VALUES.run)
-    made = tables.table(read(path), str(VALUES.run) if is_file else path.stem)
+    made = tables.table(read(path), path.stem)
     if VALUES.file is None:
         if VALUES.check:
             raise ValueError(f"--check={VALUES.check} wants --file, the document that is checked")
@@ -266,12 +273,16 @@ def table() -> int:
 
 
 def verify() -> int:
-    """Read every run; exit code 1 where one is damaged."""
+    """Read every run, qualification and alert; exit code 1 where one is damaged."""
     history = folder()
     damaged = history.verify()
+    try:
+        Book(history.folder).alerts()
+    except ValueError as error:
+        damaged[EVENTS] = str(error)
     print(json.dumps(damaged, indent=1) if damaged else f"{len(history.files())} runs, all of them whole")
     if damaged:
-        raise cli.GateFailed(f"{len(damaged)} of {len(history.files())} runs cannot be read")
+        raise cli.GateFailed(f"{len(damaged)} files cannot be read, of {len(history.files())} runs and what is beside")
     return cli.EXIT_OK
 
 

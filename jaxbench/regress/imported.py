@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench.measure import records, verdicts
-from jaxbench.regress.history import SCHEMA
+from jaxbench.regress.run_file import SCHEMA, check_finite
 
 SKIPPED = {records.RUN, records.LAUNCH_DONE, "digest", "parity"}
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
@@ -86,6 +86,7 @@ def run_of(
       units: unit, and whether higher is better, by name.
     """
     launches = max(map(len, series.values()), default=0)
+    check_finite(series)
     return {
         "schema": SCHEMA, "time_utc": _time(time_utc), "suite": {}, "suite_id": suite, "device": device, "host": host,
         "machine": {"cpu": "", "threads": 0, **machine}, "sides": {"head": {"commit": commit, "subject": subject}},
@@ -376,8 +377,7 @@ CONTENTS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".jsonl": _jso
 
 def _word(value: Any) -> str:
     """The first word of what a result says, where it says one."""
-    words = str(value or "").split()
-    return words[0] if words and words[0] != "-" else "unknown"
+    return next((word for word in str(value or "").split()[:1] if word != "-"), "unknown")
 
 
 def _seconds(stats: Mapping[str, Any]) -> list[float]:
@@ -396,5 +396,5 @@ def _hashed(*parts: object) -> str:
 def _time(text: str) -> str:
     """A time in UTC to the second; one without a zone is taken as UTC."""
     found = datetime.datetime.fromisoformat(text)
-    found = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
-    return found.astimezone(datetime.UTC).isoformat(timespec="seconds")
+    aware = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+    return aware.astimezone(datetime.UTC).isoformat(timespec="seconds")

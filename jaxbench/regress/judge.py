@@ -10,6 +10,9 @@ they need not pay for all others. Exact series are compared by value, and a diff
 - improvement: the same the other way round.
 - no change: the interval lies within the warning margin on both sides.
 - undecided: none of these, with how many pairs of launches would decide.
+
+An interval holds at the suite's level for its own series; what holds for all series of a family together is that none
+of them is said to be worse, or better, by chance. A value that is not finite on head alone is a critical regression.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
     kinds = {name: metrics.metric_of(name).kind for name in pairs}
     pairs = {name: each for name, each in pairs.items() if kinds[name] != "noted"}
     timed = [name for name in pairs if kinds[name] in ("timed", "memory")]
-    timed = [name for name in timed if all(min(pair) > 0 for pair in pairs[name])]
+    timed = [name for name in timed if all(0 < value < math.inf for pair in pairs[name] for value in pair)]
     alpha = suite.alpha / num_looks
     logs = [[log_ratio(name, pair) for pair in pairs[name]] for name in timed]
     intervals = dict(zip(timed, moderation.intervals(logs, confidence=1 - alpha), strict=True))
@@ -125,6 +128,8 @@ def _wanted(interval: verdicts.Interval, least: float, alpha: float) -> int:
 def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:
     base, head = (float(np.median(side)) for side in zip(*pairs))
     metric = metrics.metric_of(name)
+    if not (math.isfinite(base) and math.isfinite(head)):
+        return _broken(name, base, head, len(pairs))
     worse = metrics.worsening(head, base, higher_is_better=metric.higher_is_better)
     verdict, level = "no change", ""
     if worse > margin.warning:
@@ -132,3 +137,13 @@ def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:
     elif metrics.worsening(base, head, higher_is_better=metric.higher_is_better) > margin.warning:
         verdict = "improvement"
     return Finding(name, verdict, level, worse, worse, worse, base, head, len(pairs), 0)
+
+
+def _broken(name: str, base: float, head: float, num_pairs: int) -> Finding:
+    """Finding of a series with a value that is not finite, such as the loss of a model that computes NaN."""
+    verdict, level, worse = "no change", "", 0.0
+    if math.isfinite(base):
+        verdict, level, worse = "regression", "critical", math.inf
+    elif math.isfinite(head):
+        verdict, worse = "improvement", -1.0
+    return Finding(name, verdict, level, worse, worse, worse, base, head, num_pairs, 0)

@@ -24,9 +24,12 @@ SHOWN = {"regression", "improvement"}  # in a summary; the rest is counted
 
 def findings_of(record: Mapping[str, Any]) -> list[Finding]:
     """Findings of a run's record, regressions first, the worst of them first."""
-    # A rise from 0 is infinite, for which a run's JSON file has null.
-    made = ({name: math.inf if value is None else value for name, value in each.items()} for each in record["findings"])
-    found = [Finding(**each) for each in made]
+    # For a rise from 0, which is infinite, and for a value that is not finite a run's JSON file has null.
+    null = {"base": math.nan, "head": math.nan}
+    found = [
+        Finding(**{name: null.get(name, math.inf) if value is None else value for name, value in each.items()})
+        for each in record["findings"]
+    ]
     return sorted(found, key=lambda each: (ORDER[each.verdict], each.level != "critical", -each.worse))
 
 
@@ -53,9 +56,9 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
     """The run on a terminal."""
     sides = record["sides"]
     base = sides.get("base", {}).get("commit")
-    title = f"{sides['head']['commit']}" + (f" beside {base}" if base else "") + f", {record['launches']} launches"
+    title = f"{sides['head']['commit']}" + (f" beside {base}" if base else "") + f", {launches(record)}"
     shown = rich.table.Table(title=title)
-    for column in ("series", "base", "head", "worse by, 95 % together", "verdict"):
+    for column in ("series", "base", "head", "worse by, 95 % each", "verdict"):
         shown.add_column(column, justify="left" if column in ("series", "verdict") else "right")
     for each in findings_of(record):
         unit = metrics.metric_of(each.series).unit
@@ -64,6 +67,13 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
         for name, both in record["series"].items():
             shown.add_row(name, "", number(both["head"]["median"], metrics.of_run(record, name).unit), "", "")
     return shown
+
+
+def launches(record: Mapping[str, Any]) -> str:
+    """How many launches the values are of; those that confirm a critical regression are not among them."""
+    if not record["findings"]:
+        return f"{record['launches']} launches"
+    return f"{max(each['num_pairs'] for each in record['findings'])} pairs of launches"
 
 
 def limits_table(record: Mapping[str, Any]) -> rich.table.Table | None:
@@ -95,7 +105,9 @@ def broken_limits(record: Mapping[str, Any]) -> list[str]:
 def number(value: float, unit: str) -> str:
     """A value with its unit."""
     if unit == "s":
-        return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+        if value < 0.9995:
+            return f"{1e3 * value:.3g} ms"
+        return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
     if unit == "bytes":
         return f"{value / 1e6:,.1f} MB"
     if unit in ("count", "ratio"):
@@ -105,6 +117,8 @@ def number(value: float, unit: str) -> str:
 
 def interval(each: Finding) -> str:
     """How much worse, with its interval; + is worse."""
+    if not (math.isfinite(each.base) and math.isfinite(each.head)):
+        return "not finite" if math.isfinite(each.base) else "was not finite"
     if each.low == each.high:
         return f"{100 * each.worse:+.1f} %" if each.worse != float("inf") else "was 0"
     return f"{100 * each.worse:+.1f} [{100 * each.low:+.1f}, {100 * each.high:+.1f}] %"
@@ -145,10 +159,8 @@ def markdown(record: Mapping[str, Any]) -> str:
     sides, found = record["sides"], findings_of(record)
     lines = [f"### Performance: {summary(record)}", ""]
     head, base = sides["head"]["commit"], sides.get("base")
-    beside = (
-        f"beside `{base['commit']}` ({base['subject']}), {record['launches']} pairs of" if base else record["launches"]
-    )
-    lines += [f"`{head}` {beside} launches.", ""]
+    beside = f"beside `{base['commit']}` ({base['subject']})" if base else ""
+    lines += [f"`{head}` {beside}, {launches(record)}.".replace(" ,", ","), ""]
     rows = [each for each in found if each.verdict in SHOWN]
     if rows:
         lines += ["| series | base | head | worse by | verdict |", "|---|---|---|---|---|"]

@@ -8,7 +8,6 @@ both sides -> the run's record.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 
 from jaxbench import outputs, store
 from jaxbench.measure import environment, verdicts
+from jaxbench.measure.records import now_utc
 from jaxbench.pretrained import assets, weights
-from jaxbench.regress import history, judge, limits, metrics, pairs, tiny, trees, why
+from jaxbench.regress import judge, limits, metrics, pairs, run_file, tiny, trees, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
@@ -61,7 +61,7 @@ def run(
         except trees.NotBuilt as error:
             notes.append(f"the base is left out: {error}")
             say(notes[-1])
-    with _alone(workdir):
+    with alone(workdir):
         return _run(suite, sides, notes, device, workdir, stored, name, qualified, left_out, say)
 
 
@@ -72,7 +72,7 @@ def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[st
 
 
 @contextlib.contextmanager
-def _alone(workdir: Path) -> Iterator[None]:
+def alone(workdir: Path) -> Iterator[None]:
     """Nobody else runs in workdir meanwhile.
 
     Raises:
@@ -134,15 +134,17 @@ def same_sides(
 ) -> dict[str, list[judge.Pair]]:
     """Pairs of launches of this tree beside itself, resumable: what `qualify` takes.
 
+    The first launch, which compiles anew, is made besides and not counted: every series has the same launches.
+
     Raises:
       ValueError: as `run` raises.
     """
     check(suite, device)
     tree = trees.here()
-    with _alone(workdir):
+    with alone(workdir):
         plan = planned(suite, {BASE: tree, HEAD: tree}, device, workdir)
-        Launches(plan, say).until(launches)
-    return pairs.pairs_of(workdir / pairs.SAMPLES, range(1, launches + 1))
+        Launches(plan, say).until(launches + 1)
+    return pairs.pairs_of(workdir / pairs.SAMPLES, range(2, launches + 2))
 
 
 def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir: Path) -> Plan:
@@ -237,17 +239,17 @@ def _record(
     plan: Plan, findings: Sequence[Finding], confirmed: dict[str, bool], notes: Sequence[str], num_launches: int
 ) -> dict[str, Any]:
     """Everything about a run, as JSON: what history keeps."""
-    medians = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
-    series = {
-        name: {side: {"median": verdicts.median(list(values.values())), "launches": list(values.values())}
-               for side, values in sides.items()}
-        for name, sides in medians.items()
-    }  # fmt: skip
+    series: dict[str, dict[str, Any]] = {}
+    for name, sides in pairs.launch_medians(plan.workdir / pairs.SAMPLES).items():
+        for side, values in sides.items():
+            if run_file.is_finite(median := verdicts.median(list(values.values()))):
+                series.setdefault(name, {})[side] = {"median": median, "launches": list(values.values())}
+            else:
+                notes = [*notes, f"{name} of {side} is no finite number"]
     origin = environment.describe(threads=plan.threads)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
-        "schema": history.SCHEMA, "time_utc": now, "suite": plan.suite.model_dump(mode="json"), "device": plan.device,
-        "suite_id": plan.suite.id, "host": origin["host"], "machine": origin,
+        "schema": run_file.SCHEMA, "time_utc": _ended(plan, num_launches), "suite": plan.suite.model_dump(mode="json"),
+        "device": plan.device, "suite_id": plan.suite.id, "host": origin["host"], "machine": origin,
         "model_sha256": _model_sha256(plan), "launches": num_launches,
         "sides": {
             name: {"commit": tree.commit, "subject": tree.subject} for name, tree in plan.sides.items()
@@ -255,6 +257,15 @@ def _record(
         "series": series, "findings": [each._asdict() for each in findings], "confirmed": confirmed,
         "limits": [each._asdict() for each in limits.judge(plan.suite.limits, series)], "notes": list(notes),
     }  # fmt: skip
+
+
+def _ended(plan: Plan, num_launches: int) -> str:
+    """When these launches had ended: a finished run that is judged anew is no new run."""
+    with contextlib.suppress(OSError, ValueError):
+        before = outputs.read_json(plan.workdir / RECORD)
+        if before["launches"] == num_launches:
+            return str(before["time_utc"])
+    return now_utc()
 
 
 def _model_sha256(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def table(record: Mapping[str, Any], run: str) -> str:
     else:
         rows = [("series", "median", "launches", "least to most of them"), ("---", "---:", "---:", "---:")]
         rows += [_measured(name, series[name]["head"], metrics.of_run(record, name).unit) for name in names]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
     return "\n".join([*lines, "", _caption(record, run)])
 
 
@@ -91,6 +92,11 @@ def read(path: Path) -> str:
         raise ValueError(f"--file={path} cannot be read as text ({error}); wanted a Markdown file") from error
 
 
+def _cell(text: str) -> str:
+    """A text inside a table: series of other tools have any name."""
+    return html.escape(text, quote=False).replace("|", "\\|").replace("\n", " ")
+
+
 def _measured(name: str, side: Mapping[str, Any], unit: str) -> tuple[str, ...]:
     values = side.get("launches", ())
     spread = f"{report.number(min(values), unit)} to {report.number(max(values), unit)}" if values else ""
@@ -105,6 +111,6 @@ def _caption(record: Mapping[str, Any], run: str) -> str:
     jax = f", jax {machine['versions']['jax']}" if "jax" in machine.get("versions", {}) else ""
     suite = advice.suite_name(record) or "-"
     return (
-        f"Run `{run}`: `{sides['head']['commit']}`{base}, suite {suite}, {record['launches']} launches, "
+        f"Run `{run}`: `{sides['head']['commit']}`{base}, suite {suite}, {report.launches(record)}, "
         f"{record['time_utc'][:10]}, {machine.get('cpu') or record['host']}{cores}, {record['device']}{jax}."
     )

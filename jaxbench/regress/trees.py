@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench.measure import environment
+from jaxbench.measure import environment, process
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ("pyproject.toml", "constraints.txt")
@@ -32,8 +32,6 @@ class Tree(NamedTuple):
 
     def environment(self, device: str, threads: int) -> dict[str, str]:
         """Variables of a process that imports it."""
-        from jaxbench.measure import process
-
         found = process.environment(device, threads=threads)
         return found | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -64,7 +62,7 @@ def of_commit(name: str, folder: Path, *, say: Callable[[str], Any] = lambda tex
         try:
             _git("worktree", "add", "--detach", "--force", str(root), sha)
         except subprocess.CalledProcessError as error:
-            raise NotBuilt(f"{name}: no worktree of {sha[:12]} ({_last_line(error.stderr)})") from error
+            raise NotBuilt(f"{name}: no worktree of {sha[:12]} ({process.last_line(error.stderr)})") from error
     return Tree(root, _python(root, name, say), sha[:12], _subject(sha))
 
 
@@ -102,9 +100,8 @@ def _python(root: Path, name: str, say: Callable[[str], Any]) -> Path:
     except subprocess.TimeoutExpired as error:
         raise NotBuilt(f"{name}: its packages took longer than {BUILD_S:.0f} s to install") from error
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NotBuilt(
-            f"{name}: its packages cannot be installed ({_last_line(getattr(error, 'stderr', ''))})"
-        ) from error
+        said = process.last_line(getattr(error, "stderr", ""))
+        raise NotBuilt(f"{name}: its packages cannot be installed ({said})") from error
     return venv / "bin" / "python"
 
 
@@ -123,8 +120,3 @@ def _subject(name: str) -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "--no-optional-locks", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def _last_line(text: str | None) -> str:
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no message"

@@ -25,6 +25,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from jaxbench import outputs
 from jaxbench.jobs import work
 from jaxbench.jobs.queue import COMMANDS, ENDED, HERE, Entry, Queue
+from jaxbench.measure import process
 from jaxbench.serve import intake
 from jaxbench.serve.intake import Bad
 from jaxbench.serve.service import Refused, Service
@@ -56,7 +57,7 @@ class Workers:
     def end(self) -> None:
         """End it; what it runs waits for the next one."""
         if self._process is not None:
-            work.end(self._process, GRACE_S)
+            process.end(self._process, grace_s=GRACE_S)
 
 
 def _sweep(folder: str | None) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import datetime
 import secrets
-import time
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
 
 from jaxbench.config import Base
+from jaxbench.measure.records import now_utc
 
 TIMES = ("first_token_s", "between_tokens_s", "answer_s", "detect_s")  # judged by a quantile
 FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting")
@@ -172,8 +172,7 @@ class Watch:
 
 
 def _incident(rule: Rule, value: float, count: int) -> Incident:
-    opened = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(timespec="seconds")
-    return Incident(secrets.token_hex(4), "open", rule.level, rule.name, rule.words, value, count, opened)
+    return Incident(secrets.token_hex(4), "open", rule.level, rule.name, rule.words, value, count, now_utc())
 
 
 def channels_of(name: str) -> Any:

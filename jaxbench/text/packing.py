@@ -39,25 +39,25 @@ def load_text(path: str | Path | None = None) -> list[str]:
         return assets.default_text().split(DOCUMENT_SEPARATOR)
     path = Path(path).expanduser()
     if not path.name.endswith(SUFFIXES):
-        raise ValueError(f"data: {path} has an unknown suffix, wanted one of {', '.join(SUFFIXES)}")
+        raise ValueError(f"packing: {path} has an unknown suffix, wanted one of {', '.join(SUFFIXES)}")
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"data: cannot read {path} ({error})") from error
+        raise ValueError(f"packing: cannot read {path} ({error})") from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"data: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x})") from error
+        raise ValueError(f"packing: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x})") from error
     if path.name.endswith(JSON_LINES):
         lines = enumerate(text.split("\n"), start=1)
-        documents = [json_text(line, f"data: {path} line {i}") for i, line in lines if line.strip()]
+        documents = [json_text(line, f"packing: {path} line {i}") for i, line in lines if line.strip()]
     else:
         documents = text.split(DOCUMENT_SEPARATOR)
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise ValueError(f"data: {path} has no text in its {len(content)} bytes")
+        raise ValueError(f"packing: {path} has no text in its {len(content)} bytes")
     return documents
 
 
@@ -86,7 +86,7 @@ def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence
 
 
 def json_text(line: str, place: str) -> str:
-    """The "text" of one line of a .jsonl file; `place`, such as "data: books.jsonl line 3", opens the error message."""
+    """The "text" of one line of a .jsonl file; `place`, such as "packing: a.jsonl line 3", opens the error message."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ class Passages(NamedTuple):
 def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str]:
     """Texts of a file, or of the packaged default text.
 
-    Beside what `data.load_text` reads: a .json or .json.gz file with a list of objects, each with the text under `key`.
+    Beside what packing.load_text reads: a .json or .json.gz file with a list of objects, each a text under `key`.
 
     Raises:
       ValueError: no such file, damaged content, or an entry without text; the message names file and entry.
@@ -36,12 +36,14 @@ def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str
         content = path.read_bytes()
         entries = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"data: cannot read {path} as JSON ({error})") from error
+        raise ValueError(f"passages: cannot read {path} as JSON ({error})") from error
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"data: {path} holds {type(entries).__name__} {str(entries)[:40]}, wanted a list with entries")
+        raise ValueError(
+            f"passages: {path} holds {type(entries).__name__} {str(entries)[:40]}, wanted a list with entries"
+        )
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-            raise ValueError(f"data: {path} entry {i} has no {key!r} string: {str(entry)[:60]}")
+            raise ValueError(f"passages: {path} entry {i} has no {key!r} string: {str(entry)[:60]}")
     return [entry[key] for entry in entries]
 
 

@@ -175,7 +175,7 @@ class Engine:
         broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
-        narrow = optimizer_step._narrow(params, self.policy)
+        narrow = optimizer_step.cast_to_compute(params, self.policy)
         found: list[str] = []
 
         def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:

@@ -71,7 +71,7 @@ def init_state(
     """
     policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
-        raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
+        raise ValueError(f"optimizer_step: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
     if step_config.remat.policy != "none":
         from jaxbench import remat  # which is of Flax's layers
@@ -222,7 +222,7 @@ def eval_step(
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
     policy = precision.POLICIES[step_config.precision]
-    model = parameters.merge(graph, _narrow(params, policy))
+    model = parameters.merge(graph, cast_to_compute(params, policy))
 
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
         targets = jnp.sum(micro.mask, dtype=jnp.int32)
@@ -234,6 +234,12 @@ def eval_step(
         return lax.scan(body, start, _micro_batches(batch, step_config.accumulation if count is None else count))[0]
 
 
+def cast_to_compute(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
+    """Parameters cast to the compute type, with float8's scales: what a model computes with outside of a step."""
+    cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
+    return cast | float8.unscaled(params) if policy.is_float8 else cast
+
+
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
     """Parameters ("params") and moments ("first_moment", "second_moment") as numpy arrays, by dotted name."""
     kinds = {"mu": "first_moment", "trace": "first_moment", "nu": "second_moment"}
@@ -242,12 +248,6 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         moment = optax.tree_utils.tree_get(state.moments, name)
         trees |= {} if moment is None else {kind: moment}
     return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
-
-
-def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
-    """Parameters cast to the compute type, with float8's scales: what a model computes with outside of a step."""
-    cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
-    return cast | float8.unscaled(params) if policy.is_float8 else cast
 
 
 def _accumulated(
@@ -279,7 +279,9 @@ def _micro_batches(batch: Any, count: int) -> Any:
     """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
     rows = batch[0].shape[0]
     if rows % count:
-        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+        raise ValueError(
+            f"optimizer_step: a batch of {rows} rows does not divide into accumulation={count} micro-batches"
+        )
     return jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
 

@@ -97,7 +97,7 @@ class TrainConfig(Base):
     block_size: int = pydantic.Field(default=128, gt=0)  # tokens; blocked attention
     scan_layers: bool = False  # JAX: one compiled layer body, for deep models
     # Query, key and value as one product, gate and up as another. The decoder gets `projection_groups`, how many parts
-    # the kernels interleave in: as many as the mesh splits them into (parallel.projection_groups).
+    # the kernels interleave in: as many as the mesh splits them into (mesh_plan.projection_groups).
     fused_projections: bool = False
     parallel: ParallelConfig | None = None  # mesh and sharding; null = one device
     evaluation: EvaluationConfig = EvaluationConfig()

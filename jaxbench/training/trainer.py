@@ -277,12 +277,9 @@ class _Trainer:
 
     def _save(self, done: int) -> None:
         """Start to save a checkpoint after `done` steps."""
-        s = self.settings
         meta = {
             "identity": self._identity(),
-            "config": s.model_dump(mode="json"),
-            "data": {"next_step": done, "next_row": done * s.batch_size},
-            "random": {"seed": s.seed, "dropout_step": done * s.step.accumulation},
+            "config": self.settings.model_dump(mode="json"),
             "progress": self.progress,
         }
         is_measured = self.measured_at == done and math.isfinite(self.validation["loss"])
@@ -304,9 +301,7 @@ class _Trainer:
         summary = result._asdict() | self._speed()
         summary |= {"backend": self.backend, "parameters": self.num_parameters} | self.progress
         if self.processes.is_first:
-            is_nan = lambda value: isinstance(value, float) and not math.isfinite(value)
-            written = {name: None if is_nan(value) else value for name, value in summary.items()}  # JSON has no NaN
-            outputs.write_json(self.workdir / SUMMARY, written)
+            outputs.write_json(self.workdir / SUMMARY, summary)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
         if 2 * self.skipped > done:
             self.display.say(

@@ -43,7 +43,7 @@ def detect_batch(
     """Scores and p-values of texts under one key, or under one each.
 
     Args:
-      texts_or_ids: strings, lists of ids, an array [B T] of ids, or detection.Ragged.
+      texts_or_ids: strings, lists of ids, an array [B T] of ids, or texts.Ragged.
       scheme: a name, a mapping with the key `scheme`, or a scheme.
       tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
       prompt_lengths: tokens at the beginning of each text that are not scored; one number, or one for each text.

@@ -33,7 +33,6 @@ class Localization(NamedTuple):
 
     p_value: float
     spans: tuple[Span, ...]
-    num_windows: int
 
 
 def localize(
@@ -64,14 +63,14 @@ def localize(
     for row in range(len(scores)):
         places = np.flatnonzero(evidence.scored[row])
         if not len(places):
-            spans.append(Localization(1.0, (), 0))
+            spans.append(Localization(1.0, ()))
             continue
         starts, ends = _windows(len(places), sizes)
         running = np.concatenate([[0], np.cumsum(scores[row, places])])
         totals, numbers = running[ends] - running[starts], ends - starts
         p_values = statistic.tail(totals, numbers).upper
         p_values = np.minimum(1.0, p_values * (len(starts) * num_payloads))
-        spans.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level), len(starts)))
+        spans.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level)))
     return spans
 
 

@@ -1,4 +1,4 @@
-"""What the commands detect and identify do: files through bulk.py, single texts onto the terminal (S file)."""
+"""The commands detect and identify: files through bulk/bulk_detection.py, single texts onto the terminal (S file)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -35,3 +37,19 @@ def test_a_program_that_fails_and_a_row_that_is_not_there_are_one_line_each(tmp_
     assert done.returncode == 2 and "truncated GGUF file" in done.stderr and "Traceback" not in done.stderr
     done = call("--only=lode")
     assert done.returncode == 2 and "--only=lode is in no row's name" in done.stderr
+
+
+def test_an_interrupt_keeps_the_rounds_that_are_done_and_an_output_is_replaced_where_that_is_asked(tmp_path):
+    output = tmp_path / "startup.json"
+    output.write_text("{}")
+    words = [f"--model={tiny.make(tmp_path / 'tiny')}", "--only=Python and JAX", "--rounds=1000", f"--output={output}"]
+    command = [sys.executable, str(ROOT / "experiments" / "startup.py"), *words, "--overwrite"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ, cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while output.read_text() == "{}" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    last = process.communicate(timeout=60)[1].strip().splitlines()[-1]
+    (rounds,) = map(len, json.loads(output.read_text())["seconds"].values())
+    assert process.returncode == 130 and rounds >= 1
+    assert last == f"interrupted; {rounds} of 1000 rounds are in {output}"

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from jaxbench import store
 from tests.generation import tiny
 from tests.structure import ROOT
 from tests.test_cli import command, refused, shell_environment
@@ -75,7 +76,8 @@ def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, 
     started = [sys.executable, MAIN, *words, f"--output={output}"]
     process = subprocess.Popen(started, env=shell_environment(**ONE_THREAD), stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
-    while not (output.exists() and b"\n" in output.read_bytes()) and time.monotonic() < until:
+    # the second row: an interrupt while the first is on its way to the disk takes it back
+    while not (output.exists() and output.read_bytes().count(b"\n") > 1) and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=120)[1]
@@ -89,3 +91,14 @@ def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, 
     assert done.stdout == f"written: {output}\n"
     rows = output.read_bytes()
     assert rows.startswith(kept) and rows.count(b"\n") == 20
+
+
+def test_a_file_that_another_process_writes_is_refused_at_once(folder, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Once"}\n')
+    with store.alone(output):
+        refused(
+            generate(folder, f"--input={source}", f"--output={output}", "--new_tokens=2", "--kernels=xla"),
+            f"another process writes {output}; wait for its end, or name another output",
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -185,6 +185,10 @@ def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(package, tmp_p
     assert all(row["num_reweighted"] == row["num_tokens"] > 0 and isinstance(row["response"], str) for row in found)
     with pytest.raises(ValueError, match="rows 1 to 1: context: 16 tokens around it leave no room in a window of 8"):
         list(mitigation.answer_rows(answering, rows, part, output, new_tokens=120, batch_size=1))
+    with pytest.raises(ValueError, match=r"out\.jsonl exists"):
+        list(mitigation.answer_rows(answering, rows, part, output, **how))
+    assert output.read_text() == whole.read_text() and part.exists()
+    assert list(mitigation.answer_rows(answering, rows, part, output, overwrite=True, **how)) == []
 
 
 def test_a_batch_answers_as_its_rows_do_alone_and_rows_that_ended_change_nothing(params):

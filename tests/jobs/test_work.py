@@ -85,6 +85,7 @@ def test_a_command_that_breaks_once_is_done_the_second_time(tmp_path, commands):
         ("raise RuntimeError('a process pool is broken')", 3),
         ("print('error: cannot write x: No space left on device'); raise SystemExit(2)", 3),
         ("print('error: out of memory (no details)'); raise SystemExit(2)", 3),
+        ("print('error: a worker process was killed: one of 2'); raise SystemExit(2)", 3),
         ("print('failed: a gate'); raise SystemExit(1)", 1),
     ],
 )

@@ -55,3 +55,11 @@ def test_every_name_comes_first_as_often_as_the_others():
 def test_a_peer_that_is_not_installed_is_named_with_the_cure():
     with pytest.raises(ValueError, match=r"\.venvs/nobody/bin/python is not there: run `make peers`"):
         process.peer_python("nobody")
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [("first\n  second \n\n \n", "second"), (" \n", "no message"), (None, "no message"), ("x" * 400, "x" * 300)],
+)
+def test_the_last_line_is_the_last_that_is_not_blank(text, last):
+    assert process.last_line(text) == last

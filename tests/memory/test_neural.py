@@ -279,12 +279,6 @@ def test_a_wrong_configuration_is_refused(update, message):
         NeuralMemoryConfig(**(TINY.model_dump() | update))
 
 
-def test_the_configuration_counts_the_weights_of_a_row():
-    config = TINY.model_copy(update={"depth": 3, "residual_norm": True, "num_persistent": 0})
-    state = layer(config)[1].init_state(1)
-    assert config.weights_per_row == sum(x.size for x in jax.tree.leaves(state.weights))
-
-
 def test_with_initial_match_a_query_is_nearest_to_the_keys_over_its_like():
     """A value's key is the mean over itself and the tokens before it, so its own key token finds it again."""
     config = NeuralMemoryConfig(d_model=64, num_heads=1, head_dim=32, conv_size=2, initial_match=True)

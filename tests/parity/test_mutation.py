@@ -65,8 +65,7 @@ def test_bugs_of_equinox_are_caught_though_flax_is_right(outcomes):
     assert "P8 equinox: cached decode = full call" in decoding and "P1 outputs, float64" not in decoding
 
 
-def test_the_thirteen_published_bugs_are_in_the_table():
-    assert sum(m.is_published for m in mutation.MUTATIONS) == 13
+def test_every_bug_has_a_name_of_its_own():
     assert len({m.name for m in mutation.MUTATIONS}) == len(mutation.MUTATIONS)
 
 

@@ -82,6 +82,11 @@ def test_an_interval_covers_the_mean_in_nineteen_of_twenty():
     assert 0.93 < np.mean([each.low < 3.0 < each.high for each in estimates]) < 0.97
 
 
+def test_equal_windows_have_no_width_and_one_without_a_number_leaves_no_mean():
+    assert quality.estimate([2.0, 2.0, 2.0]) == Estimate(2.0, 2.0, 2.0)
+    assert all(math.isnan(value) for value in quality.estimate([1.0, math.nan, 2.0]))
+
+
 def test_the_default_text_is_calibrated_on_one_half_and_measured_on_the_other():
     first, second = (windows.documents(None, second_half=half)[0] for half in (False, True))
     assert abs(len(first) - len(second)) < len(first) / 2

@@ -44,6 +44,19 @@ def test_counts_change_where_they_change():
     assert change_points([7.0] * 10 + [8.0] * 10) == [ChangePoint(10, 7.0, 8.0)]
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.03, 0.05, 0.07])
+def test_rounded_values_have_none_by_chance_and_a_step_of_some_units_is_found(spread):
+    found = []
+    for seed in range(60):
+        values = 12.3 + spread * np.random.default_rng(seed).standard_normal(50)
+        found.append(bool(change_points(np.round(values, 1))))
+        values[30:] += 0.6
+        [step] = change_points(np.round(values, 1))
+        assert abs(step.index - 30) <= 2
+    assert np.mean(found) <= 0.03
+    assert change_points([0.98] * 30 + [0.979] + [0.98] * 20) == []
+
+
 def test_a_series_that_is_too_short_or_not_positive_has_none():
     assert change_points([]) == change_points([1.0]) == []
     assert change_points(noise(0, 2 * LEAST - 1)) == change_points([1.0, 2.0]) == []

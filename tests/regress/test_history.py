@@ -1,12 +1,14 @@
 """Runs that are kept: found again, named, pruned by age, copied; a damaged one is named and the others are read."""
 
 import datetime
+import json
 import sqlite3
 import types
 
 import pytest
 
-from jaxbench.regress import history, history_commands, report
+from jaxbench import cli
+from jaxbench.regress import history, history_commands, report, run_file
 from jaxbench.regress.judge import Finding
 
 NOW = datetime.datetime(2026, 11, 26, 12, tzinfo=datetime.UTC)
@@ -57,6 +59,91 @@ def test_runs_are_listed_oldest_first_and_found_by_id_tag_and_latest(kept):
 def test_a_run_that_is_added_twice_is_there_once(kept):
     kept.add(record(1, median=11.0))
     assert len(kept.files()) == 3
+
+
+def test_the_same_launches_judged_anew_are_the_same_run_and_keep_its_tag(kept):
+    id = kept.files()[-1].stem
+    kept.tag(id, "v1")
+    assert kept.add(kept.load("v1") | {"limits": ["another"]}) != id
+    assert len(kept.files()) == 3 and kept.load("v1")["limits"] == ["another"]
+    kept.add(record(1, median=11.0) | {"sides": {"head": {"commit": "another"}}})
+    assert len(kept.files()) == 4
+
+
+def test_a_tag_is_no_id_and_an_id_is_its_own_run(kept):
+    first, second = (path.stem for path in kept.files()[:2])
+    for name in (second, second[:6]):
+        with pytest.raises(ValueError, match=f"tag '{name}' is the id of run"):
+            kept.tag(first, name)
+    path = kept.find(first)
+    path.write_text(path.read_text().replace('"schema"', f'"tag": "{second}", "schema"'))  # by an older version
+    assert kept.load(second)["sides"] == run_file.read(kept.find(second))["sides"] and kept.find(second).stem == second
+
+
+def test_an_index_that_cannot_be_written_is_made_in_memory(kept):
+    (kept.folder / history.INDEX).mkdir()
+    assert [row.head for row in kept.list()] == ["c400", "c100", "c1"]
+    assert (kept.folder / history.INDEX).is_dir()
+
+
+DAMAGES = [
+    ({"sides": []}, "sides: .*dictionary"),
+    ({"sides": {"base": {"commit": "b"}}}, "there is no head"),
+    ({"series": {"decode.tokens_per_s": {"head": {}}}}, "decode.tokens_per_s.head.median: Field required"),
+    ({"series": {"decode.tokens_per_s": {"front": {"median": 1}}}}, "front"),
+    ({"schema": "1"}, "schema '1' is no whole number"),
+    ({"time_utc": "yesterday"}, "time_utc"),
+    ({"time_utc": "2026-11-26T12:00:00"}, "time_utc: .*timezone"),
+    ({"findings": [{"series": "a"}]}, "findings.0.verdict"),
+    ({"parity": [{"case": "a"}]}, "parity.0.backend"),
+]
+
+
+@pytest.mark.parametrize("changes, said", DAMAGES)
+def test_a_damaged_run_is_named_and_hides_no_other(changes, said, kept):
+    path = kept.files()[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"is damaged or no run .*{said}"):
+        run_file.read(path)
+    assert list(kept.verify()) == [str(path.relative_to(kept.folder))] and len(kept.list()) == 2
+    assert kept.prune(now=datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC), dry_run=True)
+
+
+def test_a_median_that_is_not_finite_is_left_out(kept):
+    broken = record(2)
+    broken["series"]["bits.bits_per_byte"] = {"head": {"median": float("nan"), "launches": [float("nan")]}}
+    path = kept.find(kept.add(broken))
+    assert "NaN" not in path.read_text() and "bits.bits_per_byte" not in run_file.read(path)["series"]
+    path.write_text(path.read_text().replace("null", "NaN"))  # by an older version
+    assert kept.verify() == {} and "bits.bits_per_byte" not in run_file.read(path)["series"]
+
+
+def test_a_qualification_that_says_nothing_is_damaged(kept):
+    path = kept.folder / history.QUALIFIED / "h-cpu-quick.json"
+    path.parent.mkdir()
+    path.write_text('{"about": {}, "real": [0, 1], "power": {}}')
+    assert kept.qualifications() == [] and list(kept.verify()) == ["qualified/h-cpu-quick.json"]
+
+
+@pytest.mark.parametrize("inside", ["", "runs"])
+def test_a_backup_into_the_history_itself_or_of_none_is_refused(inside, kept, monkeypatch):
+    values = {"history": str(kept.folder), "backup": str(kept.folder / inside)}
+    monkeypatch.setattr(history_commands, "VALUES", types.SimpleNamespace(**values))
+    with pytest.raises(ValueError, match="name a folder outside"):
+        history_commands.backup()
+    monkeypatch.setattr(
+        history_commands, "VALUES", types.SimpleNamespace(**values | {"history": str(kept.folder / "none")})
+    )
+    with pytest.raises(ValueError, match="there is nothing to copy"):
+        history_commands.backup()
+
+
+def test_a_damaged_line_of_alerts_is_found(kept, monkeypatch, capsys):
+    (kept.folder / history.EVENTS).write_text("{}\n")
+    monkeypatch.setattr(history_commands, "VALUES", types.SimpleNamespace(history=str(kept.folder)))
+    with pytest.raises(cli.GateFailed, match="1 files cannot be read"):
+        history_commands.verify()
+    assert "line 1 is no event" in capsys.readouterr().out
 
 
 def test_points_of_a_series_are_those_of_one_machine(kept):
@@ -130,13 +217,14 @@ def test_a_damaged_run_never_replaces_its_copy_and_is_put_aside_for_it(kept, tmp
 def test_what_became_of_regressions_and_what_verdicts_are_worth_are_copied_and_lose_nothing(kept, tmp_path):
     copy, events = tmp_path / "copy", kept.folder / history.EVENTS
     events.write_text("one\ntwo\n")
-    qualified = kept.qualify({"about": {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}})
+    about = {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}
+    qualified = kept.qualify({"about": about, "real": [0, 3], "drawn": [0, 3], "power": {}, "smallest": {}})
     assert kept.backup(copy).count == 5
     events.write_text("one\n")
     assert kept.backup(copy) == history.Copied(0, (history.EVENTS,))
     qualified.write_text("{")
     assert kept.restore(copy) == history.Copied(2, (f"qualified/{qualified.name}",))
-    assert events.read_text() == "one\ntwo\n" and kept.damaged() == []
+    assert events.read_text() == "one\ntwo\n" and kept.verify() == {}
     events.write_text("one\ntwo\nthree\n")
     assert kept.restore(copy).count == 0 and kept.backup(copy).count == 1
     assert (copy / history.EVENTS).read_text() == "one\ntwo\nthree\n"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.regress import judge, metrics
+from jaxbench import outputs
+from jaxbench.regress import judge, metrics, report
 from jaxbench.regress.judge import Pair
 from jaxbench.regress.suite import Suite
 
@@ -150,3 +151,18 @@ def test_a_sample_that_is_no_number_comes_back_as_none_of_its_file(tmp_path):
     store.append(tmp_path / "samples.jsonl", [row])
     (found,) = pairs.read(tmp_path / "samples.jsonl")
     assert found["samples"][0] == 1.5 and math.isnan(found["samples"][1])
+
+
+@pytest.mark.parametrize("series", ["bits.bits_per_byte", "decode.tokens_per_s", "decode.step.flops"])
+def test_a_value_that_is_not_finite_on_head_alone_is_a_critical_regression(series):
+    def judged(base, head):
+        [found] = judge.judge({series: [Pair(base, head)] * 3}, SUITE)
+        return found
+
+    nan = float("nan")
+    broken, mended, same = judged(1.0, nan), judged(nan, 1.0), judged(nan, nan)
+    assert (broken.verdict, broken.level) == ("regression", "critical") and report.interval(broken) == "not finite"
+    assert mended.verdict == "improvement" and report.interval(mended) == "was not finite"
+    assert same.verdict == "no change"
+    again = report.findings_of({"findings": [outputs.finite(broken._asdict())]})[0]
+    assert math.isnan(again.head) and again.worse == math.inf

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from jaxbench.regress.alerts import Book
-from jaxbench.regress.history import History, without_raw
+from jaxbench.regress.history import History
 from jaxbench.regress.judge import Finding
+from jaxbench.regress.run_file import without_raw
 from jaxbench.regress.site import content, primary, write
 from tests.browser import Browser, needs_browser
 from tests.regress import records

@@ -82,14 +82,15 @@ def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
     """
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     labels = batch.labels.to(wide.dtype)
-    of_tokens = _mean(F.softplus(wide) - labels * wide, batch.is_token)
+    of_tokens = masked_mean(F.softplus(wide) - labels * wide, batch.is_token)
     is_response = batch.is_token.any(dim=1)
     logits = response_logits(wide, batch.is_token | ~is_response[:, None]).masked_fill(~is_response, 0.0)
-    of_responses = _mean(F.softplus(logits) - labels.amax(dim=1) * logits, is_response)
+    of_responses = masked_mean(F.softplus(logits) - labels.amax(dim=1) * logits, is_response)
     return of_tokens + RESPONSE_WEIGHT * of_responses
 
 
-def _mean(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, ""]:
+def masked_mean(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, ""]:
+    """Mean of the numbers where `where` is true; 0 where it is nowhere."""
     return x.masked_fill(~where, 0.0).sum() / where.sum().clamp(min=1)
 
 

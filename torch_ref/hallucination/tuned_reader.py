@@ -21,6 +21,7 @@ from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
 from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, Arrays, TunedConfig
 from torch_ref import functional, nn
 from torch_ref.attention import SHARED, Context, Spans
+from torch_ref.hallucination.token_classifier import masked_mean
 from torch_ref.lora import layers
 
 
@@ -88,7 +89,7 @@ def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
     """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     labels = batch.labels.to(wide.dtype)
-    of_tokens = _mean(F.softplus(wide) - labels * wide, batch.mask)
+    of_tokens = masked_mean(F.softplus(wide) - labels * wide, batch.mask)
     numbers = torch.arange(MAX_RESPONSES, device=batch.segments.device)
     member = batch.mask[:, :, None] & (batch.segments[:, :, None] == numbers)
     is_response = member.any(dim=1)
@@ -96,11 +97,7 @@ def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
     logits = torch.logsumexp(wide[:, :, None].masked_fill(~member, -torch.inf), dim=1) - 1.0
     logits = logits.masked_fill(~is_response, 0.0)
     wrong = labels[:, :, None].masked_fill(~member, 0.0).amax(dim=1)
-    return of_tokens + RESPONSE_WEIGHT * _mean(F.softplus(logits) - wrong * logits, is_response)
-
-
-def _mean(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, ""]:
-    return x.masked_fill(~where, 0.0).sum() / where.sum().clamp(min=1)
+    return of_tokens + RESPONSE_WEIGHT * masked_mean(F.softplus(logits) - wrong * logits, is_response)
 
 
 def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:

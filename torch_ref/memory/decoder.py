@@ -110,7 +110,7 @@ def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig)
     """
     is_token = batch.positions >= 0
     positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
-    with optimizer_step._autocast(params, precision.POLICIES[step_config.precision]):
+    with optimizer_step.cast_to_compute(params, precision.POLICIES[step_config.precision]):
         _, cache = params.features(batch.tokens, positions)
     states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
     return {i: state for i, state in states.items() if isinstance(state, BankState)}

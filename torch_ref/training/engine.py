@@ -175,7 +175,7 @@ class Engine:
         for k in range(count):
             micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
             dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
-            with torch.no_grad(), optimizer_step._autocast(model, self.policy):
+            with torch.no_grad(), optimizer_step.cast_to_compute(model, self.policy):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(torch.isfinite(loss)):
                 found.append("every module is finite, the loss over model's logits is not")
@@ -205,7 +205,7 @@ class Engine:
         packed = (ids.clone(), ids.clone()) if self._is_masked else (None, None)
         batch = train.Batch(ids, ids.clone(), packed[0], ones, packed[1])
         dropout = None if self.dropout_key is None else (self.dropout_key, 0)
-        with optimizer_step._autocast(model, self.policy):
+        with optimizer_step.cast_to_compute(model, self.policy):
             loss = self._loss(model, batch, dropout=dropout)
         loss.backward()
         model.zero_grad(set_to_none=True)

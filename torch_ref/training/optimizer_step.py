@@ -62,12 +62,14 @@ def init_state(
     """
     policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.is_float8:
-        raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
+        raise ValueError(f"optimizer_step: precision={step_config.precision} is not in torch_ref; use --backend=flax")
     if step_config.offload.optimizer or step_config.offload.gradients:
-        raise ValueError(f"update: offload {step_config.offload.model_dump()} is not in torch_ref; use --backend=flax")
+        raise ValueError(
+            f"optimizer_step: offload {step_config.offload.model_dump()} is not in torch_ref; use --backend=flax"
+        )
     if step_config.optimizer.kind not in TWIN_OPTIMIZERS:
         raise ValueError(
-            f"update: optimizer {step_config.optimizer.kind!r} is not in torch_ref, which has "
+            f"optimizer_step: optimizer {step_config.optimizer.kind!r} is not in torch_ref, which has "
             f"{', '.join(TWIN_OPTIMIZERS)}; use --backend=flax"
         )
     if step_config.remat.policy != "none":
@@ -147,10 +149,18 @@ def eval_step(
     """
     total = 0.0
     for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
-        with _autocast(params, precision.POLICIES[step_config.precision]):
+        with cast_to_compute(params, precision.POLICIES[step_config.precision]):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()
+
+
+def cast_to_compute(params: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
+    """Context in which the model `params` computes in the compute type; nothing where that is its parameters' type."""
+    device = next(params.parameters()).device.type
+    dtype = getattr(torch, policy.compute)
+    is_narrow = policy.compute != policy.parameter
+    return torch.autocast(device, dtype=dtype if is_narrow else torch.bfloat16, enabled=is_narrow)
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
@@ -180,7 +190,7 @@ def _accumulate(
     total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
-        with _autocast(state.params, state.policy):
+        with cast_to_compute(state.params, state.policy):
             loss = loss_fn(state.params, micro, dropout=dropout)
         if count > 1:
             loss = loss * (micro.mask.sum().to(loss.dtype) / total)
@@ -193,16 +203,10 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
     """`count` batches of every count-th row each."""
     rows = batch[0].shape[0]
     if rows % count:
-        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+        raise ValueError(
+            f"optimizer_step: a batch of {rows} rows does not divide into accumulation={count} micro-batches"
+        )
     return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]
-
-
-def _autocast(model: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
-    """Autocast to the step's compute type; off where that is the parameters' type."""
-    device = next(model.parameters()).device.type
-    dtype = getattr(torch, policy.compute)
-    is_narrow = policy.compute != policy.parameter
-    return torch.autocast(device, dtype=dtype if is_narrow else torch.bfloat16, enabled=is_narrow)
 
 
 def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:

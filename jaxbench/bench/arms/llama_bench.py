@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from jaxbench.bench.arms import contract
+from jaxbench.measure import process
 from jaxbench.measure.records import Workload
 
 FOLDER = Path(__file__).resolve().parents[3] / ".venvs" / "llama.cpp"  # where `make peers` builds
@@ -72,8 +73,7 @@ class LlamaBenchArm(contract.Arm):
         command = [str(program), "-m", self.file, *threads, *flags]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            raise ValueError(f"{program.name}: exit {done.returncode}: {lines[-1]}")
+            raise ValueError(f"{program.name}: exit {done.returncode}: {process.last_line(done.stderr)}")
         if program == self.bench:
             return json.loads(done.stdout)
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

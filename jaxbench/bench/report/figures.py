@@ -110,13 +110,13 @@ def tpu(view: View) -> Figure | None:
     return _rows_figure(data, layout, axis)
 
 
-def heat_map(parity: dict[str, Any] | None, column: str = "float64") -> Figure | None:
-    """Relative errors of modules: layers down, modules across, colour by power of ten."""
+def heat_map(parity: dict[str, Any] | None) -> Figure | None:
+    """Relative errors of modules in float64: layers down, modules across, colour by power of ten."""
     cells: dict[tuple[int, str], float] = {}
     for entry in (parity or {}).get("layers", []):
         inside = re.fullmatch(r"layers\.(\d+)(?:\.(.+))?", str(entry.get("module", "")))
-        if inside and isinstance(entry.get(column), int | float):
-            cells[int(inside.group(1)), inside.group(2) or "block"] = float(entry[column])
+        if inside and isinstance(entry.get("float64"), int | float):
+            cells[int(inside.group(1)), inside.group(2) or "block"] = float(entry["float64"])
     if not cells:
         return None
     modules = list(dict.fromkeys(module for _, module in cells))

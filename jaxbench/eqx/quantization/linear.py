@@ -14,7 +14,7 @@ from jaxtyping import Float
 from jaxbench import functional
 from jaxbench.eqx import transformer
 from jaxbench.quantization.products import matmul
-from jaxbench.quantization.recipe import QuantizedModel, dequantized
+from jaxbench.quantization.recipe import QuantizedModel, dequantized, layer_modules
 
 
 class QuantizedLinear(eqx.Module):
@@ -48,9 +48,4 @@ def build(model: QuantizedModel, *, dtype: str = "float32") -> transformer.Trans
         scale = np.ascontiguousarray(matrix.scales[:, 0])
         kernel = np.ascontiguousarray(matrix.codes.T)
         new.append(QuantizedLinear(kernel, scale, model.params.get(f"{name}.bias"), limit))
-
-    def places(tree: transformer.Transformer) -> list:
-        paths = (name.split(".") for name in names)
-        return [getattr(getattr(tree.layers[int(i)], part), module) for _, i, part, module in paths]
-
-    return eqx.tree_at(places, decoder, new)
+    return eqx.tree_at(lambda tree: layer_modules(tree, names), decoder, new)

@@ -16,7 +16,7 @@ from jaxbench.eqx import nn, transformer
 from jaxbench.quantization import packing, weight_only_pallas
 from jaxbench.quantization.packed_matmul import Weights
 from jaxbench.quantization.packing import Form, Packed
-from jaxbench.quantization.recipe import QuantizedModel
+from jaxbench.quantization.recipe import QuantizedModel, layer_modules
 
 
 class WeightOnlyLinear(eqx.Module):
@@ -62,17 +62,12 @@ def build(
     libtpu.leave_out_if_absent()
     held, params = packing.parameters(model)
 
-    def places(tree: transformer.Transformer) -> list:
-        paths = (name.split(".") for name in held)
-        return [getattr(getattr(tree.layers[int(i)], part), module) for _, i, part, module in paths]
-
     def make() -> transformer.Transformer:
         linears = [
             WeightOnlyLinear(packed, use_bias=f"{name}.bias" in params, dtype=dtype, implementation=implementation)
             for name, packed in held.items()
         ]
-        return eqx.tree_at(
-            places, transformer.Transformer(model.config, Compute(dtype=dtype, implementation=attention)), linears
-        )
+        floats = transformer.Transformer(model.config, Compute(dtype=dtype, implementation=attention))
+        return eqx.tree_at(lambda tree: layer_modules(tree, held), floats, linears)
 
     return nn.load_params(eqx.filter_eval_shape(make), params)

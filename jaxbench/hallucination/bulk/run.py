@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,15 +70,25 @@ def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = Fals
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
     part = wanted.output.with_name(f"{wanted.output.name}.{name}.part")
     paths = {name: path for name, path in wanted._asdict().items() if path is not None}
-    for name, path in paths.items():
-        is_own = name != "output" and _is_written_behind(path, part)
-        outputs.check_file(path, inputs, overwrite=overwrite or is_own, flag=f"--{name}")
+    check_free(wanted, part, inputs, overwrite=overwrite)
     if len({path.resolve() for path in paths.values()}) < len(paths):
         raise ValueError(f"--output={wanted.output}: --{' and --'.join(list(paths)[1:])} must be other files")
     if wanted.page is not None and wanted.page.suffix != ".html":
         raise ValueError(f"--page={wanted.page} has an unknown suffix, wanted .html")
     kinds = {row_files.kind_of(path, flag=f"--{name}") for name, path in paths.items() if name != "page"}
     return part, row_files.check(source, kinds)
+
+
+def check_free(wanted: Outputs, part: Path, inputs: Sequence[str] = (), *, overwrite: bool = False) -> None:
+    """Check that the outputs may be written.
+
+    Raises:
+      ValueError: one exists, is an input or lies where nothing can be written.
+    """
+    for name, path in wanted._asdict().items():
+        if path is not None:
+            is_own = name != "output" and _is_written_behind(path, part)
+            outputs.check_file(path, inputs, overwrite=overwrite or is_own, flag=f"--{name}")
 
 
 def _is_written_behind(path: Path, part: Path) -> bool:
@@ -186,8 +196,15 @@ def verdicts(part: Path) -> Iterator[dict[str, Any]]:
             yield from json.loads(line)
 
 
-def finish(source: str | Path, part: Path, wanted: Outputs, detector: HallucinationDetector) -> int:
-    """Write what is wanted of a whole part file, which goes then; return how many verdicts are hallucinated."""
+def finish(
+    source: str | Path, part: Path, wanted: Outputs, detector: HallucinationDetector, *, overwrite: bool = False
+) -> int:
+    """Write what is wanted of a whole part file, which goes then; return how many verdicts are hallucinated.
+
+    Raises:
+      ValueError: something has appeared in an output's place.
+    """
+    check_free(wanted, part, overwrite=overwrite)
     total = flagged = 0
     for verdict in verdicts(part):
         total, flagged = total + 1, flagged + verdict["is_hallucinated"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def schema() -> pa.Schema:
-    """Arrow types of a verdict: the fields of detect.Verdict."""
+    """Arrow types of a verdict: the fields of verdict.Verdict."""
     import pyarrow as pa
 
     fields = [("probability", pa.float64()), ("is_hallucinated", pa.bool_())]

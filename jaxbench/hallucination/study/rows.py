@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from jaxbench.hallucination import detector, linear, methods, score_regression, token_scoring, unlabelled
 from jaxbench.hallucination.detector import READER, Detector, Inputs, Labels, Member
@@ -93,7 +93,7 @@ def _random_heads(table: Table, train: Array, test: Array) -> Array:
     total = np.zeros(len(test))
     for seed in range(methods.NUM_MEMBERS):
         heads = methods.random_columns(x.shape[1], methods.NUM_SELECTED, seed=seed)
-        total += linear.sigmoid(_fitted(x[:, heads], table, train, test))
+        total += special.expit(_fitted(x[:, heads], table, train, test))
     return total / methods.NUM_MEMBERS
 
 

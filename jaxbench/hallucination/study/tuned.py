@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 from safetensors.numpy import load_file, save_file
+from scipy import special
 
 from jaxbench import cli, outputs, process_environment, terminal, worker_pool
 from jaxbench.hallucination import (
@@ -114,7 +115,7 @@ def alone(made: table.Table, weigh: Array, test: Array, said: Mapping[int, Array
     of_weigh = [[each[i] for i in weigh] for each in (made.inputs.tokens, made.labels.tokens, said)]
     limit = token_scoring.threshold(*of_weigh)
     spans = [
-        token_scoring.spans(made.inputs.tokens[i].offsets, linear.sigmoid(said[i]), limit, made.texts[i]) for i in test
+        token_scoring.spans(made.inputs.tokens[i].offsets, special.expit(said[i]), limit, made.texts[i]) for i in test
     ]
     return Scored(fitted.logit(columns[1]), spans)
 

@@ -155,7 +155,7 @@ def _scores(
     step_config: StepConfig,
 ) -> Shaped[Array, "B T"]:
     """Score of each prediction: whether the argmax is the target, or with is_text the target's surprisal in bits."""
-    narrow = optimizer_step._narrow(params, precision.POLICIES[step_config.precision])
+    narrow = optimizer_step.cast_to_compute(params, precision.POLICIES[step_config.precision])
     model = parameters.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     logits = model(tokens, positions).astype(jnp.float32)

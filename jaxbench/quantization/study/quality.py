@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
-from scipy import stats
 
 from jaxbench.config import Base
+from jaxbench.measure import verdicts
 from jaxbench.quantization.recipe import Recipe
 
 FIGURES = ("nll", "kl", "agreement", "recall")  # of a window: means over its tokens, nats or shares
@@ -92,13 +92,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and t-interval; windows are the units."""
-    array = np.asarray(values, np.float64)
-    mean, count = float(array.mean()), len(array)
-    if count < 2 or not array.std():
-        return Estimate(mean, mean, mean)
-    half = float(stats.t.ppf(0.975, count - 1) * array.std(ddof=1) / math.sqrt(count))
-    return Estimate(mean, mean - half, mean + half)
+    """Mean and t-interval; windows are the units. NaN where a value is not finite: the method broke the model."""
+    if not np.isfinite(values).all():
+        return Estimate(math.nan, math.nan, math.nan)
+    found = verdicts.t_interval(values)
+    return Estimate(found.mean, found.low, found.high)
 
 
 def row(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jaxbench import cli, outputs
 from jaxbench.regress import history_commands
 
 VALUES = flags.FLAGS
+SHOWN = {"case", "backend", "passed", "layers"}  # of a parity result
 HeatMap = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -35,8 +36,10 @@ def _layers(heat_map: HeatMap) -> list[dict[str, Any]]:
     """Results whose layers are shown, each with its figure."""
     layers = []
     for path in VALUES.parity:
+        if not Path(path).is_file():
+            raise ValueError(f"--parity={path} is no file; wanted what experiments/parity.py writes")
         found = outputs.read_json(Path(path))
-        if not isinstance(found, list) or not all(isinstance(each, dict) and "layers" in each for each in found):
+        if not isinstance(found, list) or not all(isinstance(each, dict) and each.keys() >= SHOWN for each in found):
             raise ValueError(f"--parity={path} is not what experiments/parity.py writes; wanted a list of results")
         layers += [each | {"figure": heat_map(each)} for each in found if each["layers"]]
     return layers

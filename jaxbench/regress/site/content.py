@@ -1,24 +1,22 @@
 """What the pages show of a history, as plain values (S file).
 
 Every run is read once. A series is one metric of one case on one machine and device; where the case or the model was
-changed it is another series (history.work_of).
+changed it is another series (run_file.work_of).
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scipy import stats
-
+from jaxbench.measure import verdicts
 from jaxbench.regress import advice, change_points, metrics, report
 from jaxbench.regress.alerts import Alert, Book
-from jaxbench.regress.history import History, read, work_of
+from jaxbench.regress.history import History
+from jaxbench.regress.run_file import read, work_of
 from jaxbench.regress.site import primary
 from jaxbench.regress.site.primary import Spread, Tile
 
@@ -176,15 +174,8 @@ def _interval(side: Mapping[str, Any]) -> tuple[float, float | None, float | Non
     launches = side.get("launches", ())
     if len(launches) < 3 or min(launches) <= 0 or min(launches) == max(launches):
         return side["median"], None, None
-    logs = [math.log(value) for value in launches]
-    mean, half = sum(logs) / len(logs), _quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return side["median"], math.exp(mean - half), math.exp(mean + half)
-
-
-@functools.lru_cache
-def _quantile(df: int) -> float:
-    """Of Student's distribution, of a two-sided 95 % interval."""
-    return float(stats.t.ppf(0.975, df))
+    _, low, high = verdicts.t_interval([math.log(value) for value in launches]).ratio()
+    return side["median"], low, high
 
 
 def _series(key: tuple[str, ...], metric: metrics.Metric, rows: Sequence[tuple[Any, ...]]) -> tuple[Series, dict]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import time
@@ -13,6 +12,7 @@ import psutil
 
 from jaxbench import store
 from jaxbench.measure import energy, environment
+from jaxbench.measure.records import now_utc
 from jaxbench.regress import pairs
 
 FRESH_S = 120.0  # a run whose file changed since is at work
@@ -37,7 +37,7 @@ class Sampler:
         busy = busy_percent(self._times, times)
         self._before, self._at, self._times = readings, now, times
         return {
-            "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "host": self._host,
+            "time_utc": now_utc(), "host": self._host,
             "cores": self._cores, "cpu_percent": busy, "load": os.getloadavg()[0],
             "memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total,
             "own_bytes": own_bytes(), "devices": devices(), "watts": watts, "work": at_work(self._runs),

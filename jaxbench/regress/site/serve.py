@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import html
 import ipaddress
 import json
 import logging
@@ -67,7 +68,7 @@ class Pages:
         try:
             texts = write.texts(content.gather(self._history), self._layers)
         except ValueError as error:  # no run yet
-            texts = {"index.html": f"<!doctype html><title>performance over time</title><p>{error}"}
+            texts = {"index.html": f"<!doctype html><title>performance over time</title><p>{html.escape(str(error))}"}
         return {name: text.encode() for name, text in texts.items()}
 
     def _now(self) -> list[tuple[str, int, int]]:

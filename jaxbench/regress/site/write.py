@@ -94,6 +94,7 @@ def texts(found: contents.Content, layers: Sequence[dict[str, Any]] = ()) -> dic
 
 
 def _assigned(name: str, value: Any) -> str:
+    value = outputs.finite(value)
     return f"BENCH.{name} = {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))};\n"
 
 

@@ -27,12 +27,12 @@ from absl import flags
 
 from jaxbench import cli, outputs, terminal
 from jaxbench.measure import environment, line_picture, process, verdicts
-from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure.line_picture import BLUE, BROWN, GREEN, GREY, PINK, Axis, Line, Panel, Point
 from jaxbench.serve.study import load
 
 VALUES = flags.FLAGS
 HOST = "127.0.0.1"
-COLORS = ("#6e7781", "#0969da", "#bf3989", "#1a7f37", "#9a6700")
+COLORS = (GREY, BLUE, PINK, GREEN, BROWN)
 OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--model={model}", "--set=name=model")
 # threads that spin (--poll) would take the cores of its own HTTP, and of the clients
 LLAMA = (

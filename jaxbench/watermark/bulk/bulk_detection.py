@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import outputs, worker_pool
+from jaxbench import outputs, store, worker_pool
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.result_cache import ResultCacheConfig
 from jaxbench.text import lines
@@ -158,15 +158,30 @@ def run(
       engine: runs a Worker over files in another way, see ray_engine.py.
 
     Raises:
-      ValueError: bad input, an output that exists or is an input, parts of another run, or no usable text at all.
+      ValueError: bad input, an output that exists, is an input or is being written by another process, parts of another
+        run, or no usable text at all.
     """
-    start = time.monotonic()
     out, parts = Path(output), part_files.parts_of(Path(output)).absolute()
-    kind = part_files.kind_of(out)
+    part_files.kind_of(out)  # or an unknown suffix is named
     # a pattern such as **/*.jsonl finds the parts of the run that it goes on with
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
-    outputs.check_file(out, paths, overwrite=overwrite)
-    outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
+
+    def check() -> None:
+        outputs.check_file(out, paths, overwrite=overwrite)
+        outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
+
+    check()
+    with store.alone(out):
+        check()  # again: another command may have ended since
+        return _run(pattern, paths, out, job, processes, overwrite, say, engine)
+
+
+def _run(
+    pattern: str, paths: list[str], out: Path, job: Job, processes: int, overwrite: bool,
+    say: Callable[[dict[str, Any], int], None], engine: Callable[..., Iterable[dict[str, Any]]] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Do what `run` does, alone."""
+    start, kind = time.monotonic(), part_files.kind_of(out)
     keys = [candidate.key for candidate in job.candidates]
     folder = part_files.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
     done = part_files.finished(folder)
@@ -188,6 +203,7 @@ def run(
         problem = "; {} line {}: {}".format(*summary["first_bad"][0]) if summary["bad"] else ""
         shutil.rmtree(folder)
         raise ValueError(f"input: {pattern} holds no usable text ({summary['bad']} bad lines{problem})")
+    outputs.check_file(out, overwrite=overwrite)
     part_files.merge(folder, [report["name"] for report in reports], out, kind)
     outputs.write_json(Path(f"{out}.report.json"), summary)
     shutil.rmtree(folder)

@@ -40,6 +40,7 @@ def engine(
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(size=processes),
         num_cpus=1,
+        max_task_retries=ray_pool.RETRIES,  # without end otherwise
     )
     for row in reports.iter_rows():
         yield json.loads(row["report"])

@@ -120,13 +120,10 @@ def save(
     calibration: np.ndarray | None = None,
 ) -> Path:
     """Write detector.safetensors, detector.json (shape, record, checksum), calibration.npy (human passages)."""
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     initial.check_params(parameter_shapes(config), params)
     weights = folder / "detector.safetensors"
-    with outputs.whole(weights) as temporary:
-        save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
+    outputs.save_tensors(weights, {name: np.ascontiguousarray(value, np.float32) for name, value in params.items()})
     if calibration is not None:
         with outputs.whole(folder / "calibration.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, calibration)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxbench.measure import ranking
+
 
 class Rate(NamedTuple):
     """A share with its interval and how many texts it is of."""
@@ -43,14 +45,8 @@ def rates(p_values: Sequence[float], fprs: Sequence[float]) -> dict[str, dict]:
 
 def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
     """P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
-    from scipy import stats
-
-    marked, human = np.asarray(marked, np.float64), np.asarray(human, np.float64)
-    if not marked.size or not human.size:
-        return float("nan")
-    ranks = stats.rankdata(-np.concatenate([marked, human]))
-    wins = ranks[: marked.size].sum() - marked.size * (marked.size + 1) / 2
-    return float(wins / (marked.size * human.size))
+    p = np.concatenate([np.asarray(marked, np.float64), np.asarray(human, np.float64)])
+    return ranking.auc(np.arange(len(p)) < len(marked), -p)
 
 
 def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxbench import outputs
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.study import detectability, text_quality
 from jaxbench.watermark.study.evaluate_config import CLEAN, UNMARKED, Evaluate
@@ -27,7 +28,7 @@ def summarize(settings: Evaluate, results: dict[str, Any]) -> dict[str, Any]:
         },
         "human": {"quality": _quality(results["human"]["quality"][CLEAN])},
     }
-    return plain(found)
+    return outputs.finite(found)
 
 
 def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str, Any]:
@@ -130,17 +131,6 @@ def mean(values: Sequence) -> float:
 def _median(values: np.ndarray) -> float:
     found = present(values)
     return float(np.median(found)) if found.size else math.nan
-
-
-def plain(value: Any) -> Any:
-    """A value as strict JSON holds it: nan and infinities become None."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 def rows(summary: dict[str, Any], config_id: str) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxbench import store
 from jaxbench.hallucination import detect
 from jaxbench.hallucination.bulk import row_files, run
 from tests.hallucination import small
 from tests.structure import ROOT
-from tests.test_cli import shell_environment
+from tests.test_cli import command, refused, shell_environment
 
 # A process of its own: Ray starts others, which JAX in the tests' process warns about.
 CODE = """
@@ -258,3 +259,16 @@ def test_a_group_waits_for_no_more_rows_than_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(row_files, "rows", endless)
     found = run.groups(tmp_path)
     assert [next(found).first_row, next(found).first_row] == [1, 4] and len(taken) <= 7
+
+
+def test_an_output_that_appeared_meanwhile_is_not_replaced(made, tmp_path):
+    source, output = write(tmp_path / "rows.jsonl", rows(made[0])[:1]), tmp_path / "out.jsonl"
+    _, part = judge(made, source, output, steps=1)
+    output.write_text("mine")
+    detector = detect.HallucinationDetector(made[2], model=made[4])
+    with pytest.raises(ValueError, match=r"out\.jsonl exists"):
+        run.finish(source, part, run.Outputs.of(output=str(output)), detector)
+    assert output.read_text() == "mine" and part.exists()
+    with store.alone(output):
+        words = (f"--detector={made[2]}", f"--model={made[4]}", f"--input={source}", f"--output={output}")
+        refused(command("hallucination.py", "detect", *words, "--overwrite"), f"another process writes {output}; wait")

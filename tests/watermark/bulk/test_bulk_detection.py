@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from jaxbench import store
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify
@@ -313,3 +314,19 @@ def test_a_folder_of_someone_else_in_the_place_of_the_parts_is_not_touched(tmp_p
         with pytest.raises(ValueError, match="scores.csv.parts is in the way and was not made by this command"):
             bulk_detection.run(path, str(tmp_path / "scores.csv"), job(), overwrite=overwrite)
     assert (parts / "mine").read_text() == "mine"
+
+
+def test_an_output_that_another_process_writes_is_refused_and_its_parts_are_not_touched(tmp_path):
+    path, out = write(tmp_path / "a.jsonl", texts(3)), tmp_path / "scores.csv"
+    with store.alone(out):
+        with pytest.raises(ValueError, match=r"another process writes .*scores\.csv; wait for its end"):
+            bulk_detection.run(path, str(out), job())
+        assert sorted(each.name for each in tmp_path.iterdir()) == [".scores.csv.writing", "a.jsonl"]
+    assert bulk_detection.run(path, str(out), job())["texts"] == 3
+
+
+def test_an_output_that_appeared_meanwhile_is_not_replaced_and_the_parts_are_kept(tmp_path):
+    path, out = write(tmp_path / "a.jsonl", texts(3)), tmp_path / "scores.csv"
+    with pytest.raises(ValueError, match=r"scores\.csv exists"):
+        bulk_detection.run(path, str(out), job(), say=lambda report, total_bytes: out.write_text("mine"))
+    assert out.read_text() == "mine" and (tmp_path / "scores.csv.parts").is_dir()

@@ -48,7 +48,7 @@ def test_the_interval_ends_where_a_normal_test_just_keeps_the_rate(successes, ex
 
 def test_nothing_has_no_rate_and_no_area():
     assert math.isnan(detectability.rate(0, 0).value) and detectability.rate(0, 0)[1:] == (0, 1, 0)
-    assert math.isnan(detectability.auroc([], [0.5]))
+    assert math.isnan(detectability.auroc([], [0.5])) and math.isnan(detectability.auroc([0.5], []))
 
 
 def test_the_level_itself_counts_as_found():
