@@ -10,7 +10,7 @@
     profile.py monitor --pid=4711
 
 FOLDER is what any command writes with --profile=FOLDER. A leak, or a command that fails, ends with exit code 1, bad
-input with 2 and one line.
+input with 2 and one line. Ctrl-C ends the command too, and shows what was sampled until then.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.profiling import compare, events, host, leaks, monitor, trace
 
 VALUES = flags.FLAGS
+WRITING_S = 300.0  # that an interrupted command has to write what --profile recorded
 
 
 def _define_command() -> None:
@@ -79,7 +80,7 @@ def define_host() -> None:
 def define_cpu() -> None:
     """Define the flags of cpu."""
     define_host()
-    flags.DEFINE_integer("rate", 100, "samples a second", lower_bound=1, upper_bound=1000)
+    flags.DEFINE_integer("rate", 100, "samples a second, at most", lower_bound=1, upper_bound=1000)
     flags.DEFINE_enum("tool", None, ["py-spy", "thread"], "unset: py-spy where it is installed")
 
 
@@ -89,8 +90,12 @@ def cpu() -> int:
     if VALUES.tool == "py-spy" and host.py_spy() is None:
         raise ValueError(f"--tool={VALUES.tool} is not installed; pip install py-spy, or leave it out")
     _check_output()
+    _keep_nothing()
     found = host.cpu(words, rate=VALUES.rate, use=VALUES.tool)
-    return _finish(found, unit="seconds", scale=1 / VALUES.rate)
+    seconds = sum(weight for _, weight in found.stacks) * found.scale
+    about = f"{seconds:.4g} seconds in {len(found.stacks)} stacks, by {found.tool}"
+    about += f", which looked {1 / found.scale:.3g} times a second" if found.tool == "thread" else ""
+    return _finish(found, unit="seconds", scale=found.scale, about=about)
 
 
 def define_memory() -> None:
@@ -107,7 +112,19 @@ def memory() -> int:
     if VALUES.tool == "memray" and importlib.util.find_spec("memray") is None:
         raise ValueError(f"--tool={VALUES.tool} is not installed; pip install memray, or leave it out")
     _check_output()
-    return _finish(host.memory(words, use=VALUES.tool), unit="MiB", scale=2**-20)
+    _keep_nothing()
+    found = host.memory(words, use=VALUES.tool)
+    size = sum(weight for _, weight in found.stacks) / 2**20
+    about = (
+        f"peak {found.peak / 2**20:.4g} MiB; the lines are of {size:.4g} MiB in {len(found.stacks)} stacks, "
+        f"by {found.tool}"
+    )
+    return _finish(found, unit="MiB", scale=2**-20, about=about)
+
+
+def _keep_nothing() -> None:
+    """Have an interrupt say that nothing was finished; who shows something later keeps that."""
+    cli.keep("", when=lambda: False)
 
 
 def _check_output() -> None:
@@ -115,18 +132,23 @@ def _check_output() -> None:
         trace.check_folder(VALUES.output, flag="--output")
 
 
-def _finish(found: host.Profile, *, unit: str, scale: float) -> int:
-    """Show and write a profile of the host."""
+def _finish(found: host.Profile, *, unit: str, scale: float, about: str) -> int:
+    """Show and write a profile of the host, also of a command that failed or was interrupted."""
     lines = host.by_line(found.stacks)
-    whole = sum(weight for _, weight in found.stacks) * scale
     terminal.console().print(host.picture(lines, top=VALUES.top, unit=unit, scale=scale))
-    print(f"{whole:.4g} {unit} in {len(found.stacks)} stacks, by {found.tool}")
+    print(about)
     if VALUES.output is not None:
         folder = Path(VALUES.output)
         outputs.write_json(folder / "lines.json", [line._asdict() for line in lines])
         text = "".join(_folded(stack, weight) for stack, weight in found.stacks)
         outputs.write_text(folder / "stacks.txt", text)
         print(f"written: lines.json, stacks.txt (for speedscope.app or flamegraph.pl) in {folder}")
+    if found.interrupted:
+        cli.keep("the profile is of what ran until then")
+        raise KeyboardInterrupt
+    if found.exit_code is None:
+        said = "was killed, or ended past Python (os._exit): its exit code is not known"
+        raise cli.GateFailed(f"{VALUES.command} {said}")
     if found.exit_code:
         raise cli.GateFailed(f"the command ended with exit code {found.exit_code}; its profile ends there")
     return cli.EXIT_OK
@@ -162,6 +184,7 @@ def find_leaks() -> int:
         process_environment.ensure(VALUES.device)
         call = leaks.load(file, name)
         find = lambda **rest: leaks.find(call, **rest)  # noqa: E731
+    _keep_nothing()
     found = find(advance=_counter(VALUES.repeats + VALUES.warmup), **options)
     print("\n".join(leaks.report(found)))
     if found.is_leak:
@@ -198,16 +221,17 @@ def define_gpu() -> None:
 
 def gpu() -> int:
     """Run a command on a GPU with --profile."""
-    import subprocess
-
     process_environment.check_attached("gpu")
     words = _words()
     _wanted("output")
     trace.check_folder(VALUES.output, flag="--output")
     words = [*words, f"--profile={VALUES.output}"] + ["--device=gpu"] * (host.flag_value(words, "device") is None)
-    done = subprocess.run([sys.executable, *words], env=host.environment(words))
-    if done.returncode:
-        raise cli.GateFailed(f"the command ended with exit code {done.returncode}")
+    cli.keep(f"the profile is in {VALUES.output}", when=lambda: Path(VALUES.output, trace.OPERATIONS).is_file())
+    code, interrupted = host.run([sys.executable, *words], env=host.environment(words), grace_s=WRITING_S)
+    if interrupted:
+        raise KeyboardInterrupt
+    if code:
+        raise cli.GateFailed(f"the command ended with exit code {code}")
     return cli.EXIT_OK
 
 
@@ -229,6 +253,9 @@ def operations() -> int:
         file = events.newest(folder)
         process_environment.ensure("cpu")
         rows = [row._asdict() for row in trace.read_operations(file, [], None)[0]]
+    if not rows:
+        print(trace.NO_ROWS)
+        return cli.EXIT_OK
     terminal.console().print(trace.table.picture(rows, top=VALUES.top))
     return cli.EXIT_OK
 
@@ -275,6 +302,7 @@ def follow() -> int:
         if not Path(row).exists():
             raise ValueError(f"--rows={row} is neither a file nor a folder")
     watched, started = monitor.Watched(VALUES.pid, VALUES.rows), time.monotonic()
+    cli.keep(f"process {VALUES.pid} goes on")
     while VALUES.for_s is None or time.monotonic() - started < VALUES.for_s:
         time.sleep(VALUES.interval_s)
         if (look := watched.look()) is None:

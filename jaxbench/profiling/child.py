@@ -1,44 +1,50 @@
-"""A process that profiles one script from inside: `python -m jaxbench.profiling.child MODE OUTPUT RATE SCRIPT ...`.
+"""A process that runs one script under a profile: `python -m jaxbench.profiling.child MODE OUTPUT VALUE SCRIPT ...`.
 
-MODE is `cpu` (a thread that reads every thread's stack RATE times a second, waiting ones too) or `memory` (tracemalloc:
-the lines that had allocated what was there when it was most). Written as JSON: stacks, the outermost frame first, with
-weights, samples or bytes. It stands in for py-spy and memray where they are not installed (S file).
+MODE is `cpu` (a thread that reads every thread's stack VALUE times a second at most, waiting ones too) or `memory`
+(tracemalloc: the lines that had allocated what was there when it was most). Written as JSON: stacks, the outermost
+frame first, with weights, samples or bytes. They stand in for py-spy and memray where these are not installed. With
+MODE `exit` the script is py-spy's to sample, and what is written is its exit code, of which py-spy says nothing; VALUE
+names the descriptors of its standard output and error, so that py-spy's own words are not among them (S file).
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
+import os
 import runpy
 import sys
 import threading
 import time
-import traceback
 import tracemalloc
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-HIGHER = 1.5  # a snapshot is taken when this many times the last one's bytes are allocated
+HIGHER = 1.02  # a snapshot is taken when this many times the last one's bytes are allocated, and MORE
+MORE = 2**20
+PAUSE = 10  # times what a snapshot took pass before the next: they cost an eleventh of the time at most
 LOOK_S = 0.05
+EXIT_INTERRUPT, EXIT_PIPE = 130, 141  # what a shell says of SIGINT and of SIGPIPE
 
 
 class Stacks:
-    """Samples of all threads' stacks, RATE a second."""
+    """Samples of all threads' stacks, `rate` a second where the machine keeps up with it."""
 
     def __init__(self, rate: int):
-        self.interval_s, self.found = 1 / rate, collections.Counter()
+        self.interval_s, self.found, self.looks = 1 / rate, collections.Counter(), 0
 
     def look(self) -> None:
         """Take one sample."""
         own = threading.get_ident()
+        self.looks += 1
         for thread, frame in sys._current_frames().items():
             if thread != own:
-                stack = traceback.extract_stack(frame)
-                self.found[tuple((each.name, each.filename, each.lineno or 0) for each in stack)] += 1
+                self.found[_stack(frame)] += 1
 
-    def end(self) -> None:
-        """Do nothing more: every sample counts."""
+    def end(self) -> dict[str, Any]:
+        """How often it looked: a sample stands for the whole time over it, whatever the rate was to be."""
+        return {"looks": self.looks}
 
 
 class Allocations:
@@ -50,16 +56,18 @@ class Allocations:
         tracemalloc.start()  # a frame a trace: what snapshots keep is traced memory itself, and has to stay small
 
     def look(self) -> None:
-        """Take a snapshot where clearly more is allocated than at the last one; a tenth of the time at most."""
-        if time.monotonic() >= self._next_s and tracemalloc.get_traced_memory()[0] > HIGHER * self._most + 2**20:
+        """Take a snapshot where more is allocated than at the last one, and that one's pause is over."""
+        if time.monotonic() >= self._next_s and tracemalloc.get_traced_memory()[0] > HIGHER * self._most + MORE:
             started = time.monotonic()
             self._take()
-            self._next_s = time.monotonic() + 10 * (time.monotonic() - started)
+            self._next_s = time.monotonic() + PAUSE * (time.monotonic() - started)
 
-    def end(self) -> None:
-        """Take a last snapshot, which is kept where it is the largest."""
+    def end(self) -> dict[str, Any]:
+        """Take a last snapshot, which is kept where it is the largest; the true peak, which may lie between two."""
+        peak = tracemalloc.get_traced_memory()[1]
         self._take()
         tracemalloc.stop()
+        return {"peak": peak}
 
     def _take(self) -> None:
         statistics = tracemalloc.take_snapshot().statistics("lineno")
@@ -89,10 +97,37 @@ def main(mode: str, output: str, rate: int, words: list[str]) -> None:
         seconds = time.monotonic() - started
         ended.set()
         thread.join()
-        profile.end()
+        about = profile.end()
         names.clear()
         stacks = [[list(stack), weight] for stack, weight in profile.found.items()]
-        Path(output).write_text(json.dumps({"seconds": seconds, "stacks": stacks}), encoding="utf-8")
+        Path(output).write_text(json.dumps(about | {"seconds": seconds, "stacks": stacks}), encoding="utf-8")
+
+
+def hand_on(output: str, streams: str, words: list[str]) -> None:
+    """Run a script with these streams and write its exit code, as a shell gives it, where it ends by itself."""
+    for number, stream in enumerate(streams.split(","), 1):
+        os.dup2(int(stream), number)
+    code = 1
+    try:
+        _run(words)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code & 255 if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        code = EXIT_INTERRUPT if isinstance(error, KeyboardInterrupt) else EXIT_PIPE
+        raise
+    finally:
+        Path(output).write_text(str(code), encoding="utf-8")
+
+
+def _stack(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
+    """A thread's frames, read without the sources' text, so that a look is short."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno or 0))
+        frame = frame.f_back
+    return tuple(reversed(found))
 
 
 def _run(words: list[str]) -> dict[str, Any]:
@@ -106,5 +141,11 @@ def _run(words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    try:
+        if sys.argv[1] == "exit":
+            hand_on(sys.argv[2], sys.argv[3], sys.argv[4:])
+        else:
+            main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    except BrokenPipeError:  # what read the command's output closed it: no traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(EXIT_PIPE) from None

@@ -5,19 +5,21 @@ Each side is one run, so a difference may be chance: `benchmarks.py run --compar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs
 from jaxbench.profiling.trace import COMPILE, MEMORY, OPERATIONS
 
-# What the rows of a file hold: text, a number, or a number that may be unknown (None)
+# What the rows of a file hold: types of a value; NoneType where it may be unknown
+NUMBER, TEXT, UNKNOWN = (int, float), (str,), (type(None),)
 KEYS = {
     OPERATIONS: {
-        "name": str, "calls": int, "seconds": float, "share": float, "flops": None, "bytes": None, "roofline": None,
+        "name": TEXT, "calls": NUMBER, "seconds": NUMBER, "share": NUMBER, "flops": NUMBER + UNKNOWN,
+        "bytes": NUMBER + UNKNOWN, "roofline": NUMBER + UNKNOWN, "bound": TEXT + UNKNOWN,
     },
-    COMPILE: {"function": str, "trace_s": float, "lower_s": float, "compile_s": float, "programs": int},
+    COMPILE: {"function": TEXT, "trace_s": NUMBER, "lower_s": NUMBER, "compile_s": NUMBER, "programs": NUMBER},
 }  # fmt: skip
 
 
@@ -45,7 +47,7 @@ def read(folder: str, name: str, *, flag: str) -> Any:
         raise ValueError(f"{flag}={folder}: {path} is no JSON ({error.__cause__})") from error
     rows = found.get("rows") if isinstance(found, dict) else found if name == COMPILE else None
     if name == MEMORY:
-        is_ours = isinstance(found, dict) and _is_number(found.get("peak_resident_bytes"))
+        is_ours = isinstance(found, dict) and _is_a(found.get("peak_resident_bytes"), NUMBER)
     else:
         is_ours = isinstance(rows, list) and all(_is_row(row, KEYS[name]) for row in rows)
     if not is_ours:
@@ -53,15 +55,12 @@ def read(folder: str, name: str, *, flag: str) -> Any:
     return found
 
 
-def _is_row(row: Any, keys: dict[str, type | None]) -> bool:
-    if not isinstance(row, dict) or not keys.keys() <= row.keys():
-        return False
-    given = ((row[name], kind) for name, kind in keys.items())
-    return all(isinstance(value, str) if kind is str else _is_number(value, kind is None) for value, kind in given)
+def _is_row(row: Any, keys: Mapping[str, tuple[type, ...]]) -> bool:
+    return isinstance(row, dict) and all(name in row and _is_a(row[name], types) for name, types in keys.items())
 
 
-def _is_number(value: Any, may_lack: bool = False) -> bool:
-    return (may_lack and value is None) or (isinstance(value, int | float) and not isinstance(value, bool))
+def _is_a(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def operations(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:

@@ -4,27 +4,39 @@ Time: py-spy where it is installed (threads that run), else a sampling thread in
 too). Memory: memray where it is installed (every allocation, also of native code), else tracemalloc (of Python and
 numpy alone, neither XLA's nor PyTorch's). Either way stacks with weights, samples or bytes, of which the table by line
 is made. A line's own weight is that of stacks that end there, its total that of stacks that pass through it.
+
+The profilers run beside or inside the command, whose exit code is handed on; an interrupt ends it and leaves a profile
+of what ran until then.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import process_environment
+from jaxbench import cli, process_environment
+from jaxbench.measure import process
 
 ROOT = Path(__file__).resolve().parents[2]
+CHILD = "jaxbench.profiling.child"
+CHILD_FILE = str(Path(__file__).with_name("child.py"))
+STARTERS = (CHILD_FILE, "<frozen runpy>", "/runpy.py")  # files of what starts a command
+GRACE_S = 30.0  # that an interrupted command has to end
 FOLDED = re.compile(r"^(?P<function>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)$")
 Frame = tuple[str, str, int]  # function, file, line
 Stacks = list[tuple[tuple[Frame, ...], float]]  # the outermost frame first
@@ -35,7 +47,10 @@ class Profile(NamedTuple):
 
     tool: str
     stacks: Stacks
-    exit_code: int
+    exit_code: int | None  # None: not known, the command was killed or ended past Python (os._exit)
+    scale: float  # seconds that a sample stands for; of bytes 1
+    peak: float | None = None  # bytes when they were most; of the stacks nearly so where snapshots missed it
+    interrupted: bool = False  # and the profile is of what ran until then
 
 
 class Line(NamedTuple):
@@ -48,7 +63,7 @@ class Line(NamedTuple):
     own_weight: float
 
 
-def words_of(command: str, *, flag: str = "--command") -> list[str]:
+def words_of(command: str) -> list[str]:
     """Words of a command: a Python script or `-m MODULE`, then its arguments.
 
     Raises:
@@ -57,16 +72,18 @@ def words_of(command: str, *, flag: str = "--command") -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"{flag}={command!a} cannot be split into words ({error})") from error
+        raise ValueError(f"--command={command!a} cannot be split into words ({error})") from error
     words = words[1:] if words and re.fullmatch(r"(.*/)?python[\d.]*", words[0]) else words
     if words[:1] == ["-m"]:
         if len(words) < 2 or not re.fullmatch(r"\w+(\.\w+)*", words[1]):
-            raise ValueError(f"{flag}={command!a}: -m wants the name of a module")
+            raise ValueError(f"--command={command!a}: -m wants the name of a module")
         return words
     if not words or not words[0].endswith(".py"):
-        raise ValueError(f"{flag}={command!a} is no Python script; wanted experiments/NAME.py or -m MODULE, then flags")
+        raise ValueError(
+            f"--command={command!a} is no Python script; wanted experiments/NAME.py or -m MODULE, then flags"
+        )
     if not Path(words[0]).is_file():
-        raise ValueError(f"{flag}={command!a}: {words[0]} is no file")
+        raise ValueError(f"--command={command!a}: {words[0]} is no file")
     return words
 
 
@@ -82,35 +99,91 @@ def environment(words: Sequence[str]) -> dict[str, str]:
 
 
 def cpu(words: Sequence[str], *, rate: int, use: str | None = None) -> Profile:
-    """Run a command and sample its stacks; use: "py-spy" or "thread" (unset: the first that is there)."""
+    """Run a command and sample its stacks; use: "py-spy" or "thread" (unset: the first that is there).
+
+    Raises:
+      ValueError: py-spy cannot sample.
+      GateFailed: the command ended before its profile was kept.
+      KeyboardInterrupt: so did an interrupt.
+    """
     tool = use or ("py-spy" if py_spy() else "thread")
     with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as folder:
-        output = Path(folder, "stacks")
-        if tool != "py-spy":
-            return _inside("cpu", words, output, rate, tool)
-        tracer = [
-            str(py_spy()), "record", "--format=raw", "--full-filenames", f"--rate={rate}", "--output", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(
-            [*tracer, "--", sys.executable, *words], env=environment(words), stderr=subprocess.PIPE, text=True
-        )
-        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("py-spy>")]
-        if not output.exists():
-            raise ValueError(f"py-spy wrote no samples: {' '.join(said)[-300:] or done.returncode}")
-        print("\n".join(said), file=sys.stderr)
-        return Profile(tool, list(folded(output.read_text(encoding="utf-8"))), done.returncode)
+        if tool == "py-spy":
+            return _py_spy(words, Path(folder), rate)
+        found, code, interrupted = _inside("cpu", words, Path(folder, "stacks"), rate)
+        return Profile(tool, _own(_stacks(found)), code, found["seconds"] / max(found["looks"], 1), None, interrupted)
 
 
 def memory(words: Sequence[str], *, use: str | None = None) -> Profile:
-    """Run a command and see what was allocated when it was most; use: "memray" or "tracemalloc" (unset: as `cpu`)."""
+    """Run a command and see what was allocated when it was most; use: "memray" or "tracemalloc" (unset: as `cpu`).
+
+    Raises:
+      GateFailed: the command ended before its profile was kept.
+      KeyboardInterrupt: so did an interrupt.
+    """
     tool = use or ("memray" if importlib.util.find_spec("memray") else "tracemalloc")
     with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as folder:
         output = Path(folder, "allocations")
         if tool != "memray":
-            return _inside("memory", words, output, 1, tool)
+            found, code, interrupted = _inside("memory", words, output, 1)
+            return Profile(tool, _stacks(found), code, 1, found["peak"], interrupted)
         tracer = [sys.executable, "-m", "memray", "run", "--quiet", "--force", "--output", str(output)]
-        done = subprocess.run([*tracer, *words], env=environment(words))
-        return Profile(tool, _memray(output), done.returncode)
+        code, interrupted = run([*tracer, *words], env=environment(words))
+        _check_kept(output, code, interrupted)
+        return Profile(tool, *_memray(output, code, interrupted))
+
+
+def run(
+    words: Sequence[str], *, command_of: Callable[[int], Iterable[int]] | None = None, grace_s: float = GRACE_S,
+    **options: Any,
+) -> tuple[int, bool]:  # fmt: skip
+    """Run a process to its end: its exit code, and whether an interrupt ended it.
+
+    It has a session of its own, so that Ctrl-C reaches this process alone, which hands SIGINT on to one process after
+    another until all have ended: so a profiler lives to write what it saw. What remains then is killed, as it is at a
+    second interrupt. A terminal that is closed (SIGHUP) interrupts too.
+
+    Args:
+      command_of: the processes, by the first one's id, that are to end before it.
+      grace_s: that each has to end.
+      options: of subprocess.Popen.
+    """
+    with _hangups_interrupt():
+        started = subprocess.Popen(words, start_new_session=True, **options)
+        try:
+            return started.wait(), False
+        except KeyboardInterrupt:
+            try:
+                for pid in [*(command_of(started.pid) if command_of else ()), started.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGINT)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        return started.wait(grace_s), True
+            finally:
+                process.end(started, grace_s=process.END_S)
+            return started.returncode, True
+
+
+@contextlib.contextmanager
+def _hangups_interrupt() -> Iterator[None]:
+    """Let SIGHUP do in the block what SIGINT does, where nothing else was chosen (nohup)."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _check_kept(output: Path, code: int, interrupted: bool) -> None:
+    if output.exists():
+        return
+    if interrupted:
+        raise KeyboardInterrupt(f"exit code {code} before a profile was kept")
+    raise cli.GateFailed(f"the command ended with exit code {code} before its profile was kept")
 
 
 def by_line(stacks: Stacks) -> list[Line]:
@@ -163,21 +236,75 @@ def picture(lines: Sequence[Line], *, top: int, unit: str, scale: float) -> Any:
     return table
 
 
-def _inside(mode: str, words: Sequence[str], output: Path, rate: int, tool: str) -> Profile:
-    tracer = [sys.executable, "-m", "jaxbench.profiling.child", mode, str(output), str(rate)]
-    done = subprocess.run([*tracer, *words], env=environment(words))
+def _py_spy(words: Sequence[str], folder: Path, rate: int) -> Profile:
+    """Stacks of a command that py-spy starts; the command has this process's output, py-spy's own goes to a file."""
+    output, code, log = folder / "stacks", folder / "exit_code", folder / "said"
+    tracer = [
+        str(py_spy()), "record", "--format=raw", "--full-filenames", f"--rate={rate}", "--output", str(output), "--",
+    ]  # fmt: skip
+    streams = [os.dup(number) for number in (1, 2)]
+    try:
+        with open(log, "wb") as file:
+            child = [sys.executable, "-m", CHILD, "exit", str(code), ",".join(map(str, streams))]
+            own, interrupted = run(
+                [*tracer, *child, *words], env=environment(words), command_of=_children, stdout=file, stderr=file,
+                pass_fds=streams,
+            )  # fmt: skip
+    finally:
+        for stream in streams:
+            os.close(stream)
+    said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     if not output.exists():
-        raise ValueError(f"{words[0]}: the process ended with exit code {done.returncode} before its profile was kept")
-    found = json.loads(output.read_text(encoding="utf-8"))["stacks"]
-    return Profile(tool, [(tuple(map(tuple, stack)), weight) for stack, weight in found], done.returncode)
+        if interrupted:
+            raise KeyboardInterrupt(f"exit code {own} before a profile was kept")
+        raise ValueError(f"py-spy wrote no samples: {' '.join(said)[-300:] or own}")
+    if late := [line for line in said if "behind in sampling" in line]:
+        print(f"py-spy: {late[-1].removeprefix('py-spy> ')}", file=sys.stderr)
+    exit_code = int(code.read_text(encoding="utf-8")) if code.exists() else None
+    stacks = _own(list(folded(output.read_text(encoding="utf-8"))))
+    return Profile("py-spy", stacks, exit_code, 1 / rate, None, interrupted)
 
 
-def _memray(output: Path) -> Stacks:
+def _children(pid: int) -> list[int]:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [each.pid for each in psutil.Process(pid).children()]
+    return []
+
+
+def _inside(mode: str, words: Sequence[str], output: Path, rate: int) -> tuple[dict[str, Any], int, bool]:
+    """What child.py wrote of a command, its exit code, and whether it was interrupted."""
+    tracer = [sys.executable, "-m", CHILD, mode, str(output), str(rate)]
+    code, interrupted = run([*tracer, *words], env=environment(words))
+    _check_kept(output, code, interrupted)
+    return json.loads(output.read_text(encoding="utf-8")), code, interrupted
+
+
+def _stacks(found: dict[str, Any]) -> Stacks:
+    return [(tuple(map(tuple, stack)), weight) for stack, weight in found["stacks"]]
+
+
+def _own(stacks: Stacks) -> Stacks:
+    """The command's own stacks: below what child.py runs it with; child.py's own, its imports, are left out."""
+    found = []
+    for stack, weight in stacks:
+        if stack and stack[0][1].endswith(STARTERS):
+            stack = tuple(itertools.dropwhile(lambda frame: frame[:2] != ("_run", CHILD_FILE), stack))
+            stack = tuple(itertools.dropwhile(lambda frame: frame[1].endswith(STARTERS), stack))
+        if stack:
+            found.append((stack, weight))
+    return found
+
+
+def _memray(output: Path, code: int, interrupted: bool) -> tuple[Stacks, int, float, int, bool]:
+    """The fields of a profile but its tool."""
     from memray import FileReader
 
     with FileReader(str(output)) as reader:
         records = reader.get_high_watermark_allocation_records(merge_threads=True)
-        return [(tuple(tuple(frame) for frame in reversed(each.stack_trace())), each.size) for each in records]
+        stacks = [(tuple(tuple(frame) for frame in reversed(each.stack_trace())), each.size) for each in records]
+        return stacks, code, 1, reader.metadata.peak_memory, interrupted
 
 
 def flag_value(words: Sequence[str], flag: str) -> str | None:

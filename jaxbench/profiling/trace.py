@@ -8,14 +8,17 @@ JAX's arrays when they were most), with PyTorch `trace.json` (its chrome trace).
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxbench import outputs
+from jaxbench import outputs, process_environment
 from jaxbench.measure import worker
 from jaxbench.profiling import events, scopes, table
 from jaxbench.profiling.watch import MOST_S, Watch
@@ -24,6 +27,10 @@ REFUSED = (ValueError, OSError, MemoryError)  # a command's bad input: there is 
 OPERATIONS, COMPILE, MEMORY = "operations.json", "compile.json", "memory.json"
 GEMM, READ_BYTES, REPEATS = 1024, 2**27, 5  # of the rates; the array is larger than caches are
 SHOWN = 12
+NO_ROWS = (
+    "no operation of JAX or PyTorch: this process computed nothing, or with native kernels, which no table shows "
+    "(--kernels=xla leaves them out)"
+)
 
 
 def check_folder(folder: str, *, flag: str = "--profile") -> Path:
@@ -49,13 +56,11 @@ def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] |
       say: prints a line (unset: to standard error).
     """
     if library == "XLA":
-        from jaxbench import libtpu
-
-        libtpu.leave_out_if_absent()  # its part of the profiler ends the process where there is no TPU
+        _leave_out_libtpu()
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as temporary:
-        watch, started = Watch(Path(temporary), library), time.monotonic()
-        watch.start()
+    watch, started = Watch(library), time.monotonic()
+    watch.start()
+    try:
         try:
             yield
         except REFUSED:
@@ -63,10 +68,32 @@ def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] |
             raise
         except BaseException:
             watch.stop()
-            _write(folder, Path(temporary), watch, time.monotonic() - started, say)
+            _write(folder, watch, time.monotonic() - started, say)
             raise
         watch.stop()
-        _write(folder, Path(temporary), watch, time.monotonic() - started, say)
+        _write(folder, watch, time.monotonic() - started, say)
+    finally:
+        if watch.folder is not None:
+            shutil.rmtree(watch.folder, ignore_errors=True)
+
+
+def _leave_out_libtpu() -> None:
+    """Keep JAX from loading libtpu where no TPU is: its part of JAX's profiler ends the process there.
+
+    Where JAX is not imported yet it is told by its variable, which it reads then, and not imported here: a command may
+    start itself anew first (process_environment.ensure), for which an import would be too late.
+    """
+    if "jax" in sys.modules:
+        from jaxbench import libtpu
+
+        libtpu.leave_out_if_absent()
+    elif not (
+        os.environ.get("JAX_PLATFORMS")
+        or importlib.util.find_spec("libtpu") is None
+        or process_environment.is_tpu_attached()
+        or importlib.metadata.entry_points(group="jax_plugins")
+    ):
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def measure_rates() -> table.Rates:
@@ -91,10 +118,12 @@ def read_operations(file: Path, programs: list[Any], rates: table.Rates | None) 
     """Operation table of JAX's profile, and what a trace of scopes is made of.
 
     Raises:
-      ValueError: the file is no profile.
+      ValueError: the file is no profile, or an empty one.
     """
     import jax
 
+    if not file.stat().st_size:
+        raise ValueError(f"{file} is empty, wanted a profile of JAX; the command may have been killed as it wrote")
     try:
         data = jax.profiler.ProfileData.from_file(str(file))
     except (RuntimeError, ValueError) as error:
@@ -104,7 +133,7 @@ def read_operations(file: Path, programs: list[Any], rates: table.Rates | None) 
     return table.rows(found, assigned, rates), (found, assigned, spans)
 
 
-def _write(folder: Path, temporary: Path, watch: Watch, seconds: float, say: Callable[[str], None]) -> None:
+def _write(folder: Path, watch: Watch, seconds: float, say: Callable[[str], None]) -> None:
     """Write a whole profile, and say what it shows."""
     say(f"profile: {seconds:.1f} s recorded; reading it")
     about: dict[str, Any] = {"command": sys.argv, "seconds": seconds, "library": watch.library}
@@ -113,7 +142,7 @@ def _write(folder: Path, temporary: Path, watch: Watch, seconds: float, say: Cal
     with outputs.whole_folder(folder) as made:
         found: list[table.Row] = []
         if watch.is_traced:
-            found = _write_jax(made, temporary, watch, about)
+            found = _write_jax(made, watch, about)
         if watch.torch_profile is not None:
             found = _write_torch(made, watch.torch_profile)
         rows = [row._asdict() for row in found]
@@ -141,16 +170,14 @@ def render(rows: list[dict[str, Any]], *, top: int) -> str:
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-def _write_jax(made: Path, temporary: Path, watch: Watch, about: dict[str, Any]) -> list[table.Row]:
-    import shutil
-
+def _write_jax(made: Path, watch: Watch, about: dict[str, Any]) -> list[table.Row]:
     import jax
 
     rates = measure_rates()
     about |= {"rates": rates._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    rows, parts = read_operations(events.newest(temporary), list(watch.texts.values()), rates)
+    rows, parts = read_operations(events.newest(watch.folder), list(watch.texts.values()), rates)
     scopes.write(made / "scopes.json.gz", *parts)
-    shutil.copytree(temporary / "plugins", made / "plugins")
+    shutil.copytree(watch.folder / "plugins", made / "plugins")
     (made / "memory.pprof").write_bytes(jax.profiler.device_memory_profile())
     return rows
 
@@ -180,7 +207,7 @@ def _compiled(watch: Watch) -> list[dict[str, Any]]:
 
 def _said(watch: Watch, rows: list[dict[str, Any]], seconds: float, peak: int) -> Iterator[str]:
     if not rows:
-        yield "profile: neither JAX nor PyTorch computed anything in this process"
+        yield f"profile: {NO_ROWS}"
     else:
         total = sum(row["seconds"] for row in rows)
         yield f"profile: {len(rows)} operations took {total:.2f} s on all threads, of {seconds:.1f} s by the clock"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,12 +33,12 @@ class Watch:
     """A thread beside a command.
 
     Args:
-      folder: where JAX's profiler writes.
       library: whose profiler is started, "XLA" or "PyTorch".
     """
 
-    def __init__(self, folder: Path, library: str):
-        self.folder, self.library = folder, library
+    def __init__(self, library: str):
+        self.library = library
+        self.folder: Path | None = None  # JAX's profiler writes into it; the caller removes it
         self.compiled: dict[str, dict[str, float]] = collections.defaultdict(dict)  # function -> stage -> seconds
         self.timeline: list[dict[str, float]] = []
         self.snapshot: list[dict[str, Any]] = []  # JAX's arrays when they were most
@@ -84,6 +85,8 @@ class Watch:
         if self.library == "XLA" and not self.is_traced and jax is not None and _has_backend():
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level, options.host_tracer_level = 0, 2
+            # Made here and no sooner: a command that starts itself anew would leave it behind.
+            self.folder = Path(tempfile.mkdtemp(prefix="jaxbench-profile-"))
             jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self.is_traced, self._trace_started = True, now
         if self._is_tracing() and now - self._trace_started > MOST_S:

@@ -10,7 +10,8 @@ def of(command: str, words: str, *wanted: str, **files: str) -> Case:
     return case_of(("profile.py", command), words, *wanted, **files)
 
 
-ROW = '{"name": "a", "calls": 1, "seconds": 1.0, "share": 1.0, "flops": null, "bytes": null, "roofline": null}'
+BOUNDLESS = '{"name": "a", "calls": 1, "seconds": 1.0, "share": 1.0, "flops": null, "bytes": null, "roofline": null}'
+ROW = BOUNDLESS.replace("}", ', "bound": null}')
 OURS = {"a/operations.json": '{"rows": [' + ROW + "]}", "a/compile.json": "[]"}
 WITH_MEMORY = OURS | {"a/memory.json": '{"peak_resident_bytes": 1}'}
 SCRIPT, SERVER = "--command=a.py", "--url=http://127.0.0.1:9/x"
@@ -68,6 +69,10 @@ CASES = [
     Case("profile.py operations --trace=a", ("is not what --profile",), {"a/operations.json": '{"rows": [{}]}'}),
     Case("profile.py operations --trace=a", ("is not what --profile",), {"a/operations.json": "[]"}),
     Case("profile.py operations --trace=a", ("x.xplane.pb", "no profile of JAX"), {"a/x.xplane.pb": b"nothing"}),
+    Case("profile.py operations --trace=a", ("x.xplane.pb is empty, wanted a profile",), {"a/x.xplane.pb": b""}),
+    Case(
+        "profile.py operations --trace=a", ("not what --profile",), {"a/operations.json": f'{{"rows": [{BOUNDLESS}]}}'}
+    ),
     of("compare", "", "--base= is empty"),
     of("compare", "--base=a", "--head= is empty"),
     of("compare", "--base=none|--head=none", "--base=none", "operations.json is no file"),

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
+import psutil
 import pytest
 
+from jaxbench import cli
 from jaxbench.profiling import host
 from tests.structure import ROOT
+from tests.test_cli import command, shell_environment
+
+TOOLS = [
+    "thread",
+    pytest.param("py-spy", marks=pytest.mark.skipif(host.py_spy() is None, reason="py-spy is not installed")),
+]
 
 BUSY = """
 import time
@@ -21,6 +34,35 @@ def busy():
 
 busy()
 """
+TWO_SECONDS = """
+import time
+
+started = time.monotonic()
+while time.monotonic() - started < 2:
+    pass
+"""
+GROWS = """
+import time
+
+kept = bytearray(50 * 2**20)
+time.sleep(0.3)
+brief = bytearray(15 * 2**20)  # below half as much again
+time.sleep(0.6)
+del brief
+moment = bytes(100 * 2**20); del moment  # untouched memory, there for microseconds
+time.sleep(0.2)
+"""
+WAITS = """
+import pathlib, sys, time
+
+try:
+    pathlib.Path(sys.argv[1], "started").touch()
+    while True:
+        sum(range(1000))
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[1], "cleaned").touch()
+    raise SystemExit(5)
+"""
 LARGE = """
 block = [bytes(1000) for _ in range(20_000)]  # the large line
 """
@@ -30,10 +72,13 @@ def line_of(text: str, words: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if words in line)
 
 
-@pytest.mark.parametrize("tool", ["py-spy", "thread"])
+def written(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_function_that_computes_is_the_heaviest(tmp_path, tool):
-    if tool == "py-spy" and host.py_spy() is None:
-        pytest.skip("py-spy is not installed")
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
     found = host.cpu([str(script)], rate=50, use=tool)
@@ -51,10 +96,119 @@ def test_the_line_that_allocates_is_the_heaviest(tmp_path):
     assert first.place == f"{script}:{line_of(LARGE, 'the large line')}" and first.own_weight > 20_000 * 1000
 
 
-def test_the_exit_code_of_the_command_is_handed_on(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(3)\n")
-    assert host.cpu([str(script)], rate=100, use="thread").exit_code == 3
+@pytest.mark.parametrize(("rate", "tool"), [(50, "thread"), (1000, "thread"), (50, TOOLS[1])])
+def test_the_seconds_of_a_command_are_those_of_the_clock_at_any_rate(tmp_path, rate, tool):
+    found = host.cpu([str(written(tmp_path / "two.py", TWO_SECONDS))], rate=rate, use=tool)
+    seconds = found.scale * sum(weight for stack, weight in found.stacks if stack[-1][1].endswith("two.py"))
+    assert 1.6 < seconds < 3.5, found
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_starts_the_command_is_in_no_stack(tmp_path, tool):
+    found = host.cpu([str(written(tmp_path / "two.py", TWO_SECONDS))], rate=100, use=tool)
+    assert not any(file == host.CHILD_FILE for stack, _ in found.stacks for _, file, _ in stack)
+    assert max(found.stacks, key=lambda each: each[1])[0][0][:2] == ("<module>", str(tmp_path / "two.py"))
+
+
+def test_the_peak_is_the_true_one_and_the_lines_are_of_all_that_was_held(tmp_path):
+    found = host.memory([str(written(tmp_path / "grows.py", GROWS))], use="tracemalloc")
+    lines = {line.place.rpartition(":")[2]: line.own_weight / 2**20 for line in host.by_line(found.stacks)}
+    assert 150 < found.peak / 2**20 < 155
+    held = {number: lines.get(str(line_of(GROWS, words)), 0) for number, words in ((50, "kept ="), (15, "brief ="))}
+    assert held == pytest.approx({50: 50, 15: 15}, abs=0.1)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("text", "code"), [("raise SystemExit(3)", 3), ("1 / 0", 1), ("raise SystemExit('no')", 1), ("raise SystemExit", 0)]
+)
+def test_the_exit_code_of_the_command_is_handed_on(tmp_path, tool, text, code):
+    script = written(tmp_path / "ends.py", f"sum(range(3_000_000))\n{text}\n")
+    assert host.cpu([str(script)], rate=100, use=tool).exit_code == code
+
+
+def test_a_command_that_fails_is_shown_and_said_with_its_own_words(tmp_path):
+    script = written(tmp_path / "ends.py", "import sys\nsum(range(3_000_000))\nsys.exit('its own words')\n")
+    done = command("profile.py", "cpu", f"--command={script}")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1, ["its own words", "failed: the command ended with exit code 1; its profile ends there"],
+    ), done.stderr  # fmt: skip
+    assert str(script) in done.stdout and "py-spy>" not in done.stdout
+
+
+def test_a_command_that_is_killed_is_a_failed_one(tmp_path):
+    script = written(tmp_path / "ends.py", "import os\nsum(range(3_000_000))\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(cli.GateFailed, match="exit code -9 before its profile was kept"):
+        host.cpu([str(script)], rate=100, use="thread")
+    if host.py_spy() is not None:
+        assert host.cpu([str(script)], rate=100, use="py-spy").exit_code is None
+
+
+@pytest.mark.parametrize(
+    "words", [("cpu", "--tool=py-spy"), ("cpu", "--tool=thread"), ("memory", "--tool=tracemalloc")]
+)
+def test_an_interrupt_of_the_parent_ends_the_command_and_shows_what_was_sampled(tmp_path, words):
+    if "--tool=py-spy" in words and host.py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    script = written(tmp_path / "waits.py", WAITS)
+    started = [sys.executable, str(ROOT / "experiments" / "profile.py"), *words, f"--output={tmp_path / 'p'}"]
+    process = subprocess.Popen(
+        [*started, f"--command={script} {tmp_path}"],
+        cwd=ROOT, env=shell_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    below = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and (tmp_path / "cleaned").exists()
+    assert err.splitlines() == ["interrupted; the profile is of what ran until then"]
+    assert [each for each in below if each.is_running()] == []
+    assert " MiB; the lines are of " in out if words[0] == "memory" else f"{script}:{line_of(WAITS, 'sum')}" in out
+    assert json.loads((tmp_path / "p" / "lines.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["leaks", "--call=waits.py:f"], "interrupted; nothing was finished"),
+        (["monitor", f"--pid={os.getpid()}", "--interval_s=0.1"], f"interrupted; process {os.getpid()} goes on"),
+    ],
+)
+def test_an_interrupt_says_no_more_than_what_is_so(tmp_path, words, last):
+    written(tmp_path / "waits.py", "import time\n\ndef f():\n    print('called', flush=True)\n    time.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "experiments" / "profile.py"), *words],
+        cwd=tmp_path, env=shell_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline()  # it runs
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1].strip() == last and process.returncode == 130
+
+
+def test_what_does_not_end_at_an_interrupt_is_killed(tmp_path):
+    text = "import os, signal, time\nsignal.signal(2, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    words = [sys.executable, str(written(tmp_path / "stays.py", text))]
+    with open(tmp_path / "pid", "w") as file:
+        timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        assert host.run(words, grace_s=0.5, stdout=file) == (-signal.SIGTERM, True)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_reader_that_closes_the_output_ends_the_command_quietly(tmp_path, tool):
+    script = written(tmp_path / "prints.py", "for number in range(300_000):\n    print(number)\n")
+    words = [sys.executable, "experiments/profile.py", "cpu", f"--tool={tool}", f"--command={script}"]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=shell_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "0\n"
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+    process.stderr.close()
 
 
 def test_folded_stacks_are_read_and_counted_by_line():

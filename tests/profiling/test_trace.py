@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 
@@ -15,7 +14,9 @@ import torch
 
 from jaxbench import cli
 from jaxbench.profiling import trace
+from tests.generation import tiny
 from tests.structure import ROOT
+from tests.test_cli import command, shell_environment
 
 CALLS = 4
 SCRIPT = """
@@ -120,14 +121,36 @@ def test_pytorch_is_profiled_by_its_own_profiler(tmp_path):
 def test_a_command_with_the_flag_is_traced_from_its_backend_on(tmp_path, finish, code):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("FINISH", finish))
+    # A user's shell has not chosen JAX's platforms, and this command does not either: libtpu has to stay out.
     done = subprocess.run(
         [sys.executable, str(script), f"--profile={tmp_path / 'p'}"],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, env=shell_environment(PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     rows = read(tmp_path / "p", trace.OPERATIONS)["rows"]
     assert any(row["name"] == "jit__lambda: dot_general" for row in rows), rows
     assert "profile: written to" in done.stderr and done.stdout == ""
+
+
+def test_a_command_that_starts_itself_anew_is_traced_and_its_table_shown_again(tmp_path):
+    for name in ("p", "temporary"):
+        (tmp_path / name).mkdir()
+    words = ["--prompt=a", f"--model={tiny.make(tmp_path / 'model')}", "--new_tokens=2", "--kernels=xla"]
+    done = command("generate.py", *words, f"--profile={tmp_path / 'p'}", TMPDIR=str(tmp_path / "temporary"))
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "temporary").glob("jaxbench-*")) == []
+    shown = command("profile.py", "operations", f"--trace={tmp_path / 'p'}")
+    assert shown.returncode == 0, shown.stderr
+    rows = read(tmp_path / "p", trace.OPERATIONS)["rows"]
+    assert any(row["name"].startswith("jit__decode: ") for row in rows)
+    assert [row["name"] for row in rows if row["name"] not in shown.stdout] == [] or len(rows) > 20
+
+
+def test_a_profile_of_native_kernels_alone_says_that_they_are_not_in_it(tmp_path):
+    said = []
+    with trace.recorded(tmp_path / "p", library="PyTorch", say=said.append):
+        pass
+    assert any("no operation of JAX or PyTorch" in line and "native kernels" in line for line in said), said
 
 
 def test_a_folder_that_holds_something_is_refused(tmp_path):
