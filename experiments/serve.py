@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, log_lines, outputs, process_environment
+from jaxbench import cli, log_lines, outputs, process_environment, store
 
 VALUES = flags.FLAGS
 
@@ -58,7 +58,7 @@ def main() -> int:
     log_lines.start("jaxbench.serve", "jaxbench.result_cache")
     made = app.make(config, lambda: tokenizer.load_tokenizer(config.engine.model), _watermarks(config.engine))
     options = uvicorn.Config(
-        made, http=head_limit.protocol(), log_level="warning", access_log=False, server_header=False,
+        made, http=head_limit.protocol(config.silence_s), log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=max(1, round(config.drain_s) + 5),
     )  # fmt: skip
     started, listening = time.monotonic(), _socket(config.host, config.port)
@@ -69,10 +69,14 @@ def main() -> int:
         """Takes nothing new from the signal on, while answers in progress end."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """As uvicorn's, which by itself tells the application at the very end."""
-            draining = asyncio.create_task(made.state.service.end())
+            """As uvicorn's, which by itself tells the application at the very end, and hears nobody until then.
+
+            /ready and /metrics answer while answers end; their slow readers have what is left of the time.
+            """
+            until = time.monotonic() + self.config.timeout_graceful_shutdown
+            await made.state.service.end()
+            self.config.timeout_graceful_shutdown = max(5, round(until - time.monotonic()))
             await super().shutdown(sockets)
-            await draining
 
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn hands on the signal that it ended for
         Server(options).run(sockets=[listening])
@@ -161,7 +165,8 @@ def answer_file(config: Any) -> int:
         finally:
             await service.end()
 
-    failed = asyncio.run(run())
+    with store.alone(job.output):
+        failed = asyncio.run(run())
     print(f"written: {job.output} ({job.total} answers, {failed} of them errors)")
     return cli.EXIT_OK
 

@@ -178,6 +178,8 @@ async def _answered(request: Request, body: CompletionBody | ChatBody, form: typ
         if not whole.done():
             raise ClientDisconnect
         value, error = whole.result()
+        if error is not None and all(answer.is_refused for answer in answers if answer.ended == "error"):
+            raise Bad(error)
         return JSONResponse(value) if error is None else JSONResponse(error_body(error, "server_error"), 500)
     finally:
         gone.cancel()
@@ -202,7 +204,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(*arguments)
         finally:
-            is_error = any(answer.ended == "error" for answer in self._answers)
+            is_error = any(answer.ended == "error" and not answer.is_refused for answer in self._answers)
             self._service.watch.observe("error_share", float(is_error), time.monotonic())
             self._service.drop(self._answers)
 

@@ -6,7 +6,9 @@ sequence a Constraint, which hears every token of the answer.
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +16,21 @@ import numpy as np
 from jaxtyping import Float
 
 MAX_CHARACTERS = 100_000  # of a grammar
+MAX_CHECK_S = 0.5  # of a processor, to begin an answer: the engine does it again, and everybody's step waits for it
+BYTES_AHEAD = 16  # of one text of a grammar, that are tried before it is taken: what is too large mostly fails there
+
+
+class Unfollowed(ValueError):
+    """An answer cannot go on as its grammar wants it, which is the client's matter; the message begins "grammar: "."""
+
+
+def told(error: str | None) -> str | None:
+    """What an engine's error says of a request's grammar; None = it is of something else.
+
+    error: as it comes out of the engine's process, where an exception has become a text.
+    """
+    said = (error or "").removeprefix(f"{Unfollowed.__name__}: ")
+    return said if said.startswith("grammar: ") else None
 
 
 def of_schema(schema: dict[str, Any] | bool) -> str:
@@ -22,6 +39,7 @@ def of_schema(schema: dict[str, Any] | bool) -> str:
     Raises:
       ValueError: the schema cannot be followed; the message says why.
     """
+    _check_unicode("json_schema", json.dumps(schema, ensure_ascii=False))
     return _checked("json_schema", _matcher().grammar_from_json_schema(json.dumps(schema)))
 
 
@@ -29,8 +47,9 @@ def of_regex(regex: str) -> str:
     """Grammar of texts that match a regular expression as a whole.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is none, matches the empty text alone or nothing, or is too large.
     """
+    _check_unicode("regex", regex)
     return _checked("regex", _matcher().grammar_from_regex(regex))
 
 
@@ -38,10 +57,12 @@ def of_choices(choices: Sequence[str]) -> str:
     """Grammar of a few texts.
 
     Raises:
-      ValueError: there is none, or one is empty.
+      ValueError: there is none, or one is empty or no Unicode text.
     """
     if not choices or not all(choices):
         raise ValueError(f"choice: {len(choices)} texts; wanted at least one, and none empty")
+    for number, each in enumerate(choices):
+        _check_unicode(f"choice.{number}", each)
     lark = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
     return _checked("choice", _matcher().grammar_from_lark(lark))
 
@@ -59,8 +80,49 @@ def _checked(name: str, grammar: str) -> str:
         raise ValueError(f"{name}: a grammar of {len(grammar)} characters; at most {MAX_CHARACTERS} are taken")
     is_error, messages = _matcher().validate_grammar_with_warnings(grammar)
     if is_error:
-        raise ValueError(f"{name}: {' '.join(messages[0].split())[:300]}")
+        raise ValueError(f"{name}: {_short(messages[0])}")
+    problem = _problem(grammar)
+    if problem:
+        raise ValueError(f"{name}: {problem}")
     return grammar
+
+
+def _check_unicode(name: str, text: str) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name} has a lone surrogate, which is no Unicode text: {text[:60]!a}")
+
+
+def _short(message: str) -> str:
+    """llguidance's message in one line, without its state and the grammar behind it."""
+    return " ".join(message.partition("\n<")[0].split())[:300]
+
+
+@functools.lru_cache(maxsize=64)  # clients send the same schema again and again
+def _problem(grammar: str) -> str:
+    """Why no answer can begin as a grammar wants it; "" = one can.
+
+    Looked at with bytes for tokens, in place of the model's: they are made at once, and the grammar is the same.
+    """
+    from llguidance import LLTokenizer
+
+    began, tokens = time.thread_time(), LLTokenizer("byte")
+    matcher = _matcher()(tokens, grammar, log_level=0)
+    for number in range(BYTES_AHEAD):
+        mask = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask(), "little")
+        seconds = time.thread_time() - began
+        if matcher.is_error() and "NoExtension" in matcher.get_error():
+            return "no text follows it"
+        if matcher.is_error():
+            return f"it is too large to be followed ({_short(matcher.get_error())})"
+        if seconds > MAX_CHECK_S:
+            return f"it is too large to be followed ({seconds:.1f} s to begin it; at most {MAX_CHECK_S} are taken)"
+        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        if not allowed and not number:
+            return "no text but the empty one follows it"
+        if not allowed:
+            break
+        matcher.consume_token(max(allowed, key=lambda byte: (byte < 128, byte)))  # what fails of it is seen above
+    return ""
 
 
 class Grammars:
@@ -78,11 +140,11 @@ class Grammars:
         """The state of an answer that follows a grammar.
 
         Raises:
-          ValueError: the grammar is none.
+          Unfollowed: the grammar is none.
         """
         matcher = _matcher()(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"grammar: {' '.join(matcher.get_error().split())[:300]}")
+            raise Unfollowed(f"grammar: {_short(matcher.get_error())}")
         made = Constraint(matcher, self.vocab_size)
         for token in answer:
             made.accept(token)
@@ -101,24 +163,28 @@ class Constraint:
         """Logits with -inf for tokens that may not come.
 
         Raises:
-          ValueError: no token may.
+          Unfollowed: no token may, or the grammar is too large from here on.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bits)
+        if self._matcher.is_error():  # then only an end is allowed, in the middle of a text
+            raise Unfollowed(f"grammar: the answer cannot go on ({_short(self._matcher.get_error())})")
         allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
         if not allowed.any():
-            raise ValueError(f"grammar: none of {self._vocab_size} tokens may come next ({self._matcher.get_error()})")
+            raise Unfollowed(f"grammar: none of {self._vocab_size} tokens may come next")
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
         """Take the next token.
 
         Raises:
-          ValueError: it may not come.
+          Unfollowed: it may not come.
         """
         if not self._matcher.consume_token(token):
-            raise ValueError(f"grammar: token {token} may not come next ({self._matcher.get_error()[:200]})")
+            said = _short(self._matcher.get_error())
+            wrong = "the answer cannot go on" if said.startswith("lexer") else f"token {token} may not come next"
+            raise Unfollowed(f"grammar: {wrong} ({said})")
 
     @property
     def is_over(self) -> bool:

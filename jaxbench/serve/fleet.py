@@ -86,7 +86,10 @@ class Replica:
                     yield 0, event
             else:
                 value, error = await made.whole(answers)
-                yield (200, value) if error is None else (500, error_body(error, "server_error"))
+                if error is not None and all(answer.is_refused for answer in answers if answer.ended == "error"):
+                    yield 400, error_body(error, "invalid_request_error")
+                else:
+                    yield (200, value) if error is None else (500, error_body(error, "server_error"))
         finally:
             self._service.drop(answers)
 

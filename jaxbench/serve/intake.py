@@ -183,12 +183,8 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     # the engine's seeds have 63 bits
     seed = secrets.randbits(62) if body.seed is None else body.seed % 2**63
     how = {"seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
+    grammar = await _grammar(service, name, body)
     try:
-        grammar = body.grammar()
-        if grammar is not None and not service.about["grammars"]:
-            raise Bad(
-                f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
-            )
         made = []
         for ids, count in zip(prompts, new):
             made += body.requests(id, tuple(ids), first=len(made), new_tokens=count, grammar=grammar, **how)
@@ -199,6 +195,25 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     except ValueError as error:
         raise Bad(str(error)) from error
     return service.submit(made)
+
+
+async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody) -> str | None:
+    """What an answer follows, checked in a thread: streams go on meanwhile.
+
+    Raises:
+      Bad: it cannot be followed.
+    """
+    fields = body.followed
+    param = fields[0] if len(fields) == 1 else None
+    if not fields:
+        return None
+    if not service.about["grammars"]:
+        said = f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
+        raise Bad(said, param=param)
+    try:
+        return await asyncio.to_thread(body.grammar)
+    except ValueError as error:
+        raise Bad(str(error), param=param) from error
 
 
 def _new_tokens(service: Service, body: CompletionBody | ChatBody, ids: list[int]) -> int:

@@ -92,15 +92,19 @@ class _Asked(_Body):
             raise ValueError(f"{len(given)} texts; wanted at most 16 of 1 to 1,024 characters")
         return stop
 
+    @property
+    def followed(self) -> list[str]:
+        """Fields that say what the answer follows."""
+        wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
+        return wanted + (["response_format"] if self.response_format and self.response_format.type != "text" else [])
+
     def grammar(self) -> str | None:
         """What the answer follows, as constraint.py says it; None = nothing.
 
         Raises:
           ValueError: more than one is asked for, or one that cannot be followed.
         """
-        form = self.response_format
-        wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
-        wanted += ["response_format"] if form is not None and form.type != "text" else []
+        form, wanted = self.response_format, self.followed
         if len(wanted) > 1:
             raise ValueError(f"{' and '.join(wanted)}: an answer follows one of them; leave the others out")
         if self.regex is not None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxbench.generation.pieces import Text
+from jaxbench.serve import constraint
 from jaxbench.serve.engine import Event
 from jaxbench.serve.marking import Finder, Watermarks
 from jaxbench.serve.metrics import Metrics
@@ -55,6 +56,7 @@ class Answer:
         self.ids: list[int] = []
         self.num_cached = 0
         self.ended: str | None = None
+        self.is_refused = False  # it ended with an error that is of the request, not of the server
         self.last: float | None = None  # when its last token came
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
@@ -72,8 +74,9 @@ class Answer:
         ended = {"deadline": "timeout"}.get(event.ended, event.ended)
         if self._text.ended == "stop" and ended in (None, "length", "stop"):
             ended = "stop"
-        self.ended = ended
-        self.pieces.put_nowait(Piece(text, tokens, logprobs, ended, event.error))
+        of_grammar = constraint.told(event.error)
+        self.ended, self.is_refused = ended, of_grammar is not None
+        self.pieces.put_nowait(Piece(text, tokens, logprobs, ended, of_grammar or event.error))
 
     def end(self, ended: str, error: str | None = None) -> None:
         """End it from here; who waits for a piece is told."""
@@ -150,7 +153,10 @@ class Service:
         answer.take(event)
         if answer.ended:
             del self.answers[event.id]
-            self.metrics.answered(answer.ended, len(answer.request.prompt), answer.num_cached, now - answer.asked)
+            is_first = answer.request.sampling.choice == 0  # of those to its prompt, which is read once, as in `usage`
+            prompt, cached = (len(answer.request.prompt), answer.num_cached) if is_first else (0, 0)
+            ended = "refused" if answer.is_refused else answer.ended
+            self.metrics.answered(ended, prompt, cached, now - answer.asked)
             self.watch.observe("answer_s", now - answer.asked, now)
             if event.ended is None:  # a stop string, which the engine does not see
                 self._supervisor.send("cancel", event.id)

@@ -127,6 +127,8 @@ class ServerConfig(Base):
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
     max_choices: int = pydantic.Field(default=8, ge=1)  # n of a request
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not say
+    # seconds that a request's head may take, and that its body may stand still; behind it the connection is closed
+    silence_s: float = pydantic.Field(default=30.0, gt=0)
     drain_s: float = pydantic.Field(default=30.0, ge=0)  # that answers in progress have when the server is told to end
     result_cache: ResultCacheConfig = ResultCacheConfig()  # of scores that watermarks were looked for with
     jobs: JobsConfig = JobsConfig()

@@ -65,7 +65,8 @@ class Form:
         async for number, piece in _pieces(answers):
             count += len(piece.tokens)
             if piece.ended == "error":
-                error = protocol.error_body(piece.error or "the engine failed", "server_error")
+                kind = "invalid_request_error" if answers[number].is_refused else "server_error"
+                error = protocol.error_body(piece.error or "the engine failed", kind)
                 yield f"data: {json.dumps(error)}\n\n"
             elif piece.text or piece.ended or piece.logprobs:
                 logprobs = self.logprobs(number, piece.tokens, piece.logprobs)

@@ -5,12 +5,14 @@ import re
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.serve import constraint
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.service import Answer
 from jaxbench.serve.study.oracle import HashRunner
 from tests.generation import tiny
 
@@ -85,10 +87,56 @@ def test_tokens_that_may_not_come_get_no_probability(grammars):
     (lambda: constraint.of_choices([]), "choice: 0 texts"),
     (lambda: constraint.of_choices(["a", ""]), "choice: 2 texts; wanted at least one, and none empty"),
     (lambda: constraint.of_regex("a" * 200_000), "at most 100000 are taken"),
+    (lambda: constraint.of_regex("(a{1000}){1000}{1000}"), r"^regex: it is too large to be followed \([^<]*\)$"),
+    (lambda: constraint.of_regex("a|(b{1000}){1000}{1000}"), r"^regex: it is too large to be followed \([^<]*\)$"),
+    (lambda: constraint.of_schema({"$ref": "#"}), "^json_schema: no text follows it$"),
+    (lambda: constraint.of_regex(r"[^\s\S]"), "^regex: no text follows it$"),
+    (lambda: constraint.of_regex("()"), "^regex: no text but the empty one follows it$"),
+    (lambda: constraint.of_regex("a\ud800"), "^regex has a lone surrogate, which is no Unicode text: 'a"),
+    (lambda: constraint.of_choices(["a", "\ud800"]), "^choice.1 has a lone surrogate"),
+    (lambda: constraint.of_schema({"const": "\ud800"}), "^json_schema has a lone surrogate"),
 ])  # fmt: skip
 def test_grammars_that_cannot_be_followed_are_refused(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: constraint.of_regex("a?"),
+    lambda: constraint.of_regex(r"[a-z ]{120}"),
+    lambda: constraint.of_regex(r".{1,2000}"),
+    lambda: constraint.of_schema({"type": "object"}),
+    lambda: constraint.of_schema({}),
+    lambda: constraint.of_schema({"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+    lambda: constraint.of_choices([f"choice number {i * 7919}" for i in range(1000)]),
+])  # fmt: skip
+def test_grammars_of_some_text_are_taken(make):
+    assert make()
+
+
+def test_a_grammar_that_grows_too_large_ends_its_answer_as_the_clients_own_error(grammars, tokenizer):
+    grammar = constraint.of_regex("a(b{1000}){1000}{1000}|z")  # the text that is tried before is "z"
+    bias = Sampling(logit_bias={ord("a"): 100.0})
+    end_ids = frozenset(tokenizer.end_ids)
+    engine = Engine(
+        HashRunner(num_blocks=40, block_size=4, max_seq_len=120, vocab_size=257, sizes=(4, 24), max_wanted=24),
+        Limits(max_running=3, max_batch_tokens=24), grammars=grammars,
+    )  # fmt: skip
+    found = engine.generate([Request("a", (1, 2), 90, bias, end_ids=end_ids, grammar=grammar)])["a"]
+    assert found[-1].ended == "error"  # not a "stop" in the middle of the text
+    said = constraint.told(found[-1].error)
+    assert said.startswith("grammar: the answer cannot go on (lexer error") and "\n" not in said and "<" not in said
+    assert constraint.told("ValueError: grammar: x") is None and constraint.told(None) is None
+    answer = Answer(Request("a", (1, 2), 90), tokenizer)
+    for event in found:
+        answer.take(event)
+    assert answer.ended == "error" and answer.is_refused
+
+
+def test_a_grammar_that_fails_while_tokens_are_looked_up_allows_no_end(grammars):
+    state = grammars.begin(LLMatcher.grammar_from_json_schema('{"$ref": "#"}'))  # unchecked
+    with pytest.raises(constraint.Unfollowed, match="the answer cannot go on"):
+        state.masked(np.zeros(257, np.float32))
 
 
 def test_an_engine_without_grammars_takes_no_request_with_one(tokenizer):

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxbench.serve import app, intake, stream
+from jaxbench.serve.engine import Event
 from jaxbench.serve.metrics import Metrics
 from jaxbench.serve.protocol import ChatBody, CompletionBody
-from jaxbench.serve.request import TokenLogprobs
-from jaxbench.serve.service import Piece
+from jaxbench.serve.request import Request, TokenLogprobs
+from jaxbench.serve.service import Answer, Piece
 from jaxbench.serve.settings import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -205,3 +206,28 @@ def test_the_model_is_found_by_its_name_and_another_is_none(monkeypatch):
     status, refused = got(made, "/v1/models/a/b", key="wrong")
     assert status == 401 and refused["error"]["code"] == "invalid_api_key"
     assert b"/v1/models/c" not in made.state.service.metrics.text()  # names are the client's: no series of each
+
+
+@pytest.mark.parametrize(
+    ("error", "share"), [("Unfollowed: grammar: the answer cannot go on (x)", 0.0), ("ValueError: logits", 1.0)]
+)
+def test_a_stream_that_its_own_grammar_ends_is_no_failure_of_the_server(error, share):
+    async def run():
+        tokenizer = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=())
+        answer, seen = Answer(Request("a", (1,), 5), tokenizer), []
+        answer.take(Event("a", None, None, "error", error))
+        watch = SimpleNamespace(observe=lambda name, value, now: seen.append((name, value)))
+        service = SimpleNamespace(watch=watch, drop=lambda answers: None)
+        form = stream.Completion("r", "tiny", Bytes(), CompletionBody(prompt="a", stream=True))
+        sent = []
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+
+        await app._Stream(form.events([answer]), service, [answer])(
+            {"type": "http", "asgi": {"spec_version": "2.4"}}, None, send
+        )
+        return seen, b"".join(sent).decode()
+
+    seen, text = asyncio.run(run())
+    assert seen == [("error_share", share)] and error.removeprefix("Unfollowed: ") in text

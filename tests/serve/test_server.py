@@ -164,7 +164,10 @@ def test_openais_client_gets_models_answers_streams_choices_and_log_probabilitie
     assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens and len(counts) > 3
     assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
     assert whole.choices[0].logprobs.text_offset[:2] == [0, len(whole.choices[0].logprobs.tokens[0])]
+    tokens = server.metric("prompt_tokens_total"), server.metric("cached_tokens_total")
     both = client.completions.create(**asked | {"prompt": ["a", asked["prompt"]]}, n=2)
+    assert server.metric("prompt_tokens_total") - tokens[0] == both.usage.prompt_tokens  # each prompt once
+    assert server.metric("cached_tokens_total") - tokens[1] == both.usage.prompt_tokens_details.cached_tokens
     assert [each.index for each in both.choices] == [0, 1, 2, 3] and both.choices[2].text == whole.choices[0].text
     three = client.completions.create(**asked, n=3)
     assert three.choices[0].text == whole.choices[0].text and len({each.text for each in three.choices}) > 1
@@ -184,6 +187,35 @@ def test_answers_follow_the_schema_that_openais_client_asks_for(server):
     )
     assert isinstance(json.loads(found.choices[0].message.content)["a"], bool)
     assert found.choices[0].finish_reason == "stop"
+
+
+NO_TEXT = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"regex": "(a{1000}){1000}{1000}"}, "regex: it is too large to be followed ("),
+        ({"response_format": NO_TEXT}, "json_schema: no text follows it"),
+        ({"choice": ["a", "\ud800"]}, "choice.1 has a lone surrogate, which is no Unicode text: "),
+    ],
+)
+def test_a_grammar_that_nothing_can_follow_is_refused_by_its_field(server, body, said):
+    status, text = server.post("/v1/completions", {"prompt": "a"} | body)
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error") and error["param"] in body
+    assert error["message"].startswith(said) and len(error["message"]) < 200 and "\n" not in error["message"]
+
+
+def test_a_grammar_that_grows_too_large_is_no_failure_of_the_server(server):
+    body = {"prompt": "a", "regex": "a(b{1000}){1000}{1000}|z", "logit_bias": {str(ord("a")): 100}, "temperature": 0}
+    status, text = server.post("/v1/completions", body)
+    error = json.loads(text)["error"]
+    assert status == 400 and error["message"].startswith("grammar: the answer cannot go on (lexer error"), text
+    assert 'jaxbench_serve_answers_total{ended="refused"} 1.0' in server.get("/metrics")[1]
+    status, text = server.post("/v1/completions", body | {"stream": True})
+    assert status == 200 and "grammar: the answer cannot go on (lexer error" in text
+    eventually(server.idle)
 
 
 def test_answers_are_marked_under_the_key_that_a_request_names_and_found_again(server):
@@ -427,6 +459,10 @@ def test_a_key_is_asked_for_and_a_worker_that_is_killed_or_hangs_is_started_agai
     with urllib.request.urlopen(request, timeout=60) as response:  # in progress when the server is told to end
         response.readline()
         server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.get("/ready")[0] == 503)  # it listens until the answer has ended
+        assert "draining" in server.get("/ready")[1] and server.get("/health")[0] == 200
+        status, text = server.post("/v1/completions", {"prompt": "a"}, Authorization="Bearer secret")
+        assert status == 503 and "the server is ending" in text
         rest = response.read().decode()
     assert '"finish_reason":"length"' in rest and rest.endswith("[DONE]\n\n")
     assert server.end() == 0
