@@ -65,15 +65,15 @@ def define_work() -> None:
     flags.DEFINE_bool("until_empty", False, "end when nothing waits or runs; with 1 where a job failed")
 
 
-def held() -> Queue:
-    """The queue that --queue names.
+def held(*, is_written: bool = True) -> Queue:
+    """The queue that --queue names; is_written: False where a command only reads it.
 
     Raises:
       ValueError: it is no folder.
     """
     from jaxbench.jobs.queue import Queue
 
-    return Queue(outputs.check_folder(VALUES.queue, flag="--queue"))
+    return Queue(outputs.check_folder(VALUES.queue, flag="--queue", is_written=is_written))
 
 
 def named() -> str:
@@ -82,7 +82,7 @@ def named() -> str:
     Raises:
       ValueError: it names none, or several.
     """
-    ids = [entry.job.id for entry in held().entries()]
+    ids = [entry.job.id for entry in held(is_written=False).entries()]
     found = [id for id in ids if id.startswith(VALUES.job or " ")]
     if len(found) != 1:
         known = ", ".join(ids[-5:]) or "none: the queue is empty"
@@ -130,7 +130,7 @@ def list_jobs() -> int:
     """Print a line a job."""
     from rich.table import Table
 
-    entries = held().entries()
+    entries = held(is_written=False).entries()
     if not entries:
         print(f"{VALUES.queue} holds no jobs")
         return cli.EXIT_OK
@@ -146,7 +146,7 @@ def list_jobs() -> int:
 
 def show() -> int:
     """Print a job as JSON, and the end of its log."""
-    entry = held().find(named())
+    entry = held(is_written=False).find(named())
     print(json.dumps(entry.as_dict(), indent=1, ensure_ascii=False))
     said = entry.log.read_text(encoding="utf-8", errors="replace").splitlines() if entry.log.exists() else []
     print(*said[-SHOWN_LINES:], sep="\n")
@@ -157,8 +157,8 @@ def wait() -> int:
     """Wait for a job; end with its exit code, or 1 where it has none."""
     from jaxbench.jobs import queue
 
-    id = named()
-    while (entry := held().find(id)).progress.state not in queue.ENDED:
+    id, jobs = named(), held(is_written=False)
+    while (entry := jobs.find(id)).progress.state not in queue.ENDED:
         time.sleep(0.5)
     print(f"{id} {entry.progress.state} {entry.progress.note}".rstrip())
     code = entry.progress.exit_code

@@ -104,7 +104,7 @@ def main() -> int:
 
     values, console = flags.FLAGS, terminal.console()
     workdir, results = Path(values.workdir), []
-    cli.keep(f"finished cases are in {workdir / 'parity.json'}")
+    cli.keep("", when=lambda: False)
     for result in results_of(chosen):
         if isinstance(result, str):
             console.print(result, style="yellow")
@@ -116,6 +116,7 @@ def main() -> int:
             style = "green" if result["passed"] else "bold red"
             console.print(f"[dim]{len(results)} of {len(chosen)}[/dim] {report.summary(result)}", style=style)
         outputs.write_json(workdir / "parity.json", results)
+        cli.keep(f"finished cases are in {workdir / 'parity.json'}")
         report.write_page(workdir / "parity.html", results)
     passed = all(result["passed"] for result in results)
     if values.mutations or values.all:

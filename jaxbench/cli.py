@@ -348,15 +348,15 @@ def parse(argv: Sequence[str]) -> None:
 
 def explain(error: BaseException) -> str:
     """Error message in one sentence: what is wrong and, where it is known, how to mend it."""
+    flag = next((name for name in ("workdir", "output") if name in FLAGS), None)
+    where = f"--{flag} (JAXBENCH_CACHE for downloads)" if flag else "JAXBENCH_CACHE where it is a download"
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = f" {error.filename}" if error.filename else ""
         kept = f"; kept: {sentence}" if (sentence := _is_kept()) else ""
-        return (
-            f"cannot write{place}: {error.strerror}{kept}; "
-            "free some space, or name a folder on another disk with --workdir (and JAXBENCH_CACHE for downloads)"
-        )
+        mend = f"free some space, or name a folder on another disk with {where}"
+        return f"cannot write{place}: {error.strerror}{kept}; {mend}"
     if isinstance(error, PermissionError):
-        return f"{error.strerror}: {error.filename}; name a folder you may use with --workdir or JAXBENCH_CACHE"
+        return f"{error.strerror}: {error.filename}; name a folder you may use with {where}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, MemoryError):

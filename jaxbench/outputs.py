@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import json
 import math
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# What numpy says of a full disk, in errors without a number.
+NUMPY_FULL = re.compile(r"Not enough free space to write \d+ bytes|\d+ requested and \d+ written")
 
 
 def check_file(
@@ -39,8 +48,10 @@ def check_file(
     return path
 
 
-def check_folder(folder: str | Path, *, flag: str = "--workdir") -> Path:
+def check_folder(folder: str | Path, *, flag: str = "--workdir", is_written: bool = True) -> Path:
     """Path of a folder, checked that it can be written, or be made; leaves nothing behind.
+
+    is_written: False where the command only reads there, which a disk that takes nothing allows.
 
     Raises:
       ValueError: a file is in its place or above it, or nothing can be written there.
@@ -52,6 +63,8 @@ def check_folder(folder: str | Path, *, flag: str = "--workdir") -> Path:
     if not str(folder) or not there.is_dir():
         reason = f"{there} is a file" if str(folder) else "it is empty"
         raise ValueError(f"{flag}={folder} cannot be a folder: {reason}; name another with {flag}")
+    if not is_written:
+        return path
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
@@ -86,6 +99,8 @@ def whole(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is None and NUMPY_FULL.search(str(error)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
             error.filename, error.filename2 = str(path), None
         raise
@@ -96,15 +111,42 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     """An empty folder to fill, which becomes `folder` when the block ends without an error, and else is removed.
 
     Raises:
-      OSError: something that is no empty folder is in its place then.
+      OSError: something that is no empty folder is in its place then, or a file cannot be written; `filename` is its
+        place in `folder`, or `folder` itself.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         made = Path(temporary) / folder.name
         made.mkdir()
-        yield made
+        try:
+            yield made
+        except OSError as error:
+            if error.errno and (error.filename is None or Path(str(error.filename)).is_relative_to(made)):
+                error.filename = str(folder / Path(str(error.filename or made)).relative_to(made))
+            raise
         os.rename(made, folder)
+
+
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write contiguous arrays as a safetensors file, whole or not at all.
+
+    Raises:
+      OSError: it cannot be written, as on a full disk; `filename` is the file.
+    """
+    import safetensors
+    import safetensors.numpy
+
+    with whole(path) as temporary:
+        try:
+            safetensors.numpy.save_file(tensors, temporary, metadata=metadata)
+        except safetensors.SafetensorError as error:  # no OSError: the number is in its text only
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -119,7 +161,13 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A JSON value whose NaN and infinities are None, at any depth: JSON has no word for them."""
+    """A JSON value whose NaN and infinities are None, at any depth: JSON has no word for them.
+
+    Numpy's scalars become Python's.
+    """
+    numpy = sys.modules.get("numpy")  # not imported for this: commands that need none start faster
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -7,13 +7,18 @@ docs/xla_cpu.md rule 8), and where compiled programs are cached.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
+import warnings
+import zlib
 from pathlib import Path
+from typing import Any
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, AMD and Windows' Linux
@@ -114,6 +119,7 @@ def ensure(device: str, *, library: str = "XLA") -> None:
     """
     wanted = environment(device, library=library)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
+        mend_compile_cache()
         return
     if os.environ.get(MARKER) == str(os.getpid()):
         changed = ", ".join(name for name, value in wanted.items() if os.environ.get(name) != value)
@@ -142,6 +148,41 @@ def compile_cache_dir() -> Path:
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     return cache_dir() / "xla" / f"jaxlib-{version}-{cpu_flags_id()}"
+
+
+def mend_compile_cache() -> None:
+    """From now on, remove entries of the compile cache that JAX warns of and that were cut short, as by a full disk.
+
+    JAX writes over no entry, so that it would compile anew, and warn, in every run. What was mended is not warned of.
+    """
+    global _show
+    if warnings.showwarning is not _mend_or_show:
+        _show, warnings.showwarning = warnings.showwarning, _mend_or_show
+
+
+_show = warnings.showwarning
+_TROUBLE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']+)'")
+
+
+def _mend_or_show(message: Warning | str, *more: Any, **how: Any) -> None:
+    match = _TROUBLE.match(str(message))
+    if match is None or not _remove_cut_short(match[2]) or match[1] == "writing":
+        _show(message, *more, **how)
+
+
+def _remove_cut_short(program: str) -> int:
+    """Remove a program's entries that are no whole zlib streams; how many there were."""
+    removed = 0
+    for path in Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or compile_cache_dir()).glob(f"{program}-*-cache"):
+        try:
+            zlib.decompress(path.read_bytes())
+        except zlib.error:  # also where JAX writes with zstandard: such an entry is compiled again
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed += 1
+        except OSError:
+            continue
+    return removed
 
 
 def cpu_flags_id() -> str:

@@ -6,15 +6,16 @@ itself, under the same path.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxbench import worker_pool
 
 # Ray puts sockets into the folder for temporary files, under names of 66 characters; a socket's path has at most 107.
 LONGEST_FOLDER = 40
+RETRIES = 3  # of an item whose actor died under it
 
 
 def start(processes: int) -> None:
@@ -25,7 +26,6 @@ def start(processes: int) -> None:
     """
     try:
         import ray
-        import ray.data
     except ImportError as error:
         raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
     if not ray.is_initialized():
@@ -34,13 +34,14 @@ def start(processes: int) -> None:
         if named is not None and len(named) > LONGEST_FOLDER:
             del os.environ["TMPDIR"]  # Ray then takes its own default
         try:
-            # a cluster that is there has its own number
-            ray.init(**({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}), **options)
+            with warnings.catch_warnings():
+                # of JAX, once it has a backend: what Ray forks becomes another program at once
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                # a cluster that is there has its own number
+                ray.init(**({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}), **options)
         finally:
             if named is not None:
                 os.environ["TMPDIR"] = named
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
 
 
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
@@ -48,38 +49,54 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
 
     No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor whose
     machine fails starts anew elsewhere; an error of the worker is raised here.
+
+    Raises:
+      ChildProcessError: an item ended its actor each time; those that the actor held are named.
     """
     start(processes)
     import ray
 
-    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(_Actor)
+    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)(_Actor)
     actors = [actor.remote(worker) for _ in range(processes)]
-    running: dict[Any, Any] = {}
+    running: dict[Any, tuple[Any, Any]] = {}  # a result to come, its actor and item; an actor's are in its own order
     try:
         for number, item in enumerate(items):
             if number < worker_pool.IN_FLIGHT * processes:
                 idle = actors[number % processes]
             else:
-                (done,), _ = ray.wait(list(running))
-                idle = running.pop(done)
-                yield _result(done)
-            running[idle.work.remote(item)] = idle
+                idle, found = _next(running)
+                yield found
+            running[idle.work.remote(item)] = idle, item
         while running:
-            (done,), _ = ray.wait(list(running))
-            del running[done]
-            yield _result(done)
+            yield _next(running)[1]
     finally:
         for each in actors:
             ray.kill(each)
 
 
-def _result(reference: Any) -> Any:
+def _next(running: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The actor of a result that is there, which goes from `running`, and the result."""
     import ray
 
+    (done,), _ = ray.wait(list(running))
+    actor = running[done][0]
     try:
-        return ray.get(reference)
+        found = ray.get(done)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # as the worker raised it, without the actor's traceback in its text
+    except ray.exceptions.RayActorError as error:
+        raise killed([item for other, item in running.values() if other == actor]) from error
+    del running[done]
+    return actor, found
+
+
+def killed(items: Sequence[Any]) -> ChildProcessError:
+    """What is raised where one of the items that an actor held ended it each time: a result may be lost with it."""
+    named = " or ".join(str(item)[:120] for item in items)
+    return ChildProcessError(
+        f"{worker_pool.KILLED}: {named} ended its Ray actor {RETRIES + 1} times, most likely because memory ran out; "
+        "finished parts are kept; take fewer processes, or leave it out"
+    )
 
 
 class _Actor:

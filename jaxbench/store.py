@@ -7,6 +7,7 @@ short, and is no row. No run goes on with the work of another: `claim` keeps its
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -93,6 +94,8 @@ def locked(path: Path) -> Iterator[None]:
 def taken(path: Path) -> Iterator[bool]:
     """Hold a file, which is made, for this process if nobody else does: True, or False at once; no child inherits it.
 
+    False too where who held it has just removed it.
+
     Raises:
       FileNotFoundError: its folder is not there.
     """
@@ -101,10 +104,41 @@ def taken(path: Path) -> Iterator[bool]:
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+            is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except (BlockingIOError, FileNotFoundError):
+            is_there = False
+        yield is_there
+
+
+@contextlib.contextmanager
+def alone(*paths: Path) -> Iterator[None]:
+    """Be the only process that writes some outputs: `.NAME.writing` lies beside each, and is removed at the end.
+
+    A process that was killed lets go, and leaves the empty file. Where the system has no such locks, nothing is held.
+
+    Raises:
+      ValueError: another process writes one of them.
+    """
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:  # Windows
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.callback(_remove_empty, [folder for folder in path.absolute().parents if not folder.exists()])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_name(f".{path.name}.writing")
+            if not stack.enter_context(taken(lock)):
+                raise ValueError(f"another process writes {path}; wait for its end, or name another output")
+            stack.callback(lock.unlink, missing_ok=True)  # while it is held: no other process's is removed
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not empty: the outputs are there
+            folder.rmdir()
 
 
 def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
@@ -125,9 +159,11 @@ def append_text(path: Path, text: str) -> None:
         size = os.fstat(file.fileno()).st_size
         try:
             if (written := file.write(data)) != len(data):
-                raise OSError(f"{path}: only {written} of {len(data)} bytes could be written")
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} after {written} of {len(data)} bytes")
             os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(path)
             file.truncate(size)
             raise
 

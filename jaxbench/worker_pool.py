@@ -5,7 +5,7 @@ Processes of one thread do more together than one process of many where programs
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import multiprocessing
 import os
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 IN_FLIGHT = 3  # items a process, waiting or worked on
+KILLED = "a worker process was killed"  # jobs/work.py runs a command that ends so again
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
@@ -26,13 +27,22 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
     """Yield what `worker`, of which every process has a pickled copy, makes of each item, in the order of completion.
 
     A process ends with its parent, however that ends; an error of the worker is raised here, and what waits is dropped.
+
+    Raises:
+      ChildProcessError: a process was killed.
     """
     context = multiprocessing.get_context("spawn")
     with (
         _environment(ONE_THREAD),  # the processes read it as they start
         concurrent.futures.ProcessPoolExecutor(processes, context, _start, (worker, os.getpid())) as pool,
     ):
-        yield from _completed(pool, _work, items, processes)
+        try:
+            yield from _completed(pool, _work, items, processes)
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"{KILLED}: one of {processes} ended in the middle of its work, most likely because memory ran out; "
+                "finished parts are kept; take fewer processes, or free some memory"
+            ) from error
 
 
 def by_threads(workers: Sequence[Callable[[Any], Any]], items: Iterable[Any]) -> Iterator[Any]:

@@ -208,8 +208,8 @@ def test_a_place_to_write_is_checked_before_the_proof_starts(tmp_path):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(28, "No space left on device", "out/x"), ("out/x", "No space left", "--workdir")),
-        (PermissionError(13, "Permission denied", "/folder/x"), ("/folder/x", "Permission denied", "--workdir")),
+        (OSError(28, "No space left on device", "out/x"), ("out/x", "No space left", "JAXBENCH_CACHE")),
+        (PermissionError(13, "Permission denied", "/folder/x"), ("/folder/x", "Permission denied", "JAXBENCH_CACHE")),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), ("No such file", "a.txt")),
         (MemoryError(), ("out of memory", "lower the batch")),
         (ValueError(""), ("ValueError",)),
@@ -217,6 +217,15 @@ def test_a_place_to_write_is_checked_before_the_proof_starts(tmp_path):
 )
 def test_every_kind_of_error_says_something_useful(error, words):
     assert [word for word in words if word not in cli.explain(error)] == []
+
+
+@pytest.mark.parametrize("name", ["workdir", "output"])
+def test_only_a_flag_that_the_command_has_is_advised(name, monkeypatch):
+    errors = OSError(28, "No space left on device", "x"), PermissionError(13, "Permission denied", "x")
+    monkeypatch.setattr(cli, "FLAGS", {})
+    assert all("--" not in cli.explain(error) for error in errors)
+    monkeypatch.setattr(cli, "FLAGS", {name})
+    assert all(f"with --{name} (JAXBENCH_CACHE for downloads)" in cli.explain(error) for error in errors)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,28 @@ def test_a_full_disk_is_named_by_the_file_and_an_interrupt_keeps_the_old_one(tmp
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    "said", ["Not enough free space to write 800 bytes after offset 128", "800 requested and 16 written"]
+)
+def test_what_numpy_says_of_a_full_disk_names_the_file(said, tmp_path):
+    with pytest.raises(OSError, match=said[:10]) as caught, outputs.whole(tmp_path / "x"):
+        raise OSError(f"of something else: {said[:10]}")
+    assert caught.value.errno is None
+    with pytest.raises(OSError, match="No space left on device: '.*/x'") as caught, outputs.whole(tmp_path / "x"):
+        raise OSError(said)
+    assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_only_read_may_lie_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def full(**how):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", full)
+    assert outputs.check_folder(tmp_path / "queue", is_written=False) == tmp_path / "queue"
+    with pytest.raises(ValueError, match="Read-only file system"):
+        outputs.check_folder(tmp_path / "queue")
+
+
 def test_a_folder_is_whole_or_not_there(tmp_path):
     folder = tmp_path / "a" / "model"
     with pytest.raises(KeyboardInterrupt), outputs.whole_folder(folder) as made:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,43 @@ def test_a_system_without_proc_and_affinity_has_an_id_and_all_its_cores(monkeypa
     assert process_environment.usable_cores() == os.cpu_count()
     assert process_environment.cpuinfo("flags", "Features") == ""
     assert len(process_environment.cpu_flags_id()) == len(known) == 8
+
+
+COMPILES = """
+from jaxbench import process_environment
+process_environment.ensure("cpu")
+import jax
+def f(x):
+    return x * 3 + 1
+print(jax.jit(f)(2.0))
+"""
+
+
+def test_an_entry_of_the_compile_cache_that_was_cut_short_is_made_again_without_a_word(tmp_path):
+    environment = {"JAXBENCH_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    assert run_fresh(COMPILES, **environment).stdout == "7.0\n"
+    entries = sorted((tmp_path / "xla").glob("*/jit_f-*-cache"))
+    whole = [path.read_bytes() for path in entries]
+    assert len(entries) == 1
+    for size in (0, len(whole[0]) // 2):
+        entries[0].write_bytes(whole[0][:size])
+        done = run_fresh(COMPILES, **environment)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "7.0\n", "")
+        assert entries[0].stat().st_size > size and zlib.decompress(entries[0].read_bytes())
+
+
+def test_other_warnings_and_what_cannot_be_mended_are_shown(monkeypatch, tmp_path):
+    shown = []
+    monkeypatch.setattr(process_environment, "_show", lambda message, *more, **how: shown.append(str(message)))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    whole, cut = tmp_path / "jit_f-12-cache", tmp_path / "jit_f-34-cache"
+    whole.write_bytes(zlib.compress(b"whole"))
+    for text in (
+        "something else", "Error reading persistent compilation cache entry for 'jit_f': XlaRuntimeError: other jaxlib"
+    ):  # fmt: skip
+        process_environment._mend_or_show(UserWarning(text), UserWarning, "x.py", 1)
+    assert len(shown) == 2 and whole.exists()
+    cut.write_bytes(whole.read_bytes()[:5])
+    text = "Error writing persistent compilation cache entry for 'jit_f': OSError: No space left on device"
+    process_environment._mend_or_show(UserWarning(text), UserWarning, "x.py", 1)
+    assert shown[2:] == [text] and whole.exists() and not cut.exists()

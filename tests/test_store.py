@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxbench import store
+from jaxbench import cli, store
 
 ROWS = [{"row": 0, "text": "first"}, {"row": 1, "text": "second é"}]
 
@@ -59,8 +59,9 @@ def test_a_full_disk_leaves_the_rows_that_were_there(tmp_path):
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, kept[1]))
     try:
-        with pytest.raises(OSError, match="only 10 of"):
+        with pytest.raises(OSError, match="No space left on device after 10 of") as caught:
             store.append(path, ROWS)
+        assert cli.explain(caught.value).startswith(f"cannot write {path}: No space left on device after 10 of ")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     assert path.read_bytes() == before

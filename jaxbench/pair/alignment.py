@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.pair.matching import Matching
-from jaxbench.pair.rules import Arrangement, Rule, arrangements
-from jaxbench.parity import capture, distance, gates
+from jaxbench.pair.rules import Rule, arrangements
+from jaxbench.parity import capture, distance
 from jaxbench.parity.capture import ROOT, Call
 
 MAX_LAYOUT_AXES = 5
@@ -23,7 +23,8 @@ class Aligned(NamedTuple):
     """Modules of both sides by the JAX call's name, in PyTorch's order of completion."""
 
     torch_names: dict[str, str]  # name of the call on the PyTorch side
-    calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None where JAX takes an input that PyTorch does not
+    calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None for one that PyTorch does not have, or not alike
+    turned: frozenset[str] = frozenset()  # calls whose inputs were taken in another order than PyTorch's
 
 
 def modules(jax_calls: Iterable[str], torch_calls: Iterable[str], matching: Matching, given: Mapping[str, str]) -> dict:
@@ -98,43 +99,126 @@ def _is_inside(weight: str, module: str) -> bool:
     return weight.startswith(module + ".")
 
 
-def aligned(jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str]) -> Aligned:
-    """PyTorch's calls in JAX's layout; a call's outputs are empty where no layout makes them of one shape."""
-    calls = {}
+def aligned(
+    jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str], *,
+    in_order: frozenset[str] = frozenset(),
+) -> Aligned:  # fmt: skip
+    """PyTorch's calls in JAX's layout; None for a tensor that no layout makes of one shape.
+
+    Args:
+      jax_calls: by name.
+      torch_calls: by name.
+      names: PyTorch's call by JAX's.
+      in_order: JAX calls whose inputs are taken in PyTorch's order though another one is nearer.
+    """
+    pairs = [(jax_calls[name], torch_calls[other]) for name, other in names.items() if name != ROOT]
+    layouts = learned_layouts(
+        (x, np.asarray(y))
+        for mine, theirs in pairs
+        for ys, xs in ((mine.inputs, theirs.inputs), (mine.outputs, theirs.outputs))
+        if len(xs) == len(ys)
+        for x, y in zip(xs, ys, strict=True)
+    )
+    calls, turned = {}, set()
     for name, other in names.items():
         mine, theirs = jax_calls[name], torch_calls[other]
-        output = in_layout(theirs.outputs[0], np.asarray(mine.outputs[0]))
-        calls[name] = Call(_inputs(mine.inputs, theirs.inputs), () if output is None else (output,))
-    return Aligned(dict(names), calls)
+        if name == ROOT:
+            calls[name] = theirs  # arranged already
+            continue
+        inputs, is_turned = _inputs(mine.inputs, theirs.inputs, layouts, is_in_order=name in in_order)
+        calls[name] = Call(inputs, _outputs(mine.outputs, theirs.outputs, layouts))
+        turned |= {name} if is_turned else set()
+    return Aligned(dict(names), calls, frozenset(turned))
 
 
-def _inputs(mine: Sequence[Any], theirs: Sequence[np.ndarray]) -> tuple[np.ndarray | None, ...]:
-    """PyTorch's inputs for JAX's: in their order where all fit, else the nearest one for each."""
+def learned_layouts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[int, tuple[int, ...]]:
+    """Order of axes by number of axes, as most of the pairs show it whose shapes, or values, leave no choice."""
+    votes: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
+    for x, y in pairs:
+        if not 3 <= x.ndim == y.ndim <= MAX_LAYOUT_AXES:
+            continue
+        orders = [axes for axes in (tuple(range(x.ndim)), *LAYOUTS) if len(axes) == x.ndim]
+        fits = [axes for axes in orders if tuple(x.shape[axis] for axis in axes) == y.shape]
+        if len(fits) > 1:
+            fits = [axes for axes in fits if distance.relative_error(x.transpose(axes), y) < NEARLY]
+        if len(fits) == 1:
+            votes[x.ndim][fits[0]] += 1
+    return {ndim: counts.most_common(1)[0][0] for ndim, counts in votes.items()}
+
+
+def _inputs(
+    mine: Sequence[Any], theirs: Sequence[np.ndarray], layouts: Mapping[int, tuple[int, ...]], *, is_in_order: bool
+) -> tuple[tuple[np.ndarray | None, ...], bool]:
+    """PyTorch's inputs for JAX's, and whether they stand in another order.
+
+    In PyTorch's order where all fit; but one that is near none there and near another is that one.
+    """
     wanted = [np.asarray(x) for x in mine]
-    if len(wanted) == len(theirs):
-        in_order = [in_layout(x, y) for x, y in zip(theirs, wanted, strict=True)]
-        if all(x is not None for x in in_order):
-            return tuple(in_order)
-    return tuple(_best(theirs, y) for y in wanted)
+    in_order = _in_order(wanted, theirs, layouts)
+    if any(x is None for x in in_order):
+        return tuple(_best(theirs, y, layouts) for y in wanted), False
+    if is_in_order:
+        return tuple(in_order), False
+    found = [_nearer(theirs, own, y, layouts) for own, y in zip(in_order, wanted, strict=True)]
+    return tuple(found), any(x is not own for x, own in zip(found, in_order, strict=True))
 
 
-def _best(tensors: Iterable[np.ndarray], wanted: np.ndarray) -> np.ndarray | None:
+def _outputs(
+    mine: Sequence[Any], theirs: Sequence[np.ndarray], layouts: Mapping[int, tuple[int, ...]]
+) -> tuple[np.ndarray | None, ...]:
+    """PyTorch's outputs for JAX's: a near one, else that in the same place.
+
+    Where the numbers of outputs differ, only the first has a place; what follows may be a cache of any layout.
+    """
+    wanted = [np.asarray(x) for x in mine]
+    in_order = _in_order(wanted, theirs, layouts)
+    if len(wanted) != len(theirs):
+        in_order[:1] = [in_layout(theirs[0], wanted[0], layouts)]
+    return tuple(_nearer(theirs, own, y, layouts) for own, y in zip(in_order, wanted, strict=True))
+
+
+def _in_order(
+    wanted: Sequence[np.ndarray], theirs: Sequence[np.ndarray], layouts: Mapping[int, tuple[int, ...]]
+) -> list[np.ndarray | None]:
+    if len(wanted) != len(theirs):
+        return [None] * len(wanted)
+    return [in_layout(x, y, layouts) for x, y in zip(theirs, wanted, strict=True)]
+
+
+def _nearer(
+    theirs: Sequence[np.ndarray], own: np.ndarray | None, y: np.ndarray, layouts: Mapping[int, tuple[int, ...]]
+) -> np.ndarray | None:
+    """A tensor itself where it is near another, else one that is nearly equal, else itself."""
+    if own is not None and distance.relative_error(own, y) < NEARLY:
+        return own
+    best = _best(theirs, y, layouts)
+    return best if best is not None and distance.relative_error(best, y) < NEARLY else own
+
+
+def _best(
+    tensors: Iterable[np.ndarray], wanted: np.ndarray, layouts: Mapping[int, tuple[int, ...]]
+) -> np.ndarray | None:
     """The tensor that, in the layout of another, is nearest to it; None where none fits."""
-    fitting = [x for x in (in_layout(tensor, wanted) for tensor in tensors) if x is not None]
+    fitting = [x for x in (in_layout(tensor, wanted, layouts) for tensor in tensors) if x is not None]
     return min(fitting, key=lambda x: distance.relative_error(x, wanted), default=None)
 
 
-def in_layout(x: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
+def in_layout(
+    x: np.ndarray, wanted: np.ndarray, layouts: Mapping[int, tuple[int, ...]] | None = None
+) -> np.ndarray | None:
     """A tensor with its axes in another's order; None where none fits.
 
-    Of several orders that fit, one under which both are nearly equal; else, where they differ for another reason, the
-    first of LAYOUTS, because the nearest of two unlike tensors is chance.
+    Of several orders that fit, one under which both are nearly equal; else, where they differ for another reason, that
+    of the model's other tensors (`layouts`, by number of axes), else the first of LAYOUTS, because the nearest of two
+    unlike tensors is chance.
     """
+    known = (layouts or {}).get(x.ndim)
     if x.ndim > MAX_LAYOUT_AXES and x.shape != wanted.shape:
         return None
     if x.shape == wanted.shape and distance.relative_error(x, wanted) < NEARLY:
         return x
-    fits = sorted(arrangements(x.shape, wanted.shape, is_reversed=False), key=lambda fit: _preference(fit.axes))
+    fits = sorted(arrangements(x.shape, wanted.shape, is_reversed=False), key=lambda fit: preference(fit.axes))
+    fits.sort(key=lambda fit: not (fit.axes == known and len(fit.shape) == len(fit.axes)))
     values = [fit.apply(x) for fit in fits]
     first = values[0] if values else _rebatched(x, wanted.shape)
     return next((y for y in values if distance.relative_error(y, wanted) < NEARLY), first)
@@ -156,150 +240,27 @@ def _rebatched(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     return np.broadcast_to(row, shape) if is_one_row and is_row else None
 
 
-def _preference(axes: tuple[int, ...]) -> int:
+def preference(axes: tuple[int, ...]) -> int:
+    """Rank of an order of axes: as they are, then those of LAYOUTS, then any other."""
     return -1 if axes == tuple(range(len(axes))) else LAYOUTS.index(axes) if axes in LAYOUTS else len(LAYOUTS)
 
 
-class Placed(NamedTuple):
-    """One floating output of JAX as one of PyTorch's."""
+def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[capture.Local]:
+    """Each module's own errors, and those of what it hands to the modules inside it, in the order of completion.
 
-    name: str  # "output 0", "output logits"
-    index: int  # of the JAX output
-    fit: Arrangement  # of it in PyTorch's layout
-    is_same: bool  # False where another order of axes, or another grouping, is taken that is no layout
-    words: str = ""  # on what is taken, where it is not the output as it is
-
-    def compared(self, outputs: Sequence[Any]) -> np.ndarray:
-        """What stands against PyTorch's output."""
-        return np.asarray(self.fit.apply(outputs[self.index]) if self.is_same else outputs[self.index])
-
-
-class Exact(NamedTuple):
-    """An integer or boolean output of both sides; the arrays' places among those of their kind."""
-
-    name: str
-    mine: int
-    theirs: int
-
-
-def as_torch(mine: capture.Outputs, theirs: capture.Outputs) -> tuple[list[Placed], list[Exact], list[str]]:
-    """Floating outputs of JAX in PyTorch's order and layout, pairs of exact ones, and notes on what only one side has.
-
-    Raises:
-      ValueError: their numbers or keys differ, or a shape cannot be arranged as the other.
+    The parts are "output", "output 1" and so on, and "input of <child>". The error of a first output that has no
+    counterpart of its shape is infinite.
     """
-    if not theirs.floating:
-        raise ValueError(
-            f"outputs: {len(theirs.floating)} floating arrays from PyTorch, wanted one at least to compare"
-        )
-    placed: dict[int, Placed] = {}
-    exact, notes = [], []
-    for path, *leaves in capture.paired_outputs(mine.tree, theirs.tree):
-        floats, integers = ([[x.index for x in side if x.is_floating == kind] for side in leaves] for kind in (1, 0))
-        if len(floats[0]) != len(floats[1]):
-            where = f" {path}" if path else ""
-            raise ValueError(
-                f"outputs{where}: {len(floats[0])} floating arrays from JAX, {len(floats[1])} from PyTorch: choose the "
-                "same ones with jax_outputs=function and torch_outputs=function"
-            )
-        names = _names(path, [len(floats[0]), max(map(len, integers))])
-        for name, i, j in zip(names[0], *floats, strict=True):
-            placed[j] = _placed(name, i, distance.widest(mine.floating[i]), theirs.floating[j])
-        exact += [Exact(name, i, j) for name, i, j in zip(names[1], *integers, strict=False)]
-        for name in names[1][min(map(len, integers)) :]:
-            side = "JAX" if len(integers[0]) > len(integers[1]) else "PyTorch"
-            notes.append(f"{name} was not compared: only {side} has it, integers or booleans")
-    return [placed[j] for j in sorted(placed)], exact, notes
-
-
-def _names(path: str, counts: Sequence[int]) -> list[list[str]]:
-    """Names of the floating and of the exact outputs of one group."""
-    total, names = sum(counts), []
-    for kind, count in zip(("", "exact "), counts, strict=True):
-        inside = [f"{path}.{i}" if path else f"{i}" for i in range(count)]
-        names.append([f"{kind}output {path or 0}"] if total == 1 and count else [f"{kind}output {i}" for i in inside])
-    return names
-
-
-def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> Placed:
-    """Layout of one output: as it is, else channels last for channels first; any other order is no layout."""
-    kinds = ["complex" if np.iscomplexobj(x) else "real" for x in (value, reference)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"{name}: {kinds[0]} numbers from JAX, {kinds[1]} ones from PyTorch; wanted the same kind")
-    identity = Arrangement(tuple(range(value.ndim)), value.shape)
-    is_near = lambda fit: distance.relative_error(fit.apply(value), reference) < NEARLY
-    if value.shape == reference.shape and is_near(identity):
-        return Placed(name, index, identity, is_same=True)
-    fits = sorted(arrangements(value.shape, reference.shape, is_reversed=False), key=lambda fit: _preference(fit.axes))
-    # With equal sizes (0, 2, 1) is a transposed matrix as well as a signal, so there it is no layout.
-    is_layout = lambda fit: (
-        fit.axes in LAYOUTS and len(fit.axes) == len(fit.shape) and (value.shape != reference.shape or value.ndim > 3)
-    )
-    near = next((fit for fit in fits if is_near(fit)), None)
-    if near is None and value.shape == reference.shape:
-        return Placed(name, index, identity, is_same=True)
-    fit = near or next((fit for fit in fits if is_layout(fit)), fits[0] if fits else None)
-    if fit is None:
-        raise ValueError(f"{name}: {list(value.shape)} from JAX, {list(reference.shape)} from PyTorch")
-    words = f"{name}: {list(value.shape)} of JAX taken in the order {fit.axes} as PyTorch's {list(reference.shape)}"
-    if not is_layout(fit):
-        agrees = f"{name} is equal up to {fit.text()} of JAX's: where that is meant, say so with jax_outputs=function"
-        words = agrees if near else f"{name}: {list(value.shape)} from JAX, {list(reference.shape)} from PyTorch"
-    return Placed(name, index, fit, is_layout(fit), words)
-
-
-def not_finite(value: Any, reference: Any) -> str:
-    """Words on the first element that keeps two tensors of one shape from being compared; empty where there is none."""
-    a, b = (np.atleast_1d(distance.widest(x)) for x in (value, reference))
-    if a.shape != b.shape:
-        return ""
-    places = np.argwhere(~(np.isfinite(a) & np.isfinite(b)) & ~(a == b))
-    if len(places):
-        where = [int(i) for i in places[0]]
-        return f"not finite at {where}: {a[tuple(where)]} in JAX, {b[tuple(where)]} in PyTorch"
-    return ""
-
-
-def count_not_finite(outputs: capture.Outputs) -> int:
-    """Elements of floating outputs that are no finite number."""
-    return sum(int(np.count_nonzero(~np.isfinite(x))) for x in outputs.floating)
-
-
-def repeat_error(again: tuple, outputs: tuple) -> float:
-    """Largest distance of outputs from those of another call; 0 where they are equal bit for bit, NaN and all."""
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(again, outputs, strict=True)]
-    return max((distance.relative_error(a, b) for a, b in pairs if not np.array_equal(a, b, equal_nan=True)), default=0)
-
-
-def exact_gates(
-    pairs: Sequence[Exact], mine: capture.Outputs, theirs: capture.Outputs, mode: str
-) -> tuple[gates.Gate, ...]:
-    """Gate of the integer and boolean outputs, element by element; none where there are none."""
-    shares = {pair.name: _differing(np.asarray(mine.exact[pair.mine]), theirs.exact[pair.theirs]) for pair in pairs}
-    if not shares:
-        return ()
-    worst = max(shares, key=shares.__getitem__)
-    what = f"integer and boolean outputs, {mode}"
-    return (gates.Gate("P1", what, shares[worst] == 0.0, shares[worst], 0.0, worst),)
-
-
-def _differing(value: np.ndarray, reference: np.ndarray) -> float:
-    """Share of the elements that differ; of another shape, in the layout that fits best."""
-    if value.shape == reference.shape:
-        return float(np.mean(value != reference)) if value.size else 0.0
-    fits = arrangements(value.shape, reference.shape, is_reversed=False)
-    layouts = [fit for fit in fits if fit.axes in LAYOUTS and len(fit.axes) == len(fit.shape)]
-    return min((float(np.mean(fit.apply(value) != reference)) for fit in layouts), default=1.0)
-
-
-def local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture.Call]) -> list[capture.Local]:
-    """Each module's own error, and that of what it hands to the modules inside it, in the order of completion."""
-    mine, theirs = {}, {}
-    for name, wanted in twin.items():
-        if name in forced:
-            pairs = zip(forced[name].inputs, wanted.inputs, strict=True)
-            kept = [(a, b) for a, b in pairs if b is not None]
-            outputs = wanted.outputs or (np.full(1, np.nan),)  # of another shape: an infinite error
-            mine[name] = capture.Call(tuple(a for a, _ in kept), forced[name].outputs)
-            theirs[name] = capture.Call(tuple(b for _, b in kept), outputs)
-    return capture.local_errors(mine, theirs)
+    called, local = {name: wanted for name, wanted in twin.items() if name in forced}, []
+    for name, wanted in called.items():
+        mine = forced[name]
+        if name != ROOT:
+            pairs = zip(mine.inputs, wanted.inputs, strict=True)
+            errors = [distance.relative_error(a, b) for a, b in pairs if b is not None]
+            parent = capture.enclosing_module(name, called)
+            local.append(capture.Local(parent, f"input of {name}", max(errors, default=0.0)))
+        for i, (a, b) in enumerate(zip(mine.outputs, wanted.outputs, strict=True)):
+            if b is not None or i == 0:
+                error = np.inf if b is None else distance.relative_error(a, b)
+                local.append(capture.Local(name, f"output {i}" if i else "output", error))
+    return local

@@ -1,54 +1,67 @@
 """Why one module computes something else: known kinds of bugs, each tried on the PyTorch twin of the module.
 
-A cause is named only where the twin with that change computes what the JAX module does; the twin's own numbers in a
-narrower type are the measure for a cast.
+A cause is named only where the twin with that change computes what the JAX module does, and the unchanged twin does
+not; for a cast see pair/casts.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from jaxbench.pair import alignment
+from jaxbench.pair import alignment, casts
 from jaxbench.pair.torch_side import (
     Run,
     TorchCall,
     TorchSide,
     as_numpy,
-    as_type,
     compared,
     copied,
     floating,
-    is_floating_tensor,
 )
 from jaxbench.parity import capture, distance
-from jaxbench.parity.capture import map_floating
 
 EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
 MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
-CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
-# Of a type that the model itself has: Flax modules compute in `dtype`, which nnx.Embed takes from its parameters.
-ADVICE = (
-    "; where that is the model's own type, build it for the comparison with dtype=jnp.float64 (or dtype=None where the "
-    "module then takes its inputs' type, as nnx.Linear), because no model that casts can be equal in float64"
-    "; widen=True takes every cast on both sides as one to float64"
-)
 ACTIVATIONS = {
     "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "elu": F.elu,
     "softplus": F.softplus, "leaky relu (0.01)": F.leaky_relu, "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
     "none": lambda x: x,
 }  # fmt: skip
-Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
+GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}  # of recurrent layers, by mode or class; others have one
+Change = Callable[[torch.nn.Module], None]  # of a module in place
+Trial = tuple[str, Change]  # words, change
+
+
+class _Case(NamedTuple):
+    """What a change must explain: tensors of one module in JAX, and the PyTorch module's call that should give them."""
+
+    module: torch.nn.Module
+    call: TorchCall
+    is_training: bool
+    inner: str | None  # the module inside it that gets the tensors; None = they are the first output
+    pick: Callable[[Any], Any]  # of the output what is compared
+    wanted: list[np.ndarray]
+    types: set[str]  # of the tensors in JAX
+
+    def called(self, call: TorchCall, change: Change) -> list[np.ndarray]:
+        """The tensors that a changed copy of the module computes on a call's arguments."""
+        return _called(self.module, call, change, self.is_training, self.inner, self.pick)
+
+    def explained_by(self, change: Change) -> bool:
+        """True where the changed module computes what JAX does; False too where the change does not fit it."""
+        with contextlib.suppress(Exception):  # a module's own code may raise anything on what was changed
+            return _error(self.called(self.call, change), self.wanted) <= CLOSE
+        return False
 
 
 def likely(
@@ -57,12 +70,29 @@ def likely(
 ) -> str:  # fmt: skip
     """Likely cause in words; empty where no known change of the PyTorch module explains what the JAX module does.
 
-    Where a module hands something else to one inside it, that is what a change must explain.
+    Where a module hands something else to one inside it, that is what a change must explain. Where the unchanged module
+    gives what JAX has, nothing is the cause: what differs is the layout in which the two were compared.
     """
+    try:
+        case = _case(culprit, twin, forced, side, reference, is_training)
+        return _found(case, culprit, twin, reference) if case else ""
+    except Exception:  # whatever code of the caller's raises in another setting: a verdict is worth more than a cause
+        return ""
+
+
+def _unchanged(module: torch.nn.Module) -> None:
+    """No change."""
+
+
+def _case(
+    culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
+    is_training: bool,
+) -> _Case | None:  # fmt: skip
+    """What is to be explained; None where the PyTorch module's call is not known."""
     child = culprit.part.removeprefix("input of ") if culprit.part != "output" else None
     name = twin.torch_names.get(culprit.module, culprit.module)  # a function's root is no call in JAX
     if name not in reference.calls:
-        return ""
+        return None
     call = reference.calls[name]
     pick = side.pick if call.module == capture.ROOT else lambda outputs: outputs
     module = side.module if call.module == capture.ROOT else side.module.get_submodule(call.module)
@@ -71,23 +101,27 @@ def likely(
         path = reference.calls[twin.torch_names[child]].module
         inner = path.removeprefix(f"{call.module}.") if call.module != capture.ROOT else path
     mine = forced[child].inputs if child else forced[culprit.module].outputs
-    wanted = [distance.widest(x) for x in mine]
-    explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
-    if child is not None and explains(lambda module: None):
-        return "the same values, handed over in another order"
+    types = {str(x.dtype) for x in mine}
+    return _Case(module, call, is_training, inner, pick, [distance.widest(x) for x in mine], types)
+
+
+def _found(case: _Case, culprit: capture.Local, twin: alignment.Aligned, reference: Run) -> str:
+    """The first known change that explains a case."""
+    if case.explained_by(_unchanged):
+        return "the same values, handed over in another order" if case.inner is not None else ""
+    module, call = case.module, case.call
     proven = {reference.calls[other].module for other in twin.torch_names.values()} - {call.module}
-    for words, change in _trials(module, is_training, call.module, proven):
-        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
-            if explains(change):
-                return words
+    for words, change in _trials(module, case.is_training, call.module, proven):
+        if case.explained_by(change):
+            return words
     for words, patch in _patches():
-        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
-            if explains(lambda module: None):
+        with patch():
+            if case.explained_by(_unchanged):
                 return words
     if not np.isfinite(culprit.error):
         return ""  # no factor, and no rounding, makes an infinite error
-    plain = _called(module, call, lambda module: None, is_training, inner, pick)
-    return _factor(plain, wanted) or _cast(module, call, culprit.error, is_training, inner, pick)
+    plain = case.called(call, _unchanged)
+    return _factor(plain, case.wanted) or casts.named(case.called, module, call, case.wanted, culprit.error, case.types)
 
 
 def of_state(
@@ -199,13 +233,19 @@ def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Tria
         if "bias" in name:
             yield f"{name}{where} is missing in JAX", at(_weight(name, torch.zeros_like))
     if isinstance(child, torch.nn.RNNBase | torch.nn.RNNCellBase):
-        gates = child.weight_ih.shape[0] // child.hidden_size if hasattr(child, "weight_ih") else 4
-        for name in ("weight_ih", "weight_hh"):
-            halves = lambda x: torch.cat([part.T for part in x.chunk(gates)])
-            yield f"every gate's {name}{where} is transposed in JAX", at(_weight(name, halves))
-        for order in itertools.permutations(range(gates)):
-            if order != tuple(range(gates)):
-                yield f"gates{where} in the order {order} of PyTorch's in JAX", at(_gates(order))
+        yield from _gate_trials(child, where, at)
+
+
+def _gate_trials(child: torch.nn.RNNBase | torch.nn.RNNCellBase, where: str, at: Any) -> Iterator[Trial]:
+    """Recurrent layers and cells: every gate's matrix transposed, gates in another order."""
+    gates = GATES.get(getattr(child, "mode", type(child).__name__), 1)
+    names = [name for name, _ in child.named_parameters(recurse=False) if name.startswith(("weight_ih", "weight_hh"))]
+    for name in names:
+        halves = lambda x: torch.cat([part.T for part in x.chunk(gates)])
+        yield f"every gate's {name}{where} is transposed in JAX", at(_weight(name, halves))
+    for order in itertools.permutations(range(gates)):
+        if order != tuple(range(gates)):
+            yield f"gates{where} in the order {order} of PyTorch's in JAX", at(_gates(order))
 
 
 def _weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.nn.Module], None]:
@@ -222,7 +262,9 @@ def _flipped(name: str, axes: tuple[int, ...]) -> Callable[[torch.nn.Module], No
 
 def _gates(order: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
     def apply(module: torch.nn.Module) -> None:
-        for p in module.parameters(recurse=False):
+        for name, p in module.named_parameters(recurse=False):
+            if name.startswith("weight_hr"):  # an LSTM's projection of its output, which has no gates
+                continue
             parts = p.data.chunk(len(order))
             p.data = torch.cat([parts[i] for i in order])
 
@@ -285,7 +327,9 @@ def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
         for other in ("relu", "silu", "gelu"):
             if name != other:
                 yield f"activation: {other} in JAX, {name} in PyTorch", patched(name, getattr(F, other))
-    for owner, name in ((F, "relu"), (F, "gelu"), (F, "silu"), (torch, "tanh"), (torch, "sigmoid")):
+    for name, other in (("silu", F.silu), ("gelu", F.gelu), ("tanh", torch.tanh)):
+        yield f"activation: {name} in JAX, relu in PyTorch", lambda f=other: mock.patch.object(torch, "relu", f)
+    for owner, name in ((F, "relu"), (torch, "relu"), (F, "gelu"), (F, "silu"), (torch, "tanh"), (torch, "sigmoid")):
         identity = lambda x, *args, **options: x
         yield f"{name} is missing in JAX", lambda o=owner, n=name, f=identity: mock.patch.object(o, n, f)
     for kind, other in (("avg", "max"), ("max", "avg")):
@@ -328,23 +372,3 @@ def _factor(values: list[np.ndarray], wanted: list[np.ndarray]) -> str:
             return "the complex conjugate of PyTorch's"
     words = f"{factor:.6g}" if abs(factor - 1.0) > 1e-4 else f"1 {factor - 1.0:+.3g}"
     return f"{words} times PyTorch's" if factor and _error([factor * values[0]], wanted) <= CLOSE else ""
-
-
-def _cast(
-    module: torch.nn.Module, call: TorchCall, error: float, is_training: bool, inner: str | None,
-    pick: Callable[[Any], Any],
-) -> str:  # fmt: skip
-    """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
-    exact = _called(module, call, lambda m: None, is_training, inner, pick)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        narrow = functools.partial(as_type, dtype=dtype)
-        narrowed = lambda module, narrow=narrow: module._apply(narrow)
-        args, kwargs = map_floating((call.args, call.kwargs), narrow, is_floating=is_floating_tensor)
-        narrow_call = call._replace(args=args, kwargs=kwargs)
-        with contextlib.suppress(RuntimeError):
-            values = _called(module, narrow_call, narrowed, is_training, inner, pick)
-            own = _error(values, exact)
-            if own / CAST_SHARE <= error <= own * CAST_EXCESS:
-                name = str(dtype).removeprefix("torch.")
-                return f"a cast to {name} (the PyTorch module errs {own:.0e} in it){ADVICE}"
-    return ""

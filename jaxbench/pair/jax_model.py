@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbench.pair.first_use import first_uses
 from jaxbench.pair.pair_file import first_line
 from jaxbench.parity.capture import ROOT
 
@@ -67,6 +68,8 @@ class JaxModel(NamedTuple):
     state: Arrays  # batch statistics and the like
     # (params, state, inputs, is_training, handler or None) -> (outputs, state after the call)
     apply: Callable[[Arrays, Arrays, tuple, bool, Handler | None], tuple[Any, Arrays]]
+    # Of a function's parameters: names by first use, empty where that cannot be told; None = params are in order
+    order: tuple[str, ...] | None = None
 
 
 class Options(NamedTuple):
@@ -81,8 +84,9 @@ def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
     """Take a JAX model apart.
 
     Args:
-      side: a Flax NNX or Equinox module; a Linen module, or (module, variables); a Haiku transformed function, or
-        (transformed, params) or (transformed, params, state); (function, params); or a function alone.
+      side: a Flax NNX or Equinox module, or Equinox's (module, state); a Linen module, or (module, variables); a
+        Haiku transformed function, or (transformed, params) or (transformed, params, state); (function, params); or
+        a function alone.
       inputs: arguments of one call, for models whose parameters are yet to be made.
       options: how it is called.
 
@@ -100,7 +104,7 @@ def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
     if type(model).__name__ in ("Transformed", "TransformedWithState"):
         return _haiku(model, *rest, inputs=inputs, options=options)
     if callable(model):
-        return _function(model, *rest, options=options)
+        return _function(model, *rest, inputs=inputs, options=options)
     raise UnknownModel(f"jax_side={type(model).__name__}: not a Flax, Equinox or Haiku model, nor (function, params)")
 
 
@@ -171,22 +175,56 @@ def _linen(model: Any, variables: Any = None, *, inputs: tuple, options: Options
     return JaxModel("flax.linen", collections.get("params", {}), state, apply)
 
 
-def _equinox(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
+def _equinox(model: Any, state: Any = None, *, inputs: tuple, options: Options) -> JaxModel:
     import equinox as eqx
 
     from jaxbench.training.intercept import equinox_modules, intercepted
 
+    if state is not None and not isinstance(state, eqx.nn.State):
+        wanted = "an Equinox model, or (model, state) of eqx.nn.make_with_state"
+        raise UnknownModel(f"jax_side=({type(model).__name__}, {type(state).__name__}): wanted {wanted}")
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     tree, names = jax.tree.structure(arrays), [name for name, _ in _leaves(arrays)]
+    held, state_tree = jax.tree.flatten(state)
+    places = _equinox_state(model, jax.tree.unflatten(state_tree, range(len(held))), held) if held else {}
+    named = lambda values: {name: values[i] for name, i in places.items()}
 
-    def apply(params: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+    def apply(params: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
         module = eqx.combine(jax.tree.unflatten(tree, [params[name] for name in names]), rest)
         module = eqx.nn.inference_mode(module, value=not is_training)
+        # a count that is a Python number's has the widest integer type of the place where it is called
+        values = [jnp.asarray(x.item()) if x.weak_type and not x.shape else x for x in held]
+        for name, i in places.items():
+            values[i] = state_[name]
+        given = inputs if state is None else (*inputs, jax.tree.unflatten(state_tree, values))
         watched = intercepted(equinox_modules(module, root=ROOT), handler) if handler else contextlib.nullcontext()
         with watched, tapped(handler):
-            return (options.call or _call)(module, *inputs, **_keywords(options, is_training)), state
+            result = (options.call or _call)(module, *given, **_keywords(options, is_training))
+        if state is None:
+            return result, state_
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)):
+            raise UnknownModel(
+                f"jax_side=(model, state): the call returns a {type(result).__name__}, wanted (outputs, state); give "
+                "the model alone where it has no state"
+            )
+        return result[0], named(jax.tree.leaves(result[1]))
 
-    return JaxModel("equinox", dict(_leaves(arrays)), {}, apply)
+    return JaxModel("equinox", dict(_leaves(arrays)), named(held), apply)
+
+
+def _equinox_state(model: Any, places: Any, values: list[Any]) -> dict[str, int]:
+    """Places of the floating arrays of an Equinox state, by the module that keeps them; a norm's are mean and var."""
+    import equinox as eqx
+
+    is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
+    found: dict[str, int] = {}
+    for path, index in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_index)[0]:
+        if is_index(index):
+            module = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+            own = [i for i in jax.tree.leaves(places.get(index)) if is_floating(values[i])]
+            last = ("mean", "var") if len(own) == 2 else [f"{path[-1].name}_{i}" for i in range(len(own))]
+            found |= {f"{module}.{name}" if module else name: i for name, i in zip(last, own, strict=True)}
+    return found
 
 
 def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, options: Options) -> JaxModel:
@@ -237,15 +275,24 @@ def _haiku_name(name: str) -> str:
     return name.replace("_ema.average", "").replace("_ema.", "_")
 
 
-def _function(function: Callable[..., Any], params: Any = None, *, options: Options) -> JaxModel:
-    tree, arrays = jax.tree.structure(params), dict(_leaves(params))
+def _function(function: Callable[..., Any], params: Any = None, *, inputs: tuple, options: Options) -> JaxModel:
+    leaves, tree = jax.tree.flatten(params)
+    names = [name for name, _ in _leaves(params)]
+    arrays = {name: x for name, x in zip(names, leaves, strict=True) if is_floating(x)}
+
+    def called(arrays_: Arrays, inputs: tuple, is_training: bool) -> Any:
+        filled = [arrays_.get(name, x) for name, x in zip(names, leaves, strict=True)]  # the rest stays as it is
+        given = () if params is None else (jax.tree.unflatten(tree, filled),)
+        return function(*given, *inputs, **_keywords(options, is_training))
 
     def apply(params_: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
-        given = () if params is None else (jax.tree.unflatten(tree, [params_[name] for name in arrays]),)
         with tapped(handler):
-            return function(*given, *inputs, **_keywords(options, is_training)), state
+            return called(params_, inputs, is_training), state
 
-    return JaxModel("function", arrays, {}, apply)
+    by_place = lambda values: called(dict(zip(arrays, values, strict=True)), inputs, False)
+    uses = first_uses(by_place, list(arrays.values()))
+    order = () if uses is None else tuple(list(arrays)[i] for i in uses)
+    return JaxModel("function", arrays, {}, apply, order)
 
 
 def _leaves(tree: Any) -> Sequence[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxbench.pair.jax_model import Handler, JaxModel, as_type, is_floating
 from jaxbench.parity import distance
-from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
+from jaxbench.parity.capture import ROOT, Call, Outputs, in_order_of, map_floating, outputs_of
 
 
 class Watched(NamedTuple):
@@ -38,6 +38,7 @@ class JaxSide:
       to_inputs: function of the shared inputs that gives the JAX model's own, such as another layout of an image.
       pick: function of the model's outputs that chooses what is compared.
       per_example: the model takes one example without a batch axis; the calls are those of every example in turn.
+      trees: places of the outputs by is_training, of the first call that was watched: the order of all others; shared.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class JaxSide:
         to_inputs: Callable[..., tuple] | None = None,
         pick: Callable[[Any], Any] | None = None,
         per_example: bool = False,
+        trees: dict[bool, Any] | None = None,
     ):
         self.model, self.to_arrays, self.dtype = model, to_arrays, jnp.dtype(dtype)
         self.to_inputs = to_inputs or (lambda *inputs: inputs)
         self.pick = pick or (lambda outputs: outputs)
         self.per_example = per_example
+        self.trees = {} if trees is None else trees
 
     def cast(self, tree: Any) -> Any:
         """Nested arrays with the floating ones in this side's type."""
@@ -64,7 +67,7 @@ class JaxSide:
         return self._eagerly(tensors, inputs, is_training, lambda example: None)[0].floating
 
     def watched(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> Watched:
-        """One call with the floating inputs and first output of every module's call, and of every tap."""
+        """One call with the floating inputs and outputs of every module's call, and of every tap."""
         examples: list[dict[str, Call]] = []
         order: dict[str, None] = {}
 
@@ -75,27 +78,28 @@ class JaxSide:
             def record(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 given = floating((args, kwargs))
                 result = call(*args, **kwargs)
-                first = floating(result)[:1]
+                made = floating(result)
                 order.setdefault(name)
-                if first and not _is_traced((given, first)):
-                    calls[key(name)] = Call(given, first)
+                if made and not _is_traced((given, made)):
+                    calls[key(name)] = Call(given, made)
                 return result
 
             return record
 
         outputs, state = self._eagerly(tensors, inputs, is_training, recorder)
+        self.trees.setdefault(is_training, outputs.tree)
         return Watched(outputs, state, self._stacked(examples, outputs), tuple(order))
 
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool
     ) -> dict[str, Call]:
-        """Calls made on the twin's tensors (teacher forcing), by name: what each was handed, and its own output.
+        """Calls made on the twin's tensors (teacher forcing), by name: what each was handed, and its own outputs.
 
         Args:
           tensors: PyTorch's parameters and buffers.
           inputs: of the whole model.
-          given: the twin's inputs and first output by call, in this model's layout; None for an input that the twin
-            lacks, no output where the shapes differ.
+          given: the twin's inputs and outputs by call, in this model's layout; None for one that the twin lacks, or
+            that has another shape there.
           is_training: training mode.
         """
         examples: list[dict[str, Call]] = []
@@ -113,11 +117,10 @@ class JaxSide:
                 forced_to = [own if x is None else self.cast(x) for own, x in values]
                 args, kwargs = _replaced((args, kwargs), forced_to)
                 result = call(*args, **kwargs)
-                first, *rest = floating(result)
-                calls[name] = Call(handed, (first,))
-                if not given[name].outputs:
-                    return result
-                return _replaced(result, [self.cast(here(given[name].outputs[0])), *rest])
+                made = floating(result)
+                calls[name] = Call(handed, made)
+                values = zip(made, map(here, given[name].outputs), strict=True)
+                return _replaced(result, [own if x is None else self.cast(x) for own, x in values])
 
             return force
 
@@ -183,7 +186,7 @@ class JaxSide:
     def _objective(self, tensors: Any, inputs: tuple, *, targets: Any, to_targets: Any, is_training: bool) -> Any:
         outputs, _ = self._apply(tensors, inputs, is_training, lambda example: None)
         pairs = zip(to_targets(outputs.floating), targets, strict=True)
-        return sum(jnp.mean(_square(_difference(y, t))) / 2 for y, t in pairs)
+        return sum(jnp.mean(_square(_difference(y, t))) / 2 for y, t in pairs if y.size)
 
     def _apply(
         self, tensors: Any, inputs: tuple, is_training: bool, handler_of: Callable[[int | None], Handler | None]
@@ -194,14 +197,20 @@ class JaxSide:
         given = self.to_inputs(*inputs)
         if not self.per_example:
             result, after = self.model.apply(params, state, given, is_training, handler_of(None))
-            return outputs_of(self.pick(result), kind_of=kind_of), after
+            return self._outputs(result, is_training), after
         results = []
         for i in range(len(jax.tree.leaves(given)[0])):
             example = jax.tree.map(lambda x: x[i], given)  # noqa: B023
             result, _ = self.model.apply(params, state, example, is_training, handler_of(i))
-            results.append(outputs_of(self.pick(result), kind_of=kind_of))
-        arrays = [tuple(jnp.stack(parts) for parts in zip(*each, strict=True)) for each in list(zip(*results))[:2]]
+            results.append(self._outputs(result, is_training))
+        # a plain number is a numpy array of no axis, and has no batch
+        stack = lambda parts: parts[0] if isinstance(parts[0], np.ndarray) and not parts[0].ndim else jnp.stack(parts)
+        arrays = [tuple(stack(parts) for parts in zip(*each, strict=True)) for each in list(zip(*results))[:2]]
         return Outputs(*arrays, results[0].tree), state
+
+    def _outputs(self, result: Any, is_training: bool) -> Outputs:
+        outputs = outputs_of(self.pick(result), kind_of=kind_of)
+        return in_order_of(outputs, self.trees[is_training]) if is_training in self.trees else outputs
 
 
 def _is_traced(arrays: Any) -> bool:

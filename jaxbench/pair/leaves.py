@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxbench.pair.matching import Leaf
+from jaxbench.pair.naming import Leaf, natural
 from jaxbench.parity import capture
 
 DISTURB_SEED = 0
 DISTURBANCE = 0.3  # of a constant, relative
+COUNTED = re.compile(r"(^|\.)[A-Z]\w*_\d+(\.|$)")  # in paths: names that Linen gives, Dense_0
 REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
 
 
 def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str], *, with_values: bool) -> list[Leaf]:
-    """Leaves of a JAX model, parameters before state, in the order in which their modules are called."""
+    """Leaves of a JAX model, parameters before state, in the order in which their modules are called.
+
+    A function's parameters are in the order in which it uses them; where that is not known, their order says nothing.
+    """
     places = {name: i for i, name in enumerate(order)}
     sources, leaves = sources_of(calls), []
+    names = model.order or sorted(model.params, key=natural) if model.order is not None else ()
+    used = {name: i for i, name in enumerate(names)}
     for i, (name, x) in enumerate({**model.params, **model.state}.items()):
         path = name.partition(":")[2] or name
         value = np.asarray(x) if with_values else None
         is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
-        place = _place(path, places, i)
-        is_state = name in model.state
+        place = used[name] if name in used else _place(path, places, i)
         source = sources.get(path.rpartition(".")[0], "")
-        leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, source=source, is_optional=is_state))
+        is_counted = model.framework == "haiku" or bool(COUNTED.search(path))
+        known = {"source": source, "is_optional": name in model.state, "is_ordered": model.order != ()}
+        leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, is_counted=is_counted, **known))
     return leaves
 
 

@@ -1,7 +1,7 @@
 """Which PyTorch tensors a JAX model's arrays are: by shape, name, order of use and values (S file).
 
 A guess is an assignment of least cost (Hungarian method) between arrays, and parts of fused ones, whose shapes can be
-arranged as each other; what is left over is an error, never silence.
+arranged as each other; an equal path counts more than order. What is left over is an error, never silence.
 """
 
 from __future__ import annotations
@@ -10,87 +10,25 @@ import collections
 import difflib
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxbench.pair.rules import Arrangement, Given, Rule, Shape, arrangements
-from jaxbench.parity import distance
+from jaxbench.pair.costs import name_cost, other_cost, rarities, same_values
+from jaxbench.pair.naming import Leaf, equal_paths
+from jaxbench.pair.rules import Arrangement, Given, Rule, arrangements
+from jaxbench.pair.stacks import stacked
 
-# Words of one meaning in the names of parameters. What is not here must be equal or similar.
-KINDS = {
-    "weight": ("kernel", "w", "weight", "scale", "gamma", "g", "embedding", "embeddings"),
-    "bias": ("bias", "b", "beta", "offset"),
-    "mean": ("mean", "running_mean", "average_mean"),
-    "var": ("var", "running_var", "variance"),
-    "debiasing": ("mean_hidden", "mean_counter", "var_hidden", "var_counter"),  # of Haiku's averages; PyTorch has none
-}
-WORDS = {
-    "q": ("query", "queries", "q_proj", "wq"), "k": ("key", "keys", "k_proj", "wk"),
-    "v": ("value", "values", "v_proj", "wv"), "out": ("output", "o", "o_proj", "proj", "wo"),
-    "attn": ("attention", "mha", "self_attn"), "layer": ("layers", "block", "blocks", "h", "stage"),
-    "norm": ("ln", "layernorm", "layer_norm", "bn", "batchnorm", "batch_norm", "rmsnorm", "groupnorm"),
-    "embed": ("embedding", "embeddings", "wte", "embedder"), "linear": ("dense", "fc"),
-    "shortcut": ("downsample", "skip"),
-    "mlp": ("ffn", "feedforward", "feed_forward"), "conv": ("conv2d", "conv1d", "conv3d"),
-}  # fmt: skip
-ROLES = ("norm", "conv", "linear", "embed", "attn")
-_KIND = {word: kind for kind, words in KINDS.items() for word in words}
-_WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, meaning)}
-WEIGHT_KIND, WEIGHT_NAME, WEIGHT_ROLE, WEIGHT_ORDER, WEIGHT_VALUES, WEIGHT_MODULE = 3.0, 1.5, 1.0, 1.5, 4.0, 2.0
+WEIGHT_MODULE = 2.0  # of a module's weights taken from several
 ROUNDS = 3  # of assignment, each knowing the one before
 WEIGHT_SOURCE = 5.0  # above all that a round's mistakes of order can cost together
 NEVER = 1e6
+MARGIN = 0.1  # of cost, under which names do not tell two arrays apart
 TURNED = "same values, in another order of axes than its own"
+BY_NAME, BY_USE, BY_PLACE = "name", "order of use", "order of names"
 MAX_PARTS = 4  # of one fused tensor
 MAX_SHOWN = 12  # leaves that an error names
-
-
-class Leaf(NamedTuple):
-    """One array of a model."""
-
-    name: str  # dotted path
-    shape: Shape
-    order: int  # of its module's first call, then of definition
-    is_reversed: bool = False  # a kernel stored [.., in, out], as Flax and Haiku do
-    value: np.ndarray | None = None  # where both models are said to hold the same values
-    owner: str = ""  # class of its module, where known
-    source: str = ""  # module whose output its module reads as it is, where one is known
-    is_optional: bool = False  # may be left over: a buffer that the other side computes
-    is_bare: bool = False  # of a class that says nothing of its layout, so that it is stored as its counterpart is
-
-    @property
-    def kind(self) -> str:
-        """Weight, bias, mean or var; empty where the name does not say."""
-        last = re.split(r"[./]", self.name)[-1].lower()
-        return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Words of the path in their common meaning, and its numbers; without what only says the kind."""
-        path = re.sub(r"([a-z])([A-Z])", r"\1_\2", self.name).lower()
-        words = []
-        for part in re.split(r"[./~]+", path):
-            whole = re.sub(r"_?\d+$", "", part)
-            pieces = [whole] if whole in _WORD else whole.split("_")
-            words += [_WORD.get(piece, piece) for piece in pieces if piece]
-            words += re.findall(r"\d+$", part)
-        return tuple(words[:-1] if words and words[-1] in _KIND else words)
-
-    @property
-    def parent(self) -> str:
-        """Path of its module."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def role(self) -> str:
-        """What its module is: norm, conv, linear, embed or attn; empty where neither class nor name says."""
-        owner = self.owner or re.sub(r"_?\d+$", "", re.split(r"[./]", self.name)[-2:][0])
-        name = re.sub(r"\d+d?$", "", re.sub(r"([a-z])([A-Z])", r"\1_\2", owner).lower())
-        meaning = [_WORD.get(word) for word in (name.replace("_", ""), *name.split("_"))]
-        return next((word for word in meaning if word in ROLES), "")
 
 
 class _Slot(NamedTuple):
@@ -109,7 +47,6 @@ class Guess(NamedTuple):
     name: str
     rule: Rule | Given
     why: str  # "given", or what spoke for it
-    rivals: int  # other tensors that would have fitted its shape
 
 
 class Matching(NamedTuple):
@@ -123,6 +60,11 @@ class Matching(NamedTuple):
     def rules(self) -> dict[str, Rule | Given]:
         """Rules by the JAX array's name."""
         return {guess.name: guess.rule for guess in self.guesses}
+
+    @property
+    def assumed(self) -> tuple[Guess, ...]:
+        """Guesses that no name and no value settles, between tensors of one shape."""
+        return tuple(guess for guess in self.guesses if guess.why in (BY_USE, BY_PLACE))
 
     def to_jax(self, tensors: Mapping[str, object]) -> dict:
         """The JAX model's arrays out of PyTorch's tensors."""
@@ -152,17 +94,47 @@ def match(
     free_arrays = [leaf for leaf in arrays if leaf.name not in {guess.name for guess in given}]
     free_tensors = [leaf for leaf in tensors if leaf.name not in used]
     has_function = any(not isinstance(guess.rule, Rule) for guess in given)
-    found = {guess.name: guess for guess in (*given, *_assigned(free_arrays, free_tensors))}
-    left_arrays = [leaf for leaf in arrays if leaf.name not in found]
-    taken = {source for guess in found.values() for source in _sources(guess.rule)}
-    left_tensors = [leaf for leaf in free_tensors if leaf.name not in taken]
-    needed = [leaf for leaf in left_tensors if not (leaf.is_optional or has_function)]
-    wanted_arrays = [leaf for leaf in left_arrays if not leaf.is_optional]
-    if wanted_arrays or needed:
-        raise ValueError(_left_over(wanted_arrays, needed))
-    ignored += tuple(leaf.name for leaf in left_tensors)  # a function by hand may read any of them
-    kept = tuple(leaf.name for leaf in left_arrays)
-    return Matching(tuple(found[leaf.name] for leaf in arrays if leaf.name in found), ignored, kept)
+    paths = equal_paths(arrays, [leaf for leaf in tensors if leaf.name not in ignored])
+    errors = []
+    for by_name in (True, False):  # stacks of layers by their names, then whatever is one by its shape
+        guesses = _stacks(free_arrays, free_tensors, by_name=by_name)
+        taken = {source for guess in guesses for source in _sources(guess.rule)}
+        rest = [leaf for leaf in free_arrays if leaf.name not in {guess.name for guess in guesses}]
+        guesses += _assigned(rest, [leaf for leaf in free_tensors if leaf.name not in taken], paths)
+        found = {guess.name: guess for guess in (*given, *guesses)}
+        left_arrays = [leaf for leaf in arrays if leaf.name not in found]
+        taken = {source for guess in found.values() for source in _sources(guess.rule)}
+        left_tensors = [leaf for leaf in free_tensors if leaf.name not in taken]
+        needed = [leaf for leaf in left_tensors if not (leaf.is_optional or has_function)]
+        wanted_arrays = [leaf for leaf in left_arrays if not leaf.is_optional]
+        if not (wanted_arrays or needed):
+            ignored += tuple(leaf.name for leaf in left_tensors)  # a function by hand may read any of them
+            kept = tuple(leaf.name for leaf in left_arrays)
+            return Matching(tuple(found[leaf.name] for leaf in arrays if leaf.name in found), ignored, kept)
+        errors.append(_left_over(wanted_arrays, needed))
+    raise ValueError(errors[0])
+
+
+def _stacks(arrays: Sequence[Leaf], tensors: Sequence[Leaf], *, by_name: bool) -> list[Guess]:
+    """Guesses of arrays that hold a tensor of every layer, or a part of it, along their first axis."""
+    layers, stacks = stacked(arrays, tensors, _fits_part, by_name=by_name)
+    members = {stack.leaf.name: stack.members for stack in stacks}
+    counts = {array.name: array.shape[0] for array in arrays if array.shape}
+    guesses, taken = [], collections.defaultdict(set)  # other counts of a tensor's layers, of which one can be
+    for count in sorted({len(names) for names in members.values()}, reverse=True):
+        mine = [leaf for leaf in layers if counts[leaf.name] == count]
+        theirs = [stack.leaf for stack in stacks if len(stack.members) == count]
+        for guess in _assigned(mine, theirs, equal_paths(mine, theirs)):
+            sources = members[guess.rule.sources[0]]
+            is_taken = any(taken[name] - {count} for name in sources)
+            if guess.rule.joined is None and not is_taken:
+                arrangement = guess.rule.arrangement._replace(shape=(1, *guess.rule.arrangement.shape))
+                guesses.append(
+                    guess._replace(rule=guess.rule._replace(sources=sources, arrangement=arrangement, joined=0))
+                )
+                for name in sources:
+                    taken[name].add(count)
+    return guesses
 
 
 def _given(
@@ -192,32 +164,56 @@ def _given(
         missing = [source for source in _sources(value) if source not in tensors]
         if missing:
             raise ValueError(f"names={{{name!r}: ...}}: no such PyTorch tensor: {', '.join(missing)}")
-        guesses.append(Guess(name, value, "given", 0))
+        guesses.append(Guess(name, value, "given"))
     return guesses, tuple(ignored)
 
 
-def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> list[Guess]:
+def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf], paths: set[tuple[str, str]]) -> list[Guess]:
     """As many arrays as can be, with a tensor, a part of one or several for each, at the least cost in all."""
     from scipy.optimize import linear_sum_assignment
 
     if not arrays or not tensors:
         return []
-    outputs = lambda leaf: len(leaf.shape) - 1 if leaf.is_reversed else 0  # the axis that a fused tensor is split along
-    tensor_slots = [slot for leaf in tensors for slot in _slots(leaf, arrays, axes=(outputs(leaf),))]
+    tensor_slots = [slot for leaf in tensors for slot in _slots(leaf, arrays, axes=(_outputs(leaf),))]
     parts = [slot.part for slot in tensor_slots]
     array_slots = [slot for leaf in arrays for slot in _slots(leaf, parts, axes=(len(leaf.shape) - 1, 0))]
-    costs = np.full((len(array_slots), len(tensor_slots)), NEVER)
+    names = np.full((len(array_slots), len(tensor_slots)), NEVER)
+    costs, weights = names.copy(), rarities([*arrays, *tensors])
     ranks = [_ranks(slots) for slots in (array_slots, tensor_slots)]
     for i, array in enumerate(array_slots):
         for j, tensor in enumerate(tensor_slots):
             if _fits(array.part, tensor.part) and 1 in (array.count, tensor.count):
-                costs[i, j] = _cost(array.part, tensor.part, ranks[0][i], ranks[1][j])
+                is_path = (array.whole.name, tensor.whole.name) in paths
+                names[i, j] = name_cost(array.part, tensor.part, weights, is_path=is_path)
+                costs[i, j] = names[i, j] + other_cost(array.part, tensor.part, ranks[0][i], ranks[1][j])
     rows, columns = linear_sum_assignment(costs)
     for _ in range(ROUNDS - 1):
         rows, columns = linear_sum_assignment(costs + _apart(array_slots, tensor_slots, rows, columns, costs))
-    pairs = [(array_slots[i], tensor_slots[j]) for i, j in zip(rows, columns, strict=True) if costs[i, j] < NEVER]
-    rivals = {array_slots[i].whole.name: int(np.sum(costs[i] < NEVER)) - 1 for i in rows}
-    return _guesses(_ordered(pairs), rivals)
+    places = [(i, j) for i, j in zip(rows, columns, strict=True) if costs[i, j] < NEVER]
+    pairs = [(array_slots[i], tensor_slots[j]) for i, j in places]
+    alone = {array_slots[i].whole.name for i, _ in places if np.sum(costs[i] < NEVER) == 1}
+    return _guesses(_ordered(pairs), alone, _exchangeable(places, pairs, names))
+
+
+def _exchangeable(
+    places: Sequence[tuple[int, int]], pairs: Sequence[tuple[_Slot, _Slot]], names: np.ndarray
+) -> set[str]:
+    """Arrays that could as well have another's tensor, by all that names say: only order of use tells them apart."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}  # by whether the other is beside it, in one module
+    modules = [(array.whole.parent, tensor.whole.parent) for array, tensor in pairs]
+    is_qkv = [any(_place(slot.whole)[0] < 3 for slot in pair) for pair in pairs]
+    for a, ((i, j), (array, tensor)) in enumerate(zip(places, pairs, strict=True)):
+        for b, ((k, m), (other, its)) in enumerate(zip(places, pairs, strict=True)):
+            now, then = names[i, j] + names[k, m], names[i, m] + names[k, j]
+            is_one = array.whole.name == other.whole.name or tensor.whole.name == its.whole.name
+            if a != b and then < min(NEVER, now + MARGIN) and not (is_one and is_qkv[a] and is_qkv[b]):
+                found[modules[a] == modules[b]].add(array.whole.name)
+    # What is beside one that is told apart, in one module on both sides, is told apart with it from other modules'.
+    exchangeable = found[True] | found[False]
+    names_of = [array.whole.name for array, _ in pairs]
+    certain = {both for name, both in zip(names_of, modules, strict=True) if name not in exchangeable and both[0]}
+    settled = {name for name, both in zip(names_of, modules, strict=True) if both in certain}
+    return found[True] | (found[False] - settled)
 
 
 def _apart(
@@ -244,6 +240,16 @@ def _elsewhere(places: Sequence[tuple[str, float]], place: str) -> float:
     """Share, weighted by how sure each is, of places that are another one."""
     total = sum(sure for _, sure in places)
     return sum(sure for each, sure in places if each != place) / total if total else 0.0
+
+
+def _outputs(leaf: Leaf) -> int:
+    """The axis that a fused tensor is split along."""
+    return len(leaf.shape) - 1 if leaf.is_reversed else 0
+
+
+def _fits_part(array: Leaf, tensor: Leaf) -> bool:
+    """True where an array can be a tensor, or one of the parts of a fused one."""
+    return any(_fits(array, slot.part) for slot in _slots(tensor, [array] * MAX_PARTS, axes=(_outputs(tensor),)))
 
 
 def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list[_Slot]:
@@ -280,8 +286,14 @@ def _place(leaf: Leaf) -> tuple[int, int]:
     return min((places[word] for word in leaf.words if word in places), default=3), leaf.order
 
 
-def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], rivals: Mapping[str, int]) -> list[Guess]:
-    """Guesses of arrays whose every part has a tensor; and of tensors whose every part is taken."""
+def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], alone: set[str], exchangeable: set[str]) -> list[Guess]:
+    """Guesses of arrays whose every part has a tensor; and of tensors whose every part is taken.
+
+    Args:
+      pairs: parts of arrays and of tensors.
+      alone: arrays that one tensor alone fits.
+      exchangeable: arrays that names do not tell from others.
+    """
     pairs = list(pairs)
     of_array = collections.Counter(array.whole.name for array, _ in pairs)
     of_tensor = collections.Counter(tensor.whole.name for _, tensor in pairs)
@@ -298,8 +310,8 @@ def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], rivals: Mapping[str, int]) ->
             part = (tensor.index, tensor.count) if tensor.count > 1 else None
             rule = Rule((tensor.whole.name,), arrangement, part, axis=tensor.axis)
         is_turned = arrangement != _arrangements(tensor.part, array.part)[0]
-        why = TURNED if is_turned else _why(array.whole, tensor.whole, rivals[name])
-        guesses[name] = Guess(name, rule, why, rivals[name])
+        why = TURNED if is_turned else _why(array.whole, tensor.whole, name in alone, name in exchangeable)
+        guesses[name] = Guess(name, rule, why)
     return list(guesses.values())
 
 
@@ -338,36 +350,12 @@ def _ranks(slots: Sequence[_Slot]) -> list[int]:
     return [ranks[i] for i in range(len(slots))]
 
 
-def _cost(array: Leaf, tensor: Leaf, rank: int, other_rank: int) -> float:
-    """Cost of taking a tensor for an array: 0 where all that is known speaks for it."""
-    cost = WEIGHT_KIND * (array.kind != tensor.kind)
-    cost += WEIGHT_NAME * (1.0 - _similarity(array.words, tensor.words))
-    cost += WEIGHT_ROLE * bool(array.role and tensor.role and array.role != tensor.role)
-    cost += WEIGHT_ORDER * min(abs(rank - other_rank), 3) / 3
-    if array.value is not None and tensor.value is not None:
-        cost += WEIGHT_VALUES * (not _same_values(array.value, tensor.value))
-    return cost
-
-
-def _similarity(words: tuple[str, ...], others: tuple[str, ...]) -> float:
-    """Share of the words of two paths that stand in both, in the same order; 1 for two empty paths."""
-    if not words and not others:
-        return 1.0
-    return difflib.SequenceMatcher(None, words, others, autojunk=False).ratio()
-
-
-def _same_values(value: np.ndarray, other: np.ndarray) -> bool:
-    """True where two arrays hold the same numbers in any order, within the rounding of float32, and they differ."""
-    a, b = distance.widest(np.sort(value, axis=None)), distance.widest(np.sort(other, axis=None))
-    return bool(a.size and a[0] != a[-1] and np.allclose(a, b, rtol=1e-5, atol=1e-7))
-
-
-def _why(array: Leaf, tensor: Leaf, rivals: int) -> str:
-    if array.value is not None and tensor.value is not None and _same_values(array.value, tensor.value):
+def _why(array: Leaf, tensor: Leaf, is_alone: bool, is_exchangeable: bool) -> str:
+    if array.value is not None and tensor.value is not None and same_values(array.value, tensor.value):
         return "same values"
-    if not rivals:
+    if is_alone:
         return "only one of its shape"
-    return "name" if _similarity(array.words, tensor.words) >= 0.6 else "order of use"
+    return BY_NAME if not is_exchangeable else BY_USE if array.is_ordered and tensor.is_ordered else BY_PLACE
 
 
 def _sources(rule: Rule | Given) -> tuple[str, ...]:

@@ -11,24 +11,21 @@ import numpy as np
 import torch
 
 from jaxbench import libtpu
-from jaxbench.pair import alignment, causes
+from jaxbench.pair import causes, draws, modes, placing, whole
 from jaxbench.pair.contract import Pair, Result
+from jaxbench.pair.inside import Inside, is_module
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import disturbed, leaves_of
-from jaxbench.pair.matching import TURNED, Matching, match, near
+from jaxbench.pair.matching import TURNED, Matching, match
 from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.rules import Read, Rule, to_torch
-from jaxbench.pair.torch_side import Run, TorchSide, torch_leaves, wide
+from jaxbench.pair.torch_side import Run, TorchSide, calling_torch, default_type, torch_leaves, wide
 from jaxbench.pair.widening import widened
 from jaxbench.parity import capture, distance, gates
 from jaxbench.parity.run import pinned
 
-STATISTICS = (torch.nn.modules.batchnorm._NormBase,)
-TARGET_SEED = 0  # of the outputs that the objective asks for
 MAX_SHOWN = 6  # names in a note
-MAX_CAUSES = 8  # modules for which a cause is looked for
-DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
 
 class Weights(NamedTuple):
@@ -54,24 +51,27 @@ def weights(pair: Pair) -> Weights:
     libtpu.leave_out_if_absent()
     with jax.default_device(jax.devices("cpu")[0]):
         work = _Work(pair)
-        with pinned("float64"):
+        with pinned("float64"), default_type(torch.float64):
             work.open()
+            is_training = work.modes()[-1] == "train"
             arrays = {name: np.asarray(x) for name, x in work.matching.to_jax(work.tensors).items()}
         trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs.floating
         names = frozenset(
             name for name in work.model.params
             if name not in rules or not isinstance(rules[name], Rule) or trained & set(rules[name].sources)
         )  # fmt: skip
-        return Weights(work.tensors, arrays, trained, names, work.modes()[-1] == "train", outputs)
+        return Weights(work.tensors, arrays, trained, names, is_training, outputs)
 
 
 def _run(work: _Work) -> Result:
     pair = work.pair
-    with pinned("float64"), widened() if pair.widen else contextlib.nullcontext():
+    # What a module makes itself, such as a first state of zeros, is float64 as JAX's is in its 64-bit mode.
+    with pinned("float64"), default_type(torch.float64), widened() if pair.widen else contextlib.nullcontext():
         work.open()
         work.compared_modes = work.modes()
         for mode in work.compared_modes:
             work.float64(mode)
+        whole.judge(work)
     is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
     for dtype in pair.dtypes if is_equal and not pair.quick else ():
         with pinned(dtype):
@@ -90,14 +90,13 @@ class _Work:
         self.inputs = wide(pair.inputs)
         self.gates: list[gates.Gate] = []
         self.comparisons: dict[str, Any] = {}
-        self.local: list[capture.Local] = []
-        self.blamed: list[capture.Local] = []
-        self.starts: str | None = None
         self.causes: dict[str, str] = {}
         self.notes: list[str] = ["casts inside both models were taken as casts to float64"] if pair.widen else []
-        self.seen: set[str] = set()  # modules and taps of JAX that were called
+        if constants := draws.constant(self.inputs):
+            self.notes.append(f"constant inputs, which hide slips, were compared as they are: {', '.join(constants)}")
+        self.trees: dict[bool, Any] = {}  # places of JAX's outputs, by is_training
         self.is_random = False  # the PyTorch module, in any mode so far
-        self.placed: dict[str, list[alignment.Placed]] = {}  # outputs by mode
+        self.placed: dict[str, list[placing.Placed]] = {}  # outputs by mode
 
     def open(self) -> None:
         """Take both models apart, match their weights and give both the same."""
@@ -122,6 +121,7 @@ class _Work:
             self._disturb()
         self.tensors = self.twin.tensors()
         self.side = self._side("float64")
+        self.inside = Inside(pair, self.model, self.twin, self.matching, self.side)
 
     def _disturb(self) -> None:
         """Make constant tensors that the JAX model gets random, in the twin alone; the caller's module stays."""
@@ -134,7 +134,7 @@ class _Work:
             return
         shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
         self.reference = {"eval": self._torch_run(is_training=False)}
-        if alignment.count_not_finite(self.reference["eval"].outputs) > alignment.count_not_finite(before.outputs):
+        if placing.count_not_finite(self.reference["eval"].outputs) > placing.count_not_finite(before.outputs):
             self.twin.load(own)
             self.reference = {"eval": before}
             what = "keep their values, as others give no number"
@@ -152,7 +152,10 @@ class _Work:
         with calling("the JAX model cannot be called on the inputs"):
             watched = self._side("float64", self_made=probe).watched({}, self.inputs, is_training=False)
         mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
-        names = {n: value for n, value in self.pair.names.items() if not _is_module(n, value, arrays, self.twin)}
+        called = {*watched.order, *map(_module, watched.calls), *dict(self.twin.module.named_modules())}
+        left_out = {n for n, value in self.pair.names.items() if value is None and n in called - {""}}
+        given = {n: x for n, x in self.pair.names.items() if not is_module(n, x, self.model, self.twin)}
+        names = {n: x for n, x in given.items() if n not in left_out or n in self.twin.tensors()}
         return match(mine, torch_leaves(self.twin, calls, with_values=with_values), names)
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
@@ -161,20 +164,17 @@ class _Work:
         to_jax = self.matching.to_jax if self_made is None else lambda tensors: self_made
         return JaxSide(
             self.model, to_jax, dtype=dtype, to_inputs=pair.jax_inputs, pick=pair.jax_outputs,
-            per_example=pair.per_example,
+            per_example=pair.per_example, trees=self.trees,
         )  # fmt: skip
 
     def modes(self) -> tuple[str, ...]:
         """Modes to compare: evaluation, and training where the module behaves otherwise there."""
         if self.pair.modes is not None:
             return self.pair.modes
-        modules = list(self.twin.module.modules())
-        active = [m for m in modules if isinstance(m, DROPOUT) and m.p > 0]
-        has_statistics = any(isinstance(m, STATISTICS) and m.track_running_stats for m in modules)
-        if active:
-            note = f"training mode was not compared: dropout p={active[0].p} in {len(active)} modules draws at random"
-            self.notes.append(note + "; set it to 0 on both sides")
-        return ("eval", "train") if has_statistics and not active else ("eval",)
+        watched = lambda is_training: self.side.watched(self.tensors, self.inputs, is_training=is_training)
+        found, notes = modes.to_compare(self.twin, self.inputs, self.reference["eval"], watched)
+        self.notes += notes
+        return found
 
     def float64(self, mode: str) -> None:
         """Blame, outputs, gradients, state and optimiser steps of one mode."""
@@ -184,51 +184,80 @@ class _Work:
         self._torch_repeated(reference, mode)
         with calling(f"the JAX model cannot be called on the inputs and PyTorch's weights in {mode} mode"):
             mine = self.side.watched(self.tensors, self.inputs, is_training=is_training)
-        self.seen |= {*mine.order, *(name.partition("#")[0] for name in mine.calls)}
-        placed, exact, notes = alignment.as_torch(mine.outputs, reference.outputs)
+        placed, exact, notes = placing.as_torch(mine.outputs, reference.outputs)
         self.placed.setdefault(mode, placed)
         self.notes += [*notes, *(each.words for each in placed if each.is_same and each.words)]
         self.causes |= {each.name: each.words for each in placed if not each.is_same}
         to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
         self._repeated(mine.outputs.floating, mode)
-        self._modules(mine.calls, reference, to_targets, mode)
-        wanted = {each.name: y for each, y in zip(placed, reference.outputs.floating, strict=True)}
-        self._compare(f"outputs, {mode}", {each.name: each.compared(mine.outputs.floating) for each in placed}, wanted)
-        self.gates += alignment.exact_gates(exact, mine.outputs, reference.outputs, mode)
-        if is_training and self.model.state:
-            self._state(mine.state, reference)
+        modules, blame = self.inside.compare(
+            mine, reference, self.tensors, self.inputs, to_targets, mode=mode, is_random=self.is_random
+        )
+        self._record(modules)
+        self.gates += blame
+        self.compare_outputs(mine.outputs.floating, reference, mode)
+        self.gates += placing.exact_gates(exact, mine.outputs, reference.outputs, mode)
+        if self.model.state:
+            self._state(mine.state, reference, mode)
         if mode == self.compared_modes[-1]:
-            self._check_modules()
+            self.inside.check_called()
         if self.pair.quick:
             return
-        targets = self._targets(reference)
-        with calling("the PyTorch module's gradient cannot be taken"):
-            exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
-        with calling("the JAX model's gradient cannot be taken"):
-            loss, grads, by_input = self.side.gradients(
-                self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
-            )
-        self._compare(f"loss, {mode}", {"loss": loss}, {"loss": exact.loss})
-        order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
-        self._compare(f"gradients, {mode}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
-        self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
+        targets = draws.targets(reference.outputs.floating, self.inputs)
+        if not self.compare_gradients(self.tensors, self.inputs, targets, to_targets, reference, mode):
+            return
         if self.pair.optimizers is not None and mode == self.compared_modes[-1]:
             self._steps(targets, to_targets, is_training)
+
+    def compare_outputs(self, outputs: tuple, reference: Run, kind: str) -> None:
+        """Compare the floating outputs of both sides; kind: the mode, and what follows a comma."""
+        placed = self.placed[kind.partition(",")[0]]
+        wanted = {each.name: y for each, y in zip(placed, reference.outputs.floating, strict=True)}
+        mine = {each.name: each.compared(outputs) for each in placed}
+        self._record(distance.compare(mine, wanted, kind=f"outputs, {kind}", has_floor=False), mine, wanted)
+
+    def compare_gradients(
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple, to_targets: Any, reference: Run,
+        kind: str,
+    ) -> bool:  # fmt: skip
+        """Compare loss and gradients; False where the PyTorch module has none."""
+        is_training = kind.startswith("train")
+        with calling_torch("the PyTorch module's gradient cannot be taken"):
+            exact = self.twin.gradients(inputs, targets, is_training=is_training)
+        if exact is None:
+            self.notes.append(f"gradients were not compared, {kind}: PyTorch's outputs depend on nothing that has one")
+            return False
+        with calling("the JAX model's gradient cannot be taken"):
+            loss, grads, by_input = self.side.gradients(
+                tensors, inputs, targets, to_targets=to_targets, is_training=is_training
+            )
+        self._compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
+        order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
+        self._compare(f"gradients, {kind}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
+        self._compare(f"input gradients, {kind}", _numbered("input", by_input), _numbered("input", exact.inputs))
+        return True
 
     def trained(self) -> frozenset[str]:
         """Parameters that PyTorch trains and that the JAX model has, as far as the caller says."""
         without = {name for name, value in self.pair.names.items() if value is None}
         return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
 
-    def _state(self, state: Mapping[str, Any], reference: Run) -> None:
-        """Batch statistics after a call in training mode."""
-        after = self.matching.to_jax(self.tensors | reference.buffers)
-        names = [name for name in self.model.state if name in after]
-        mine, theirs = ({n: np.asarray(tree[n]) for n in names} for tree in (state, after))
-        if self._compare("state after a call, train", mine, theirs):
-            before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
-            words = causes.of_state(mine, theirs, before, self._counts(names, reference))
-            self.causes |= {"state": words} if words else {}
+    def _state(self, state: Mapping[str, Any], reference: Run, mode: str) -> None:
+        """State after a call: batch statistics in training mode, and whatever moves in any mode, such as a cache."""
+        same = {n: x for n, x in reference.buffers.items() if n in self.tensors and x.shape == self.tensors[n].shape}
+        if grown := sorted(reference.buffers.keys() & self.tensors.keys() - same.keys()):
+            self.notes.append(f"buffers whose shape a call changes were not compared: {', '.join(grown)}")
+        after, before = (
+            {n: np.asarray(x) for n, x in self.matching.to_jax(each).items() if n in self.model.state}
+            for each in (self.tensors | same, self.tensors)
+        )
+        mine = {n: np.asarray(state[n]) for n in after}
+        moved = [n for n in after if not _equal(before[n], after[n]) or not _equal(before[n], mine[n])]
+        if mode != "train" and not moved:
+            return
+        if self._compare(f"state after a call, {mode}", mine, after):
+            words = causes.of_state(mine, after, before, self._counts(list(after), reference))
+            self.causes |= {"state": words} if words and mode == "train" else {}
 
     def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
         """Values that each batch statistic is taken over: those of the module's input in one channel."""
@@ -237,17 +266,12 @@ class _Work:
         modules = {name: rule.sources[0].rpartition(".")[0] or capture.ROOT for name, rule in rules.items()}
         return {name: inputs[m].size // inputs[m].shape[1] for name, m in modules.items() if m in inputs}
 
-    def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
-        random = np.random.default_rng(TARGET_SEED)
-        drawn = [(y, _normal(random, y)) for y in reference.outputs.floating]
-        return tuple(np.where(np.isinf(y), np.nan, target) for y, target in drawn)  # infinities have no objective
-
     def _repeated(self, outputs: tuple, mode: str) -> None:
         """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
         side = self._side("float64")
         side.model = opened(self.pair, self.inputs, key=1)
         again = side.run(self.tensors, self.inputs, is_training=mode == "train")
-        error = alignment.repeat_error(again, outputs)
+        error = placing.repeat_error(again, outputs)
         self.gates.append(
             gates.Gate("P10", f"JAX repeats itself with another random key, {mode}", error == 0.0, error, 0.0)
         )
@@ -255,73 +279,32 @@ class _Work:
             self.causes[capture.ROOT] = f"random numbers in the JAX model in {mode} mode: dropout left on"
 
     def _torch_run(self, *, is_training: bool) -> Run:
-        with calling(f"the PyTorch module cannot be called on the inputs in {'train' if is_training else 'eval'} mode"):
+        mode = "train" if is_training else "eval"
+        with calling_torch(f"the PyTorch module cannot be called on the inputs in {mode} mode"):
             return self.twin.run(self.inputs, is_training=is_training)
 
     def _torch_repeated(self, reference: Run, mode: str) -> None:
         """Gate P10 of a PyTorch module that draws at random, which no cause can be tried on; none where it does not."""
         again = self._torch_run(is_training=mode == "train")
-        error = alignment.repeat_error(again.outputs.floating, reference.outputs.floating)
+        error = placing.repeat_error(again.outputs.floating, reference.outputs.floating)
         if error > distance.TOLERANCE_FLOAT64:
             self.is_random = True
             limit = distance.TOLERANCE_FLOAT64
             self.gates.append(gates.Gate("P10", f"PyTorch repeats itself, {mode}", False, error, limit))
-            self.causes["PyTorch"] = f"the PyTorch module is random in {mode} mode: dropout left on, such as F.dropout"
-
-    def _check_modules(self) -> None:
-        """Check that every module of `names` was called.
-
-        Raises:
-          ValueError: one was not, in no mode.
-        """
-        for name, value in self.pair.names.items():
-            if _is_module(name, value, self.model.params | self.model.state, self.twin) and name not in self.seen:
-                raise ValueError(
-                    f"names={{{name!r}: {value!r}}}: no such JAX array, and no such module or tap was called"
-                    f"{near(name, {*self.seen, *self.model.params})}"
-                )
-
-    def _modules(self, calls: Mapping[str, capture.Call], reference: Run, to_targets: Any, mode: str) -> None:
-        """Blame by teacher forcing, and the first module whose output differs."""
-        is_training = mode == "train"
-        rooted = lambda calls: {**calls, capture.ROOT: capture.Call((), to_targets(calls[capture.ROOT].outputs)[:1])}
-        calls = rooted(calls)
-        theirs = {name: call.call for name, call in reference.calls.items()}
-        theirs[capture.ROOT] = capture.Call((), reference.outputs.floating[:1])
-        modules = {a: b for a, b in self.pair.names.items() if _is_module(a, b, self.model.params, self.twin)}
-        names = alignment.modules(calls, theirs, self.matching, modules)
-        twin = alignment.aligned(calls, theirs, names)
-        self.modules = twin.torch_names
-        outputs = {name: np.asarray(calls[name].outputs[0]) for name in twin.calls}
-        wanted = {
-            name: call.outputs[0] if call.outputs else np.asarray(theirs[names[name]].outputs[0])
-            for name, call in twin.calls.items()
-        }
-        starts = self._compare(f"modules, {mode}", outputs, wanted)
-        if self.starts is None:
-            self.starts = starts
-        forced = rooted(self.side.forced(self.tensors, self.inputs, twin.calls, is_training=is_training))
-        local = alignment.local_errors(forced, twin.calls)
-        if local:
-            self.gates.append(gates.blame(local)._replace(what=f"every module by itself, {mode}"))
-        if self.blamed:
-            return  # by an earlier mode
-        self.local = local
-        self.blamed = [entry for entry in local if not entry.error <= distance.TOLERANCE_FLOAT64]
-        for entry in self._distinct()[:MAX_CAUSES] if not self.is_random else ():
-            words = causes.likely(entry, twin, forced, self.twin, reference, is_training=is_training)
-            if words:
-                self.causes.setdefault(entry.module, words)
-
-    def _distinct(self) -> list[capture.Local]:
-        """First thing to blame in every module."""
-        return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
+            self.causes["PyTorch"] = (
+                f"the PyTorch module is random in {mode} mode, or keeps state between calls: dropout left on, such as "
+                "F.dropout, or a cache"
+            )
 
     def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
         """Gate P7 and P1 of optimiser steps on one batch."""
+        if not self.trained():
+            self.notes.append("optimiser steps were not compared: PyTorch trains no parameter")
+            return
         transformation, optimizer = self.pair.optimizers
         options = {"num_steps": self.pair.num_steps, "is_training": is_training}
-        wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
+        with calling_torch("optimizers: PyTorch's steps fail"):
+            wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
         trained = self.trained()
         losses, params = self.side.steps(
             self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
@@ -344,28 +327,39 @@ class _Work:
         ratio = distance.compare_errors(
             mine, theirs, wanted,
             kind=f"outputs, {dtype}", dtype=dtype, slack_epsilons=gates.SLACK_EPSILONS["outputs", dtype],
+            is_single_draw=True,
         )  # fmt: skip
         self.comparisons[ratio.kind] = ratio
-        self.gates.append(gates.from_ratio(ratio, what=ratio.kind))
+        shown = ratio.first_failure or ratio.worst
+        self.gates.append(gates.from_ratio(ratio, what=ratio.kind)._replace(limit=shown.limit))
 
     def _compare(
         self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
         tolerance: float = distance.TOLERANCE_FLOAT64,
     ) -> str | None:  # fmt: skip
-        """Record a comparison and its gate; name of the first that differs."""
+        """Compare and record; name of the first that differs."""
         comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)
-        self.comparisons[kind] = comparison
+        return self._record(comparison, values, wanted, gate=gate)
+
+    def _record(
+        self, comparison: distance.Comparison, values: Mapping[str, Any] | None = None,
+        wanted: Mapping[str, Any] | None = None, *, gate: str = "P1",
+    ) -> str | None:  # fmt: skip
+        """Record a comparison and its gate; name of the first that differs."""
+        self.comparisons[comparison.kind] = comparison
         made = gates.from_comparison(gate, comparison)
-        if not np.isfinite(made.error) and (words := alignment.not_finite(values[made.where], wanted[made.where])):
-            made = made._replace(where=f"{made.where}: {words}")
+        if wanted and not np.isfinite(made.error):
+            words = placing.not_finite(values[made.where], wanted[made.where])
+            made = made._replace(where=f"{made.where}: {words}") if words else made
         self.gates.append(made)
         return comparison.first_failure and comparison.first_failure.name
 
     def result(self) -> Result:
         """What was found."""
+        inside = self.inside
         return Result(
-            tuple(self.gates), self.matching, self.modules, self.comparisons, self.model.framework, tuple(self.local),
-            tuple(self.blamed), self.starts, self.causes,
+            tuple(self.gates), self.matching, inside.modules, self.comparisons, self.model.framework,
+            tuple(inside.local), tuple(inside.blamed), inside.starts, inside.causes | self.causes,
             tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
@@ -374,16 +368,12 @@ def _numbered(name: str, values: Any) -> dict[str, Any]:
     return {f"{name} {i}": value for i, value in enumerate(values)}
 
 
-def _normal(random: np.random.Generator, like: np.ndarray) -> np.ndarray:
-    """Normal numbers of another array's shape; complex where it is."""
-    drawn = random.standard_normal(like.shape)
-    return drawn + 1j * random.standard_normal(like.shape) if np.iscomplexobj(like) else drawn
+def _equal(x: np.ndarray, y: np.ndarray) -> bool:
+    return bool(np.array_equal(x, y, equal_nan=True))
 
 
-def _is_module(name: str, value: Any, arrays: Mapping[str, Any], twin: TorchSide) -> bool:
-    """True for an entry of `names` that speaks of modules, or taps, and not of weights."""
-    modules = dict(twin.module.named_modules())
-    return isinstance(value, str) and name not in arrays and (value in modules or value == capture.ROOT)
+def _module(call: str) -> str:
+    return call.partition("#")[0]
 
 
 def _order_of(name: str, reference: Run) -> int:

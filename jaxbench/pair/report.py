@@ -12,6 +12,12 @@ from jaxbench.parity import report
 
 MAX_WEIGHTS = 40  # rows of the weights' table on a terminal
 MAX_BLAMED = 4  # modules that the verdict names
+MAX_ASSUMED = 4  # weights that the verdict names
+# Where only gradients differ.
+GRADIENTS = (
+    "values agree, gradients do not: look for stop_gradient or detach on one side, a backward pass of its own "
+    "(jax.custom_vjp, torch.autograd.Function), or an embedding's padding_idx, whose row gets no gradient"
+)
 
 
 def text(result: Any) -> str:
@@ -20,21 +26,39 @@ def text(result: Any) -> str:
     if not failed:
         worst = max((gate.error for gate in result.gates if gate.id == "P1"), default=0.0)
         lines = [f"the same function: {len(result.gates)} gates passed, worst float64 error {worst:.1e}"]
-        return "\n".join([*lines, *result.notes])
+        return "\n".join([*lines, *assumed(result), *result.notes])
     lines = [f"NOT the same function: {len(failed)} of {len(result.gates)} gates failed"]
     lines += [f"  {gate.id} {gate.what}: {gate.error:.1e} over {gate.limit:.1e} {gate.where}" for gate in failed]
     if result.starts:
         lines.append(f"the difference starts at {named(result, result.starts)}")
     blamed = {each.module: each for each in reversed(result.blamed)}
-    for each in list(blamed.values())[::-1][:MAX_BLAMED]:
+    modules = sorted(list(blamed.values())[::-1], key=lambda each: each.module not in result.causes)
+    for each in modules[:MAX_BLAMED]:
         lines.append(f"a cause is in {named(result, each.module)}: {each.part}, {each.error:.1e} by itself")
         lines += [f"  likely: {result.causes[each.module]}"] if each.module in result.causes else []
     if len(blamed) > MAX_BLAMED:
         lines.append(f"and {len(blamed) - MAX_BLAMED} more modules differ by themselves")
     lines += [f"likely cause: {words}" for module, words in result.causes.items() if module not in blamed]
     if not result.causes:
-        lines.append("likely cause: none of the known ones explains it")
-    return "\n".join([*lines, *result.notes])
+        is_gradient = not blamed and all("gradients" in gate.what for gate in failed if not _is_step(gate))
+        is_gradient = is_gradient and any("gradients" in gate.what for gate in failed)
+        lines.append(GRADIENTS if is_gradient else "likely cause: none of the known ones explains it")
+    return "\n".join([*lines, *assumed(result), *result.notes])
+
+
+def _is_step(gate: Any) -> bool:
+    """True for a gate of optimiser steps, which follow the gradients."""
+    return gate.what.startswith(("losses of optimiser steps", "parameters after"))
+
+
+def assumed(result: Any) -> list[str]:
+    """A sentence on what the verdict rests on where neither names nor values tell weights of one shape apart."""
+    guesses = result.weights.assumed
+    if not guesses:
+        return []
+    shown = ", ".join(f"{guess.name} = {guess.rule.text()} (by {guess.why})" for guess in guesses[:MAX_ASSUMED])
+    more = f" and {len(guesses) - MAX_ASSUMED} more" if len(guesses) > MAX_ASSUMED else ""
+    return [f"assumed, because others have that shape and names do not decide (names= does): {shown}{more}"]
 
 
 def named(result: Any, module: str) -> str:
@@ -67,6 +91,7 @@ def as_dict(result: Any, *, name: str) -> dict[str, Any]:
     for entry in result.local:
         own[entry.module] = max(entry.error, own.get(entry.module, 0.0))
     first = result.blamed[0]._asdict() if result.blamed else None
+    notes = [*left_out(result), *assumed(result), *result.notes]
     failures = {gate.what: gate.where for gate in result.gates if not gate.passed}
     return {
         "case": name, "backend": result.framework, "passed": result.passed, "causes": result.causes,
@@ -74,7 +99,7 @@ def as_dict(result: Any, *, name: str) -> dict[str, Any]:
         "gates": [gate._asdict() for gate in result.gates], "first_divergence": result.starts,
         "first_divergence_backward": None, "first_divergence_by_kind": failures, "blame": first,
         "layers": [{"module": each, "float64": error, "own": own.get(each)} for each, error in modules.items()],
-        "weights": weights_rows(result), "notes": [*left_out(result), *result.notes], "modules": result.modules,
+        "weights": weights_rows(result), "notes": notes, "modules": result.modules,
     }  # fmt: skip
 
 

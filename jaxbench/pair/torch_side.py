@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
-import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import torch
 from torch.nn.modules import conv
 
 from jaxbench.pair.jax_model import calling, tapped
+from jaxbench.pair.keeping import copy_of, restored
 from jaxbench.pair.leaves import disturbed, sources_of
 from jaxbench.pair.matching import Leaf
 from jaxbench.parity import distance
@@ -27,13 +26,24 @@ REVERSED = (torch.nn.Linear, conv._ConvNd, torch.nn.MultiheadAttention, torch.nn
 REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # of classes of others' that stand for one of these
 
 
+# What is to be done where PyTorch says this.
+ADVICE = (
+    (r"same dtype|expected (scalar|m1|mat1)|dtype.*(Float|Double)",
+     "a cast or a constant of the module's own is narrower than its weights: widen=True takes it as float64"),
+    (r"closure", "optimisers that call the model again in a step are not compared"),
+    (r"keyword-only|positional argument",
+     "inputs are given by position: wrap the module in one whose forward(self, a, b) calls it by keyword"),
+    (r"deepcopy protocol", "the module keeps a tensor with its history: detach it"),
+)  # fmt: skip
+
+
 class TorchCall(NamedTuple):
     """One module's call, with all that it takes to make it again."""
 
     module: str  # dotted name
     args: tuple
     kwargs: dict
-    call: Call  # floating tensors: inputs, and the first output
+    call: Call  # floating tensors: inputs, and outputs
 
 
 class Run(NamedTuple):
@@ -104,16 +114,18 @@ class TorchSide:
 
     @contextlib.contextmanager
     def _restored(self, is_training: bool) -> Iterator[None]:
-        """Mode of the module while the context is open; its parameters and buffers are restored at the end."""
-        before = {name: x.clone() for name, x in self.module.state_dict().items()}
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.train(is_training)
-        try:
-            yield
-        finally:
-            self.module.load_state_dict(before)
-            for module, mode in modes.items():
-                module.training = mode
+        """Mode of the module while the context is open; all that it keeps is restored at the end.
+
+        That is parameters, buffers (also those that no state dict has) and numbers, tensors and lists of its own.
+        """
+        with restored(self.module):
+            modes = {module: module.training for module in self.module.modules()}
+            self.module.train(is_training)
+            try:
+                yield
+            finally:
+                for module, mode in modes.items():
+                    module.training = mode
 
     def run(self, inputs: tuple, *, is_training: bool) -> Run:
         """One call, with the calls of every module inside."""
@@ -125,12 +137,14 @@ class TorchSide:
         arrays = (tuple(map(as_numpy, each)) for each in (found.floating, found.exact))
         return Run(Outputs(*arrays, found.tree), calls, buffers)
 
-    def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients:
-        """Gradients of the objective by parameters and floating inputs."""
+    def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients | None:
+        """Gradients of the objective by parameters and floating inputs; None where it depends on none of them."""
         given = self.tensors_of(inputs, requires_grad=True)
         self.module.zero_grad(set_to_none=True)
         with self._restored(is_training):
             loss = self._objective(self.pick(self.module(*given)), targets)
+            if not loss.requires_grad:
+                return None
             loss.backward()
             grads = {
                 name: as_numpy(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -159,7 +173,7 @@ class TorchSide:
 
     def _objective(self, result: Any, targets: tuple[np.ndarray, ...]) -> torch.Tensor:
         pairs = zip(compared(result).floating, targets, strict=True)
-        return sum(_square(_difference(y, t)).mean() / 2 for y, t in pairs)
+        return sum(_square(_difference(y, t)).mean() / 2 for y, t in pairs if y.numel())
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
         """Inputs as tensors, the floating ones in this side's type."""
@@ -169,16 +183,6 @@ class TorchSide:
 
         given = map_floating(inputs, tensor, is_floating=is_floating_numpy)
         return map_floating(given, torch.tensor, is_floating=lambda x: isinstance(x, np.ndarray))
-
-
-def copy_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy of a module; of TorchScript through a file, as its own copies have parameters that get no gradients."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return copy.deepcopy(module)
-    held = io.BytesIO()
-    torch.jit.save(module, held)
-    held.seek(0)
-    return torch.jit.load(held, map_location="cpu")
 
 
 def is_called(module: torch.nn.Module) -> bool:
@@ -210,7 +214,7 @@ def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[N
 
     def record(name: str, args: tuple, kwargs: dict, result: Any) -> None:
         numbers = tuple(as_numpy(x) for x in floating((args, kwargs)))
-        outputs = tuple(as_numpy(x) for x in floating(result)[:1])
+        outputs = tuple(as_numpy(x) for x in floating(result))
         if outputs:
             calls[key(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs))
 
@@ -241,6 +245,30 @@ def floating(tree: Any) -> tuple[torch.Tensor, ...]:
     tensors: list[torch.Tensor] = []
     map_floating(tree, tensors.append, is_floating=is_floating_tensor)
     return tuple(tensors)
+
+
+@contextlib.contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Type of the floating tensors that a module makes itself, such as a first state of zeros or uint8 / 255."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def calling_torch(what: str) -> Iterator[None]:
+    """Say what failed, in one line, where PyTorch's side raises, and what to do where that is known."""
+    try:
+        with calling(what):
+            yield
+    except ValueError as error:
+        advice = next((words for pattern, words in ADVICE if re.search(pattern, str(error))), "")
+        if not advice:
+            raise
+        raise ValueError(f"{error}; {advice}") from error
 
 
 def wide(tree: Any) -> Any:
@@ -316,7 +344,10 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x.real**2 + x.imag**2 if x.is_complex() else x**2
 
 
-def as_numpy(x: torch.Tensor) -> np.ndarray:
-    """Values of a tensor; bfloat16 as float32."""
-    x = x.detach().resolve_conj().resolve_neg()
+def as_numpy(x: torch.Tensor | np.ndarray) -> np.ndarray:
+    """Values of a tensor; bfloat16 as float32, sparse ones with their zeros."""
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x)
+    x = x.detach()
+    x = (x if x.layout == torch.strided else x.to_dense()).resolve_conj().resolve_neg()
     return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy().copy()

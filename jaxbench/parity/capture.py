@@ -31,7 +31,9 @@ class Call(NamedTuple):
     """Floating tensors of one module's call."""
 
     inputs: tuple[Any, ...]  # in the order of its arguments
-    outputs: tuple[Any, ...]  # the first one it returns; what follows, such as a cache, may be laid out as it likes
+    # The first one it returns, as what follows, such as a cache, may be laid out as it likes; in a pair (jaxbench/pair)
+    # every one, None where the other side has no counterpart.
+    outputs: tuple[Any, ...]
 
 
 class Training(NamedTuple):
@@ -61,6 +63,7 @@ class Leaf(NamedTuple):
 
     is_floating: bool
     index: int
+    is_plain: bool = False  # a number of Python
 
 
 class Local(NamedTuple):
@@ -97,6 +100,8 @@ def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Call
 def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
     """Outputs of a call, out of nested mappings, dataclasses, tuples and lists; what holds no array is left out.
 
+    Plain numbers are exact outputs, as arrays of no axis.
+
     Args:
       result: what the model returned.
       kind_of: "floating", "exact" or "" for what is no array to compare.
@@ -110,6 +115,9 @@ def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
             items = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
         elif isinstance(tree, tuple | list):
             return [kept for kept in map(walk, tree) if kept is not None] or None
+        elif isinstance(tree, bool | int | float | complex) and not isinstance(tree, np.generic):
+            arrays["exact"].append(np.asarray(tree))
+            return Leaf(False, len(arrays["exact"]) - 1, is_plain=True)
         elif kind := kind_of(tree):
             arrays[kind].append(tree)
             return Leaf(kind == "floating", len(arrays[kind]) - 1)
@@ -121,23 +129,50 @@ def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
     return Outputs(tuple(arrays["floating"]), tuple(arrays["exact"]), tree)
 
 
+def in_order_of(outputs: Outputs, tree: Any) -> Outputs:
+    """The same outputs in the order of another tree of the same places; as they are where the places differ.
+
+    A compiled function returns its dictionaries sorted by key, and the same function op by op as they were made.
+    """
+    here, there = (dict(_places(each)) for each in (outputs.tree, tree))
+    if here.keys() != there.keys() or any(here[p].is_floating != there[p].is_floating for p in here):
+        return outputs
+    arrays: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for path, leaf in there.items():
+        found = (outputs.floating if leaf.is_floating else outputs.exact)[here[path].index]
+        arrays[0 if leaf.is_floating else 1][leaf.index] = found
+    return Outputs(*(tuple(each[i] for i in sorted(each)) for each in arrays), tree)
+
+
+def _places(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, Leaf]]:
+    if isinstance(tree, Leaf):
+        yield path, tree
+    elif tree is not None:
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _places(child, (*path, key))
+
+
 def paired_outputs(mine: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, list[Leaf], list[Leaf]]]:
     """(path, leaves of one side, those of the other) of two trees of outputs: dictionaries by key, lists by position.
 
-    Where one side has a list and the other something else, or another length, all leaves inside are one group.
+    Where one side has a list and the other something else, or another length, all leaves inside are one group. A key
+    that only one side has, with nothing but plain numbers, is a group whose other side is empty.
 
     Raises:
       ValueError: two dictionaries have other keys; the message names them.
     """
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        missing, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+        missing, more = (
+            sorted(key for key in one.keys() - other.keys() if not _is_plain(one[key]))
+            for one, other in ((theirs, mine), (mine, theirs))
+        )
         if missing or more:
             where = f" {path}" if path else ""
             raise ValueError(
                 f"outputs{where}: only PyTorch's have the keys {missing}, only JAX's {more}: choose the same ones with "
                 "jax_outputs=function and torch_outputs=function"
             )
-        children = [(key, mine[key], theirs[key]) for key in theirs]
+        children = [(key, mine.get(key), theirs.get(key)) for key in {**theirs, **mine}]
     elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         children = [(str(i), a, b) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))]
     else:
@@ -147,12 +182,12 @@ def paired_outputs(mine: Any, theirs: Any, path: str = "") -> Iterator[tuple[str
         yield from paired_outputs(a, b, f"{path}.{key}" if path else key)
 
 
+def _is_plain(tree: Any) -> bool:
+    return all(leaf.is_plain for leaf in _leaves(tree))
+
+
 def _leaves(tree: Any) -> Iterator[Leaf]:
-    if isinstance(tree, Leaf):
-        yield tree
-    elif tree is not None:
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(child)
+    return (leaf for _, leaf in _places(tree))
 
 
 def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:

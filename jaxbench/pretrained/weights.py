@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from jaxbench.pretrained import (
     safetensors_files,
 )
 from jaxbench.pretrained.families import Family, Rule
+from jaxbench.process_environment import usable_cores
 from jaxbench.quantization.grids import Quantized
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
@@ -156,7 +156,6 @@ def save_checkpoint(
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
     """
-    from safetensors.numpy import save_file
 
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -184,7 +183,7 @@ def save_checkpoint(
     dtypes = {str(np.asarray(value).dtype) for value in params.values()}
     values |= {} if quantization is None else {"quantization_config": quantization}
     with outputs.whole_folder(folder) as made:
-        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        outputs.save_tensors(made / "model.safetensors", tensors, {"format": "pt"})
         ends = list(getattr(tokenizer, "end_ids", ()))
         eos_id = ends if len(ends) > 1 else getattr(tokenizer, "eos_id", None)
         ids = {"bos_token_id": getattr(tokenizer, "bos_id", None), "eos_token_id": eos_id}
@@ -310,7 +309,7 @@ def read_all(source: Path, jobs: list[Job], work: Callable[[Job], dict | None]) 
     Raises:
       ValueError: work returned None for a tensor, which then has NaN or infinite values.
     """
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         results = list(pool.map(work, jobs))
     bad = [job.name for job, found in zip(jobs, results, strict=True) if found is None]
     _raise_problems(str(source), {"with NaN or infinite values": bad})

@@ -48,6 +48,7 @@ class Job(NamedTuple):
     part: Path  # finished answers, until all are
     output: Path
     total: int
+    overwrite: bool = False
 
 
 def lines(source: Path) -> Iterator[Line]:
@@ -87,7 +88,7 @@ def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> 
     stat = path.stat()
     whole = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, *identity])
     name = hashlib.sha256(whole.encode()).hexdigest()[:12]
-    return Job(path, target.with_name(f"{target.name}.{name}.part"), target, len(seen))
+    return Job(path, target.with_name(f"{target.name}.{name}.part"), target, len(seen), overwrite)
 
 
 async def run(service: Service, name: str, job: Job, advance: Callable[[int], Any]) -> int:
@@ -96,8 +97,9 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
     name: of the model, as bodies give it.
 
     Raises:
-      ValueError: the model cannot be loaded.
+      ValueError: the model cannot be loaded, or something has appeared in the output's place.
     """
+    outputs.check_file(job.output, overwrite=job.overwrite)  # again: another command may have ended since
     store.cut_short(job.part)
     done = len(store.rows(job.part))
     advance(done)
@@ -115,6 +117,7 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
         for task in waiting:
             task.cancel()
     failed = sum(json.loads(row)["response"]["status_code"] != 200 for row in store.rows(job.part))
+    outputs.check_file(job.output, overwrite=job.overwrite)
     os.replace(job.part, job.output)
     return failed
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ PEAK_TFLOPS = {
     "H100": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
     "H200": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
 }
+
+SCHEME = "jaxbench"  # in front of the paths that tensorboardX opens by _BoardFiles
 
 
 # Records
@@ -127,23 +130,76 @@ def host_bytes() -> int:
 
 
 class Board:
-    """TensorBoard scalars of a run."""
+    """TensorBoard scalars of a run, which goes on without them where they cannot be written; one line says so."""
 
     def __init__(self, folder: Path, *, start: int, is_written: bool = True):
         """Open the folder; scalars of an earlier process from step `start` on are discarded by the reader."""
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter, record_writer
 
-        self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
+        self._folder, self._files = folder, _BoardFiles()
+        record_writer.register_writer_factory(SCHEME, self._files)  # for the file that is opened next
+        self._writer = SummaryWriter(f"{SCHEME}:{folder}", purge_step=start, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int]) -> None:
         """Write the scalars of a step; one that is not finite leaves a gap, for the writer warns of each."""
         for name, value in values.items():
-            if math.isfinite(value):
+            if math.isfinite(value) and not self._is_dropped():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out and close."""
         self._writer.close()
+        self._is_dropped()
+
+    def _is_dropped(self) -> bool:
+        """True where the disk took no more; the first time it is said."""
+        problem = self._files.problem
+        if problem is not None and not self._files.is_told:
+            self._files.is_told = True
+            text = f"cannot write {self._folder}: {problem.strerror or problem}; the run goes on without TensorBoard"
+            terminal.console(stderr=True).print(text, soft_wrap=True, markup=False)
+        return problem is not None
+
+
+class _BoardFiles:
+    """How tensorboardX opens and writes a file: its thread would end with a traceback, and the run wait for it."""
+
+    def __init__(self) -> None:
+        self.problem: OSError | None = None  # the first; nothing is written behind it
+        self.is_told = False
+        self._file: Any = None
+
+    def directory_check(self, path: str) -> None:
+        """Make a folder."""
+        Path(path.partition(":")[2]).mkdir(parents=True, exist_ok=True)
+
+    def open(self, path: str) -> _BoardFiles:
+        """Open a file."""
+        self._file = open(path.partition(":")[2], "wb")
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Write."""
+        self._try(self._file.write, data)
+
+    def flush(self) -> None:
+        """Write what waits in memory, and wait for the disk."""
+        self._try(self._file.flush)
+        self._try(os.fsync, self._file)
+
+    def close(self) -> None:
+        """Close."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self.problem = self.problem or error
+
+    def _try(self, work: Callable[..., Any], *given: Any) -> None:
+        if self.problem is None:
+            try:
+                work(*given)
+            except OSError as error:
+                self.problem = error
 
 
 class Display:

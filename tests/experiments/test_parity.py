@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_cli import command, refused
+
 ROOT = Path(__file__).resolve().parents[2]
 INJECTED = """
 import runpy, sys
@@ -162,3 +164,9 @@ def test_a_model_too_large_for_its_proof_is_refused_with_numbers(folder, monkeyp
     monkeypatch.setattr(environment, "available_memory_bytes", lambda: 2**10)
     with pytest.raises(ValueError, match=r"tiny has [\d,]+ parameters; its proof in float64 takes about 0.0 GiB"):
         own_model.case_of(folder, weights.load_checkpoint(folder))
+
+
+def test_a_full_disk_names_the_file_and_no_finished_case_where_there_is_none(tmp_path):
+    words = ("--case=transformer/llama-grouped", "--quick", f"--workdir={tmp_path}")
+    done = command("parity.py", *words, limit_bytes=100, JAX_ENABLE_COMPILATION_CACHE="false")
+    assert "kept" not in refused(done, f"cannot write {tmp_path}/parity.json: File too large; free some space")

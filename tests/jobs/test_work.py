@@ -210,3 +210,26 @@ def test_the_command_line_runs_a_job_from_its_submission_to_its_removal(tmp_path
     for id in (good, bad):
         assert call("remove", place, f"--job={id}") == f"{id} removed\n"
     assert call("list", place).endswith("holds no jobs\n")
+
+
+READ_ONLY = """
+import errno, runpy, sys, tempfile
+
+def full(*given, **how):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+tempfile.TemporaryFile = full
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_queue_on_a_disk_that_takes_nothing_can_be_read_but_not_changed(tmp_path):
+    id = Queue(tmp_path / "queue").submit(("experiments/watermark.py", "keygen")).job.id
+    command = [JOBS[0], "-c", READ_ONLY, JOBS[1]]
+    for name, words, code, said in (
+        ("list", (), 0, "keygen"), ("show", (f"--job={id}",), 0, id), ("cancel", (f"--job={id}",), 2, "Read-only file"),
+    ):  # fmt: skip
+        words = [*command, name, f"--queue={tmp_path / 'queue'}", *words]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == code and said in done.stdout + done.stderr, done.stderr

@@ -142,3 +142,54 @@ def test_a_gradient_that_counts_as_zero_may_hold_rounding_of_the_tensors_around_
     assert distance.compare_errors(values, others, reference, **how).passed
     larger = values | {"key_bias": np.full(4, 1e-5)}
     assert distance.compare_errors(larger, others, reference, **how).first_failure.name == "key_bias"
+
+
+@pytest.mark.parametrize("mask", [-1e31, float(np.finfo(np.float32).min)])
+def test_finite_masks_hide_nothing_and_are_compared_among_themselves(mask):
+    reference = np.array([1.0, mask, 2.0])
+    assert distance.relative_error(np.array([1.0, mask, 2.001]), reference) == pytest.approx(1e-3 / np.sqrt(5))
+    assert distance.relative_error(np.array([1.0, mask * 1.01, 2.0]), reference) == pytest.approx(1e-2)
+    for value in (np.array([mask, mask, 2.0]), np.array([1.0, 0.0, 2.0])):
+        assert distance.relative_error(value, reference) >= 1.0
+    assert distance.norm_floor({"x": reference}) == pytest.approx(1e-3 * np.sqrt(5))
+
+
+def test_without_a_floor_every_tensor_counts_by_itself():
+    reference = {"large": np.full(3, 1e9), "small": np.ones(3)}
+    values = reference | {"small": np.full(3, 1.0 + 1e-6)}
+    assert distance.compare(values, reference, kind="outputs", tolerance=1e-9).passed
+    assert not distance.compare(values, reference, kind="outputs", tolerance=1e-9, has_floor=False).passed
+
+
+def test_one_draw_of_few_elements_has_more_slack_and_of_many_nearly_none():
+    how = {"kind": "outputs", "dtype": "float32", "slack_epsilons": 1.0, "is_single_draw": True}
+    errors = {
+        1: (4.9, 5.1),
+        4: (1.9, 2.1),
+        64: (1.05, 1.08),
+    }  # epsilons that pass, and that do not, beside an exact one
+    for size, epsilons in errors.items():
+        exact = {"x": np.ones(size)}
+        passed = [
+            distance.compare_errors({"x": np.full(size, 1.0 + e * 2.0**-23)}, exact, exact, **how).passed
+            for e in epsilons
+        ]
+        assert passed == [True, False], size
+    for size, ratios in {4: (4.6, 4.8), 16: (2.1, 2.3), 64: (1.45, 1.55), 4096: (1.45, 1.55)}.items():
+        exact, small = {"x": np.ones(size)}, {"x": np.full(size, 1.01)}
+        passed = [
+            distance.compare_errors(
+                {"x": np.full(size, 1.0 + 0.01 * r)}, small, exact, **how | {"slack_epsilons": 0.0}
+            ).passed
+            for r in ratios
+        ]
+        assert passed == [True, False], size
+
+
+def test_a_mask_that_a_narrow_type_rounds_is_no_error_of_that_type():
+    mask = float(np.finfo(np.float32).min)
+    reference = {"x": np.array([1.0, mask])}
+    how = {"kind": "outputs", "dtype": "bfloat16", "slack_epsilons": 1.0, "is_single_draw": True}
+    rounded, infinite = {"x": np.array([1.0, -3.3895e38])}, {"x": np.array([1.0, -np.inf])}
+    assert distance.compare_errors(rounded, infinite, reference, **how).passed
+    assert not distance.compare_errors({"x": np.array([1.0, 0.0])}, infinite, reference, **how).passed

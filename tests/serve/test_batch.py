@@ -17,6 +17,7 @@ from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.service import Service
 from jaxbench.serve.settings import EngineConfig, ServerConfig
 from tests.generation import tiny
+from tests.test_cli import command, refused
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,26 @@ def test_the_command_answers_a_file(folder):
     ran = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     assert "(16 answers, 5 of them errors)" in ran.stdout and len(store.rows(folder / "command.jsonl")) == 16
+
+
+def test_a_file_that_another_process_writes_is_refused_at_once(folder):
+    output = folder / "twice.jsonl"
+    with store.alone(output):
+        done = command(
+            "serve.py", f"--model={folder / 'model'}", f"--input={folder / 'in.jsonl'}", f"--output={output}"
+        )
+        refused(done, f"another process writes {output}; wait for its end, or name another output")
+    assert list(folder.glob("twice*")) == []
+
+
+def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps(request(0)) + "\n")
+    output = tmp_path / "out.jsonl"
+    job = batch.check(str(tmp_path / "in.jsonl"), str(output), [], overwrite=False)
+    job.part.write_text('{"response": {"status_code": 200}}\n')
+    with pytest.raises(ValueError, match="exists"):
+        asyncio.run(batch.run(None, "model", job, lambda rows: output.write_text("mine")))
+    assert output.read_text() == "mine" and job.part.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Throughput, FLOPs and records of a run."""
 
+import resource
+import threading
+
 import pytest
 
 from jaxbench.parity.cases import GPT2, LLAMA
@@ -50,3 +53,33 @@ def test_no_scalar_that_is_not_finite_reaches_tensorboard(tmp_path, monkeypatch)
     board.add(3, {"loss": 1.5, "norm": float("nan"), "scale": float("inf"), "skipped": 2})
     board.close()
     assert written == [("loss", 1.5, 3), ("skipped", 2, 3)]
+
+
+def test_a_full_disk_drops_the_board_with_one_line_and_the_run_goes_on(tmp_path, capfd):
+    kept, threads = resource.getrlimit(resource.RLIMIT_FSIZE), threading.active_count()
+    board = observe.Board(tmp_path / "board", start=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, kept[1]))
+
+    def run():
+        for step in range(600):
+            board.add(step, {"loss": 1.0, "norm": 2.0})
+        board.close()
+
+    try:
+        runs = threading.Thread(target=run, daemon=True)
+        runs.start()
+        runs.join(60)
+        assert not runs.is_alive(), "it waits for a thread that has ended"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    said = capfd.readouterr()
+    assert said.err == f"cannot write {tmp_path / 'board'}: File too large; the run goes on without TensorBoard\n"
+    assert said.out == "" and threading.active_count() <= threads + 1  # the queue's own
+
+
+def test_the_board_can_be_read_back(tmp_path):
+    board = observe.Board(tmp_path / "a:b", start=0)
+    board.add(3, {"loss": 1.5})
+    board.close()
+    (path,) = (tmp_path / "a:b").iterdir()
+    assert path.name.startswith("events.out.tfevents.") and b"loss" in path.read_bytes()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from scipy import special
 
 from jaxbench import cli, outputs, process_environment, terminal, worker_pool
@@ -62,8 +62,7 @@ class FoldWorker:
         parts = tuned_sources.split(self._labels, fold.train)
         heard, others = tuned_sources.tune(self._lower, self._data, self._labels, parts, fold.test, bar=_silent)
         found = dict(zip(heard.rows.tolist(), heard.logits)) | others
-        with outputs.whole(path) as temporary:
-            save_file({str(number): each for number, each in found.items()}, temporary)
+        outputs.save_tensors(path, {str(number): each for number, each in found.items()})
         return path
 
 

@@ -1,4 +1,4 @@
-"""Ray Data as the engine of bulk detection, for many machines (S file; extra `ray`).
+"""Ray as the engine of bulk detection, for many machines (S file; extra `ray`).
 
 Every machine must see the input files and the output's folder under the same paths. A plain file is cut into chunks
 that any machine reads by itself; a .gz file, which has to be read from its start, is one piece of work.
@@ -6,12 +6,11 @@ that any machine reads by itself; a .gz file, which has to be read from its star
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxbench import ray_pool, worker_pool
+from jaxbench import ray_pool
 from jaxbench.text import lines
 from jaxbench.watermark.bulk import bulk_detection
 
@@ -25,47 +24,24 @@ def engine(
 
     Raises:
       ValueError: Ray is not installed.
+      ChildProcessError: a piece ended its actor each time; it is named.
     """
-    ray_pool.start(processes)
-    import ray
-
-    pieces = list(_pieces(paths, skip))
-    if not pieces:
-        return
-    blocks = ray.data.from_items(pieces, override_num_blocks=len(pieces))
-    reports = blocks.map_batches(
-        _Actor,
-        fn_constructor_args=(worker, skip),
-        batch_size=1,
-        batch_format="numpy",
-        compute=ray.data.ActorPoolStrategy(size=processes),
-        num_cpus=1,
-        max_task_retries=ray_pool.RETRIES,  # without end otherwise
-    )
-    for row in reports.iter_rows():
-        yield json.loads(row["report"])
+    for reports in ray_pool.results(
+        functools.partial(_scored, worker, skip), _pieces(paths, skip), processes=processes
+    ):
+        yield from reports
 
 
-class _Actor:
-    """One process of one thread that scores pieces."""
-
-    def __init__(self, worker: bulk_detection.Worker, skip: frozenset[str]):
-        os.environ.update(worker_pool.ONE_THREAD)
-        self._worker, self._skip = worker, skip
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        reports = []
-        for piece in batch["piece"]:
-            chunk = lines.Chunk(*json.loads(piece))
-            whole = lines.chunks(chunk.path, chunk.file) if chunk.size < 0 else [chunk]
-            reports += [json.dumps(self._worker(chunk)) for chunk in whole if chunk.name not in self._skip]
-        return {"report": reports}
+def _scored(worker: bulk_detection.Worker, skip: frozenset[str], piece: lines.Chunk) -> list[dict[str, Any]]:
+    """The reports of a piece's chunks."""
+    chunks = lines.chunks(piece.path, piece.file) if piece.size < 0 else [piece]
+    return [worker(chunk) for chunk in chunks if chunk.name not in skip]
 
 
-def _pieces(paths: list[str], skip: frozenset[str]) -> Iterator[dict[str, str]]:
+def _pieces(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
+    """Yield chunks of plain files that are not done yet, and packed files as chunks of size -1."""
     for file, path in enumerate(paths):
         if path.endswith(".gz"):
-            chunks: Any = [lines.Chunk(path, file, 0, 1, 0, -1)]
+            yield lines.Chunk(path, file, 0, 1, 0, -1)
         else:
-            chunks = lines.chunks(path, file)
-        yield from ({"piece": json.dumps(chunk)} for chunk in chunks if chunk.size < 0 or chunk.name not in skip)
+            yield from (chunk for chunk in lines.chunks(path, file) if chunk.name not in skip)

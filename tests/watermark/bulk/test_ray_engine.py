@@ -1,4 +1,4 @@
-"""Ray Data gives the same scores as one process, with two local workers."""
+"""Ray gives the same scores as one process, with two local workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 
 def test_two_ray_workers_score_plain_and_packed_files_as_one_process_does(tmp_path):
-    pytest.importorskip("ray.data")
+    pytest.importorskip("ray")
     rows = [{"id": i, "text": [(i * j) % 101 for j in range(5 + i % 30)]} for i in range(50)]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode() + b"bad\n"
     (tmp_path / "a.jsonl").write_bytes(content)

@@ -1,0 +1,262 @@
+"""The modules inside both models: which differ, which are to blame, and which only cut the same function otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxbench.pair import alignment, causes
+from jaxbench.pair.contract import Pair
+from jaxbench.pair.jax_model import JaxModel
+from jaxbench.pair.jax_side import JaxSide, Watched
+from jaxbench.pair.matching import Matching, near
+from jaxbench.pair.torch_side import Run, TorchCall, TorchSide
+from jaxbench.parity import capture, distance, gates
+from jaxbench.parity.capture import ROOT, Call
+
+MAX_CAUSES = 8  # modules for which a cause is looked for
+MAX_SHOWN = 6  # modules in a note
+TOLERANCE = distance.TOLERANCE_FLOAT64
+
+
+class Inside:
+    """Findings on the modules, as they come; of several modes, the first in which one is to blame."""
+
+    def __init__(self, pair: Pair, model: JaxModel, twin: TorchSide, matching: Matching, side: JaxSide):
+        self.pair, self.model, self.twin, self.matching, self.side = pair, model, twin, matching, side
+        self.local: list[capture.Local] = []
+        self.blamed: list[capture.Local] = []
+        self.apart: dict[str, bool] = {}  # modules whose outputs have no common shape; True where their inputs have
+        self.suspects: set[str] = set()  # of those apart: modules behind which values differ
+        self.words: dict[str, str] = {}  # on modules apart
+        self.starts: str | None = None
+        self.causes: dict[str, str] = {}
+        self.modules: dict[str, str] = {}  # PyTorch's call by JAX's
+        self.gates: list[str] = []  # what they are called
+        self.seen: set[str] = set()  # modules and taps of JAX that were called
+        self.left_out: set[str] = set()  # calls that the caller does not want compared
+        self.evidence: tuple | None = None  # what causes are looked for in; none of a PyTorch module that is random
+
+    def compare(
+        self, mine: Watched, reference: Run, tensors: Mapping[str, np.ndarray], inputs: tuple,
+        to_targets: Callable[[tuple], tuple], *, mode: str, is_random: bool,
+    ) -> tuple[distance.Comparison, list[gates.Gate]]:  # fmt: skip
+        """Modules' outputs, and what every module does by itself, given what its twin got (teacher forcing)."""
+        rooted = lambda calls: {**calls, ROOT: Call((), to_targets(calls[ROOT].outputs))}
+        self.seen |= {*mine.order, *(name.partition("#")[0] for name in mine.calls)}
+        calls = rooted(mine.calls)
+        theirs = {name: call.call for name, call in reference.calls.items()}
+        theirs[ROOT] = Call((), reference.outputs.floating)
+        pairs = alignment.modules(calls, theirs, self.matching, self._given())
+        names = {a: b for a, b in pairs.items() if not self._is_left_out(a) and not self._is_left_out(b)}
+        self.left_out |= pairs.keys() - names.keys()
+        is_training = mode == "train"
+
+        def forced(in_order: frozenset[str]) -> tuple[alignment.Aligned, dict, list[capture.Local]]:
+            twin = alignment.aligned(calls, theirs, names, in_order=in_order)
+            made = rooted(self.side.forced(tensors, inputs, twin.calls, is_training=is_training))
+            return twin, made, alignment.local_errors(made, twin.calls)
+
+        twin, made, local = _best_order(forced)
+        self.modules = twin.torch_names
+        comparison = _outputs(calls, twin, kind=f"modules, {mode}")
+        blame, every = self._blame(twin, local, mode)
+        if self.starts is None and comparison.first_failure:
+            self.starts = comparison.first_failure.name.partition(" (")[0]
+        if not self.blamed:  # by an earlier mode
+            self.local, self.blamed = local, every
+            self.evidence = None if is_random else (twin, made, reference, is_training)
+            if self.evidence:
+                self._explain(every)
+        return comparison, blame
+
+    def _blame(
+        self, twin: alignment.Aligned, local: list[capture.Local], mode: str
+    ) -> tuple[list[gates.Gate], list[capture.Local]]:
+        """Gate of every module by itself, and what to blame; modules without a common shape are kept apart."""
+        apart = {name for name, call in twin.calls.items() if call.outputs and call.outputs[0] is None}
+        whole = {name: all(x is not None for x in twin.calls[name].inputs) for name in apart}
+        compared = [entry for entry in local if entry.module not in apart or entry.part != "output"]
+        for entry in compared:
+            child = entry.part.removeprefix("input of ")
+            if child in whole and entry.error > TOLERANCE:
+                whole[child] = False
+        self.apart |= whole
+        self.suspects |= {name for name in apart if _is_followed_by_an_error(name, twin, local)}
+        gate = gates.blame(compared)._replace(what=f"every module by itself, {mode}")
+        self.gates += [f"modules, {mode}", gate.what]
+        return [gate], [entry for entry in compared if not entry.error <= TOLERANCE]
+
+    def _explain(self, entries: list[capture.Local]) -> None:
+        """Look for the causes of the first modules to blame, by what changes PyTorch's first output or its inputs."""
+        twin, made, reference, is_training = self.evidence
+        first = {name: _first(twin.calls[name], reference.calls.get(other)) for name, other in twin.torch_names.items()}
+        chosen = {name: made[name] for name in first if name in made}
+        chosen = {name: Call(call.inputs, call.outputs[first[name] :][:1]) for name, call in chosen.items()}
+        parts = {name: f"output {i}" if i else "output" for name, i in first.items()}
+        explained: dict[str, capture.Local] = {}
+        for entry in entries:
+            if not entry.part.startswith("output") or entry.part == parts.get(entry.module):
+                explained.setdefault(entry.module, entry)
+        for module, entry in list(explained.items())[:MAX_CAUSES]:
+            part = "output" if entry.part.startswith("output") else entry.part
+            words = causes.likely(
+                entry._replace(part=part), twin, chosen, self.twin, reference, is_training=is_training
+            )
+            if words:
+                self.causes.setdefault(module, words)
+
+    def distinct(self) -> list[capture.Local]:
+        """First thing to blame in every module."""
+        return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
+
+    def check_called(self) -> None:
+        """Check that every module of `names` was called.
+
+        Raises:
+          ValueError: one was not, in no mode.
+        """
+        for name, value in self.pair.names.items():
+            if is_module(name, value, self.model, self.twin) and name not in self.seen and value is not None:
+                raise ValueError(
+                    f"names={{{name!r}: {value!r}}}: no such JAX array, and no such module or tap was called"
+                    f"{near(name, {*self.seen, *self.model.params})}"
+                )
+
+    def _given(self) -> dict[str, str]:
+        names = self.pair.names.items()
+        return {a: b for a, b in names if b is not None and is_module(a, b, self.model, self.twin)}
+
+    def _is_left_out(self, call: str) -> bool:
+        """True for a call of a module that `names` leaves out, or of one inside it."""
+        module = call.partition("#")[0]
+        left = [name for name, value in self.pair.names.items() if value is None]
+        return module != ROOT and any(module == name or module.startswith(f"{name}.") for name in left)
+
+    def is_taken_back(self) -> bool:
+        """True where every difference has another one, around or inside it, that can take it back, as another cut has.
+
+        A residual added inside a module on one side and around it on the other makes both differ by themselves. A
+        module that alone differs is a slip that what follows hides, such as a scale before a norm. What a module
+        returns beside its first output may be read by nobody. What was not compared may take back what is around it.
+        """
+        firsts = [entry for entry in self.blamed if not entry.part.startswith("output ")]
+        kin = lambda one, other: one == other or _encloses(one, other) or _encloses(other, one)
+        unknown = [*self.apart, *self.left_out]
+        others = lambda entry: [other.module for other in self.blamed if other is not entry] + unknown
+        return all(any(kin(entry.module, other) for other in others(entry)) for entry in firsts)
+
+    def blame_apart(self) -> None:
+        """Find causes in modules of other shapes too, because the whole functions differ.
+
+        A sound one may have another shape as well, such as a convolution that is padded wide and cut behind it: those
+        are to blame behind which the next values differ, and all of them where there is nothing else to blame.
+        """
+        found = [capture.Local(name, "output", np.inf) for name, is_same in self.apart.items() if is_same]
+        if self.evidence:
+            self._explain([entry for entry in found if entry.module in self.evidence[0].calls])
+        to_blame = [entry for entry in found if entry.module in self.suspects or not self.blamed]
+        self.words = {entry.module: self.causes.pop(entry.module, "") for entry in found if entry not in to_blame}
+        self.starts = self.starts or next((entry.module for entry in to_blame), None)
+        self.blamed += to_blame
+
+    def forgive(self, num_draws: int, what: str) -> list[str]:
+        """Blame nobody, as the whole functions agree; notes on what differs inside."""
+        notes = []
+        if self.blamed:
+            shown = [f"{e.module} ({e.part}, {e.error:.1e})" for e in self.distinct()]
+            notes.append(
+                f"modules differ inside, and {what} agree all the same on {num_draws} draws of weights and inputs, so "
+                f"the same function is cut otherwise: {_listed(shown)}"
+            )
+        for entry in self.blamed:
+            self.causes.pop(entry.module, None)
+        self.blamed, self.starts = [], None
+        return notes
+
+    def apart_note(self) -> list[str]:
+        """Note on modules that were not compared by themselves."""
+        shown = [_with_twin(name, self.modules.get(name)) for name in self.apart]
+        shown = [f"{each}: {words}" if (words := self.words.get(name)) else each
+                 for each, name in zip(shown, self.apart, strict=True)]  # fmt: skip
+        words = "modules not compared by themselves, as no layout gives both outputs one shape: "
+        return [words + _listed(shown)] if shown else []
+
+
+def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
+    """Forced calls with inputs in the order that explains them.
+
+    The nearest inputs may be those of a module that takes its arguments in another order, or the caller may hand them
+    over in another order than it should: then the module is right on PyTorch's order.
+    """
+    first = forced(frozenset())
+    own = lambda run: {entry.module: entry.error for entry in run[2] if entry.part == "output"}
+    errors = own(first)
+    suspects = frozenset(name for name in first[0].turned if not errors.get(name, 0.0) <= TOLERANCE)
+    if not suspects:
+        return first
+    second = forced(suspects)
+    errors = own(second)
+    right = frozenset(name for name in suspects if errors.get(name, np.inf) <= TOLERANCE)
+    return second if right == suspects else forced(right) if right else first
+
+
+def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.Local]) -> bool:
+    """True where what the module around makes next of a module's output differs, or has no common shape."""
+    around = capture.enclosing_module(name, twin.calls)
+    place = next(i for i, entry in enumerate(local) if entry.module == name and entry.part == "output")
+    following = next((entry for entry in local[place + 1 :] if entry.module == around), None)
+    if following is None:
+        return True
+    child = following.part.removeprefix("input of ")
+    return not following.error <= TOLERANCE or (child in twin.calls and None in map(_shape, twin.calls[child].inputs))
+
+
+def _shape(x: np.ndarray | None) -> tuple[int, ...] | None:
+    return None if x is None else x.shape
+
+
+def _outputs(calls: Mapping[str, Call], twin: alignment.Aligned, *, kind: str) -> distance.Comparison:
+    mine, wanted = {}, {}
+    for name, call in twin.calls.items():
+        for i, x in enumerate(call.outputs):
+            if x is not None:
+                key = f"{name} (output {i})" if i else name
+                mine[key], wanted[key] = np.asarray(calls[name].outputs[i]), x
+    return distance.compare(mine, wanted, kind=kind)
+
+
+def _first(call: Call, other: TorchCall | None) -> int:
+    """Which of a JAX call's outputs stands for PyTorch's first."""
+    if other is None:
+        return 0
+    wanted = other.call.outputs[0]
+    return next((i for i, x in enumerate(call.outputs) if x is not None and _is_of(x, wanted)), 0)
+
+
+def _is_of(x: np.ndarray, y: np.ndarray) -> bool:
+    """True where a tensor holds another's values, in any order of axes."""
+    return x.size == y.size and bool(np.array_equal(np.sort(x, axis=None), np.sort(y, axis=None)))
+
+
+def _encloses(module: str, other: str) -> bool:
+    module, other = module.partition("#")[0], other.partition("#")[0]
+    return module != other and (module == ROOT or other.startswith(f"{module}."))
+
+
+def _with_twin(name: str, other: str | None) -> str:
+    return f"{name} ({other} in PyTorch)" if other and other != name else name
+
+
+def _listed(shown: list[str]) -> str:
+    more = f" and {len(shown) - MAX_SHOWN} more" if shown[MAX_SHOWN:] else ""
+    return ", ".join(shown[:MAX_SHOWN]) + more
+
+
+def is_module(name: str, value: Any, model: JaxModel, twin: TorchSide) -> bool:
+    """True for an entry of `names` that speaks of modules, or taps, and not of weights."""
+    modules = dict(twin.module.named_modules())
+    is_array = name in model.params or name in model.state
+    return isinstance(value, str) and not is_array and (value in modules or value == ROOT)

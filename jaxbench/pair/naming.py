@@ -1,0 +1,126 @@
+"""One array of a model, and what its name says: kind, role, and a path that can be equal on both sides (S file)."""
+
+from __future__ import annotations
+
+import collections
+import os.path
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench.pair.rules import Shape
+
+# Words of one meaning in the names of parameters. What is not here must be equal or similar.
+KINDS = {
+    "weight": ("kernel", "w", "weight", "scale", "gamma", "g", "embedding", "embeddings"),
+    "bias": ("bias", "b", "beta", "offset"),
+    "mean": ("mean", "running_mean", "average_mean"),
+    "var": ("var", "running_var", "variance"),
+    "debiasing": ("mean_hidden", "mean_counter", "var_hidden", "var_counter"),  # of Haiku's averages; PyTorch has none
+}
+WORDS = {
+    "q": ("query", "queries", "q_proj", "wq"), "k": ("key", "keys", "k_proj", "wk"),
+    "v": ("value", "values", "v_proj", "wv"), "out": ("output", "o", "o_proj", "out_proj", "proj", "wo"),
+    "attn": ("attention", "mha", "self_attn"), "layer": ("layers", "block", "blocks", "h", "stage"),
+    "norm": ("ln", "layernorm", "layer_norm", "bn", "batchnorm", "batch_norm", "rmsnorm", "groupnorm"),
+    "embed": ("embedding", "embeddings", "wte", "embedder"), "linear": ("dense", "fc"),
+    "shortcut": ("downsample", "skip"), "gate": ("gate_proj",), "up": ("up_proj",), "down": ("down_proj",),
+    "mlp": ("ffn", "feedforward", "feed_forward"), "conv": ("conv2d", "conv1d", "conv3d"),
+}  # fmt: skip
+ROLES = ("norm", "conv", "linear", "embed", "attn")
+_KIND = {word: kind for kind, words in KINDS.items() for word in words}
+_WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, meaning)}
+
+
+class Leaf(NamedTuple):
+    """One array of a model."""
+
+    name: str  # dotted path
+    shape: Shape
+    order: int  # of its module's first call, then of definition
+    is_reversed: bool = False  # a kernel stored [.., in, out], as Flax and Haiku do
+    value: np.ndarray | None = None  # where both models are said to hold the same values
+    owner: str = ""  # class of its module, where known
+    source: str = ""  # module whose output its module reads as it is, where one is known
+    is_optional: bool = False  # may be left over: a buffer that the other side computes
+    is_bare: bool = False  # of a class that says nothing of its layout, so that it is stored as its counterpart is
+    is_ordered: bool = True  # False where `order` is of names alone, which says nothing
+    is_counted: bool = False  # its numbers are the framework's, in the order in which modules were made, not used
+
+    @property
+    def kind(self) -> str:
+        """Weight, bias, mean or var; empty where the name does not say."""
+        last = re.split(r"[./]", self.name)[-1].lower()
+        return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words of the path in their common meaning, and its numbers; without what only says the kind."""
+        path = re.sub(r"([a-z])([A-Z])", r"\1_\2", self.name).lower()
+        words = []
+        for part in re.split(r"[./~]+", path):
+            whole = re.sub(r"_?\d+$", "", part)
+            pieces = [whole] if whole in _WORD else whole.split("_")
+            words += [_WORD.get(piece, piece) for piece in pieces if piece]
+            words += [str(int(number)) for number in re.findall(r"\d+$", part)]
+        return tuple(words[:-1] if words and words[-1] in _KIND else words)
+
+    @property
+    def parent(self) -> str:
+        """Path of its module."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def role(self) -> str:
+        """What its module is: norm, conv, linear, embed or attn; empty where neither class nor name says."""
+        owner = self.owner or re.sub(r"_?\d+$", "", re.split(r"[./]", self.name)[-2:][0])
+        name = re.sub(r"\d+d?$", "", re.sub(r"([a-z])([A-Z])", r"\1_\2", owner).lower())
+        meaning = [_WORD.get(word) for word in (name.replace("_", ""), *name.split("_"))]
+        return next((word for word in meaning if word in ROLES), "")
+
+
+def natural(name: str) -> tuple:
+    """Key that sorts names with their numbers as numbers: layers_2 before layers_10."""
+    return tuple((bool(i % 2), int(part) if i % 2 else part) for i, part in enumerate(re.split(r"(\d+)", name)))
+
+
+def equal_paths(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> set[tuple[str, str]]:
+    """Pairs of names, (array, tensor), that say the same: equal words in their common meaning, kind and numbers.
+
+    What all names of one side begin with does not count. Numbers count by their rank, and only where both sides have
+    as many in the same places: conv_0 and conv_1 are conv1 and conv2, and conv_1 is not conv1. Numbers that a framework
+    gave, as Linen's Dense_0 and Haiku's linear_1, say nothing.
+    """
+    mine, theirs = _families(arrays), _families(tensors)
+    pairs = set()
+    for pattern in mine.keys() & theirs.keys():
+        if mine[pattern].keys() != theirs[pattern].keys():
+            continue
+        for numbers, names in mine[pattern].items():
+            others = theirs[pattern][numbers]
+            is_clear = len(names) == len(others) == 1
+            pairs |= {(name, other) for name in names for other in others if is_clear or name == other}
+    return pairs
+
+
+def _families(leaves: Sequence[Leaf]) -> dict[tuple, dict[tuple, list[str]]]:
+    """Names by path without numbers, then by the ranks of their numbers."""
+    paths = {leaf.name: (*leaf.words, leaf.kind) for leaf in leaves}
+    start = len(os.path.commonprefix([path[:-1] for path in paths.values()])) if len(paths) > 1 else 0
+    families: dict[tuple, dict[str, tuple]] = collections.defaultdict(dict)
+    for leaf in leaves:
+        name, path = leaf.name, paths[leaf.name]
+        if leaf.is_counted and any(word.isdigit() for word in path[start:]):
+            continue
+        pattern = tuple("#" if word.isdigit() else word for word in path[start:])
+        families[pattern][name] = tuple(int(word) for word in path[start:] if word.isdigit())
+    found = {}
+    for pattern, numbers in families.items():
+        ranks = [{n: i for i, n in enumerate(sorted(set(column)))} for column in zip(*numbers.values(), strict=True)]
+        ranked: dict[tuple, list[str]] = collections.defaultdict(list)
+        for name, each in numbers.items():
+            ranked[tuple(rank[n] for rank, n in zip(ranks, each, strict=True))].append(name)
+        found[pattern] = ranked
+    return found

@@ -1,0 +1,90 @@
+"""The whole function is what counts: what modules that differ inside two equal ones mean for the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxbench.pair import draws, placing
+from jaxbench.pair.jax_model import calling
+from jaxbench.pair.rules import Read
+from jaxbench.pair.torch_side import Run
+
+NUM_DRAWS = 2  # of further weights and inputs, where modules differ and the whole does not
+MEANT = "outputs agree all the same: a module that is meant to differ is left out with names={'its.name': None}"
+
+
+def judge(work: Any) -> None:
+    """Drop the modules' gates where the whole functions agree and what differs inside is taken back around it.
+
+    Both are compared on further weights and inputs before, so that slips that cancel on the drawn ones are found. A
+    module that alone differs, whose difference is only hidden by what follows, stays one to blame.
+
+    Args:
+      work: proof's findings, its gates in float64 all compared.
+    """
+    _judge(work, work.inside)
+    work.notes += work.inside.apart_note()
+
+
+def _judge(work: Any, inside: Any) -> None:
+    of_whole = lambda: [gate for gate in work.gates if gate.what not in inside.gates]
+    if all(gate.passed for gate in of_whole()):
+        if not inside.blamed and not inside.apart and all(gate.passed for gate in work.gates):
+            return
+        seeds = range(1, 1 + (NUM_DRAWS if inside.blamed else 1))
+        num_draws = 1 + sum(_drawn_again(work, seed) for seed in seeds)
+        is_same = all(gate.passed for gate in of_whole())
+        if is_same and not inside.is_taken_back():
+            work.notes.append(MEANT)
+            return
+        if is_same and (num_draws > 1 or not inside.blamed):
+            work.gates = [gate for gate in work.gates if gate.passed]
+            work.notes += inside.forgive(num_draws, "outputs" if work.pair.quick else "outputs and gradients")
+            return
+    inside.blame_apart()
+
+
+def _drawn_again(work: Any, seed: int) -> bool:
+    """Compare the whole functions on other weights and inputs; False where PyTorch has no numbers there."""
+    read = Read(work.tensors)
+    work.matching.to_jax(read)
+    names = sorted(read.names & dict(work.twin.module.named_parameters()).keys())
+    if not work.pair.disturb:
+        names = [name for name in names if np.ptp(np.abs(work.tensors[name])) > 0]
+    drawn = draws.weights(work.tensors, names, seed)
+    work.twin.load(drawn)
+    try:
+        for mode in work.compared_modes:
+            for inputs in (draws.inputs(work.inputs, seed), work.inputs):
+                if (reference := _finite_run(work, inputs, mode)) is not None:
+                    break
+            else:
+                return False
+            _compare(work, drawn, inputs, reference, mode, f"{mode}, draw {seed + 1}")
+    finally:
+        work.twin.load(work.tensors)
+    return True
+
+
+def _finite_run(work: Any, inputs: tuple, mode: str) -> Run | None:
+    """PyTorch's call; None where it fails, or where its outputs have other shapes or less numbers than before."""
+    try:
+        run = work.twin.run(inputs, is_training=mode == "train")
+    except Exception:  # whatever a module does with what it does not take
+        return None
+    before = work.reference[mode].outputs
+    is_alike = [y.shape for y in run.outputs.floating] == [y.shape for y in before.floating]
+    return run if is_alike and placing.count_not_finite(run.outputs) <= placing.count_not_finite(before) else None
+
+
+def _compare(work: Any, drawn: dict[str, np.ndarray], inputs: tuple, reference: Run, mode: str, kind: str) -> None:
+    placed = work.placed[mode]
+    to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
+    with calling("the JAX model cannot be called on other weights and inputs"):
+        outputs = work.side.run(drawn, inputs, is_training=mode == "train")
+    work.compare_outputs(outputs, reference, kind)
+    if not work.pair.quick:
+        targets = draws.targets(reference.outputs.floating, inputs)
+        work.compare_gradients(drawn, inputs, targets, to_targets, reference, kind)
