@@ -176,6 +176,7 @@ def test_an_interrupt_of_the_parent_ends_the_command_and_shows_what_was_sampled(
         (["leaks", "--call=waits.py:f"], "interrupted; nothing was finished"),
         (["monitor", f"--pid={os.getpid()}", "--interval_s=0.1"], f"interrupted; process {os.getpid()} goes on"),
     ],
+    ids=["leaks", "monitor"],  # not the process's id, which differs between processes that share the tests
 )
 def test_an_interrupt_says_no_more_than_what_is_so(tmp_path, words, last):
     written(tmp_path / "waits.py", "import time\n\ndef f():\n    print('called', flush=True)\n    time.sleep(60)\n")
