@@ -135,7 +135,8 @@ def of_state(
       before: before it.
       counts: values that each statistic is taken over.
     """
-    moves = {name: (mine[name] - before[name], theirs[name] - before[name]) for name in mine}
+    mine = {name: x for name, x in mine.items() if x.shape == theirs[name].shape == before[name].shape}
+    moves = {name: (x - before[name], theirs[name] - before[name]) for name, x in mine.items()}
     for name, (move, other) in moves.items():
         factor = float(np.vdot(move, other).real / max(np.vdot(other, other).real, np.finfo(float).tiny))
         if abs(factor - 1.0) > CLOSE and distance.relative_error(move, factor * other) <= CLOSE:

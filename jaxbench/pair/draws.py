@@ -49,10 +49,10 @@ def weights(tensors: Mapping[str, np.ndarray], names: Sequence[str], seed: int) 
     return drawn
 
 
-def inputs(tree: Any, seed: int) -> Any:
-    """Inputs whose floating arrays are drawn anew, each number between its own and 0.7 times it.
+def inputs(tree: Any, seed: int, *, is_shuffled: bool = False) -> Any:
+    """Inputs drawn anew: floating numbers between their own and 0.7 times it; what lies between 0 and 1 stays there.
 
-    So what lies between 0 and 1 stays there. Integers stay, and arrays of whole numbers, such as masks.
+    is_shuffled: whole numbers, such as ids and masks, change places within their array; else they stay.
     """
     random = np.random.default_rng(seed)
 
@@ -62,9 +62,10 @@ def inputs(tree: Any, seed: int) -> Any:
         if isinstance(x, tuple | list):
             items = [drawn(value) for value in x]
             return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        is_floating = isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.inexact)
-        if not is_floating or np.array_equal(x, np.round(x), equal_nan=True):
+        if not isinstance(x, np.ndarray):
             return x
+        if not np.issubdtype(x.dtype, np.inexact) or np.array_equal(x, np.round(x), equal_nan=True):
+            return random.permutation(x.ravel()).reshape(x.shape) if is_shuffled else x
         return x * random.uniform(1 - JITTER, 1.0, x.shape)
 
     return drawn(tree)

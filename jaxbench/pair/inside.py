@@ -26,6 +26,7 @@ class Inside:
 
     def __init__(self, pair: Pair, model: JaxModel, twin: TorchSide, matching: Matching, side: JaxSide):
         self.pair, self.model, self.twin, self.matching, self.side = pair, model, twin, matching, side
+        self.tensor_names = frozenset(twin.tensors())
         self.local: list[capture.Local] = []
         self.blamed: list[capture.Local] = []
         self.apart: dict[str, bool] = {}  # modules whose outputs have no common shape; True where their inputs have
@@ -36,7 +37,7 @@ class Inside:
         self.modules: dict[str, str] = {}  # PyTorch's call by JAX's
         self.gates: list[str] = []  # what they are called
         self.seen: set[str] = set()  # modules and taps of JAX that were called
-        self.left_out: set[str] = set()  # calls that the caller does not want compared
+        self.differing: list[tuple[list[capture.Local], Callable[..., list[capture.Local]]]] = []  # by mode
         self.evidence: tuple | None = None  # what causes are looked for in; none of a PyTorch module that is random
 
     def compare(
@@ -51,7 +52,6 @@ class Inside:
         theirs[ROOT] = Call((), reference.outputs.floating)
         pairs = alignment.modules(calls, theirs, self.matching, self._given())
         names = {a: b for a, b in pairs.items() if not self._is_left_out(a) and not self._is_left_out(b)}
-        self.left_out |= pairs.keys() - names.keys()
         is_training = mode == "train"
 
         def forced(in_order: frozenset[str]) -> tuple[alignment.Aligned, dict, list[capture.Local]]:
@@ -59,12 +59,26 @@ class Inside:
             made = rooted(self.side.forced(tensors, inputs, twin.calls, is_training=is_training))
             return twin, made, alignment.local_errors(made, twin.calls)
 
+        def left_free(freed: frozenset[str], *, is_forced_outside: bool) -> list[capture.Local]:
+            """Errors where some modules compute on what they are handed, and what they make goes on.
+
+            Modules that the caller leaves out are free too, or made to give what PyTorch's give.
+            """
+            given = {name: call for name, call in twin.calls.items() if name not in freed}
+            outside = alignment.aligned(calls, theirs, pairs).calls if is_forced_outside else {}
+            outside = {name: call for name, call in outside.items() if name not in names}
+            again = rooted(self.side.forced(tensors, inputs, outside | given, is_training=is_training))
+            found = alignment.local_errors(again, given)
+            return [entry for entry in found if entry.module not in self.apart or entry.part != "output"]
+
         twin, made, local = _best_order(forced)
         self.modules = twin.torch_names
         comparison = _outputs(calls, twin, kind=f"modules, {mode}")
         blame, every = self._blame(twin, local, mode)
         if self.starts is None and comparison.first_failure:
             self.starts = comparison.first_failure.name.partition(" (")[0]
+        if every:
+            self.differing.append((every, left_free))
         if not self.blamed:  # by an earlier mode
             self.local, self.blamed = local, every
             self.evidence = None if is_random else (twin, made, reference, is_training)
@@ -131,22 +145,18 @@ class Inside:
 
     def _is_left_out(self, call: str) -> bool:
         """True for a call of a module that `names` leaves out, or of one inside it."""
-        module = call.partition("#")[0]
-        left = [name for name, value in self.pair.names.items() if value is None]
+        module = call.partition("#")[0]  # a tensor that JAX has not may bear a module's name
+        left = [name for name, value in self.pair.names.items() if value is None and name not in self.tensor_names]
         return module != ROOT and any(module == name or module.startswith(f"{name}.") for name in left)
 
     def is_taken_back(self) -> bool:
-        """True where every difference has another one, around or inside it, that can take it back, as another cut has.
+        """True where, in every mode, nothing else differs once the modules that differ compute on what they are handed.
 
-        A residual added inside a module on one side and around it on the other makes both differ by themselves. A
-        module that alone differs is a slip that what follows hides, such as a scale before a norm. What a module
-        returns beside its first output may be read by nobody. What was not compared may take back what is around it.
+        A residual added inside a module on one side and around it on the other makes both differ by themselves, and
+        behind them nothing does: the same function, cut otherwise. A slip that something behind it hides, such as a
+        scale before a norm, still differs in what the norm is handed.
         """
-        firsts = [entry for entry in self.blamed if not entry.part.startswith("output ")]
-        kin = lambda one, other: one == other or _encloses(one, other) or _encloses(other, one)
-        unknown = [*self.apart, *self.left_out]
-        others = lambda entry: [other.module for other in self.blamed if other is not entry] + unknown
-        return all(any(kin(entry.module, other) for other in others(entry)) for entry in firsts)
+        return all(_is_taken_back(entries, left_free) for entries, left_free in self.differing)
 
     def blame_apart(self) -> None:
         """Find causes in modules of other shapes too, because the whole functions differ.
@@ -183,6 +193,14 @@ class Inside:
                  for each, name in zip(shown, self.apart, strict=True)]  # fmt: skip
         words = "modules not compared by themselves, as no layout gives both outputs one shape: "
         return [words + _listed(shown)] if shown else []
+
+
+def _is_taken_back(entries: list[capture.Local], left_free: Callable[..., list[capture.Local]]) -> bool:
+    freed = frozenset(entry.module for entry in entries if entry.part.startswith("output")) - {ROOT}
+    return any(
+        all(entry.error <= TOLERANCE for entry in left_free(freed, is_forced_outside=is_forced))
+        for is_forced in (False, True)
+    )
 
 
 def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
@@ -239,11 +257,6 @@ def _first(call: Call, other: TorchCall | None) -> int:
 def _is_of(x: np.ndarray, y: np.ndarray) -> bool:
     """True where a tensor holds another's values, in any order of axes."""
     return x.size == y.size and bool(np.array_equal(np.sort(x, axis=None), np.sort(y, axis=None)))
-
-
-def _encloses(module: str, other: str) -> bool:
-    module, other = module.partition("#")[0], other.partition("#")[0]
-    return module != other and (module == ROOT or other.startswith(f"{module}."))
 
 
 def _with_twin(name: str, other: str | None) -> str:

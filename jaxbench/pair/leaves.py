@@ -14,6 +14,7 @@ from jaxbench.parity import capture
 DISTURB_SEED = 0
 DISTURBANCE = 0.3  # of a constant, relative
 COUNTED = re.compile(r"(^|\.)[A-Z]\w*_\d+(\.|$)")  # in paths: names that Linen gives, Dense_0
+OF_HAIKU = re.compile(r"_\d+(/|[.]|$)")  # linear_1, not fc1, which the user named
 REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
 
 
@@ -32,7 +33,7 @@ def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str
         is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
         place = used[name] if name in used else _place(path, places, i)
         source = sources.get(path.rpartition(".")[0], "")
-        is_counted = model.framework == "haiku" or bool(COUNTED.search(path))
+        is_counted = bool((OF_HAIKU if model.framework == "haiku" else COUNTED).search(path))
         known = {"source": source, "is_optional": name in model.state, "is_ordered": model.order != ()}
         leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, is_counted=is_counted, **known))
     return leaves

@@ -89,26 +89,40 @@ def natural(name: str) -> tuple:
 def equal_paths(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> set[tuple[str, str]]:
     """Pairs of names, (array, tensor), that say the same: equal words in their common meaning, kind and numbers.
 
-    What all names of one side begin with does not count. Numbers count by their rank, and only where both sides have
-    as many in the same places: conv_0 and conv_1 are conv1 and conv2, and conv_1 is not conv1. Numbers that a framework
-    gave, as Linen's Dense_0 and Haiku's linear_1, say nothing.
+    What all names of one side begin with may be left out. Numbers count by their rank where both sides have as many in
+    the same places: conv_0 and conv_1 are conv1 and conv2, and conv_1 is not conv1. Where one side has only some of the
+    other's numbers, the first among them, they count as they are. Numbers that a framework gave, as Linen's Dense_0 and
+    Haiku's linear_1, say nothing.
     """
-    mine, theirs = _families(arrays), _families(tensors)
+    return set().union(
+        *(_equal_paths(*(_families(each, starts) for each in (arrays, tensors))) for starts in (0, None))
+    )
+
+
+def _equal_paths(
+    mine: dict[tuple, dict[str, tuple]], theirs: dict[tuple, dict[str, tuple]]
+) -> set[tuple[str, str]]:  # fmt: skip
     pairs = set()
     for pattern in mine.keys() & theirs.keys():
-        if mine[pattern].keys() != theirs[pattern].keys():
-            continue
-        for numbers, names in mine[pattern].items():
-            others = theirs[pattern][numbers]
+        one, known = _ranked(mine[pattern]), _ranked(theirs[pattern])
+        if one.keys() != known.keys():
+            one, known = _by_numbers(mine[pattern]), _by_numbers(theirs[pattern])
+            few = min(one.keys(), known.keys(), key=len)
+            is_start = one.keys() & known.keys() == few and len(few) > 1 and min(one) == min(known)
+            if not is_start:
+                continue
+        for numbers in one.keys() & known.keys():
+            names, others = one[numbers], known[numbers]
             is_clear = len(names) == len(others) == 1
             pairs |= {(name, other) for name in names for other in others if is_clear or name == other}
     return pairs
 
 
-def _families(leaves: Sequence[Leaf]) -> dict[tuple, dict[tuple, list[str]]]:
-    """Names by path without numbers, then by the ranks of their numbers."""
+def _families(leaves: Sequence[Leaf], start: int | None) -> dict[tuple, dict[str, tuple]]:
+    """Numbers of each name, by path without numbers and its first words: `start`, None = those that all begin with."""
     paths = {leaf.name: (*leaf.words, leaf.kind) for leaf in leaves}
-    start = len(os.path.commonprefix([path[:-1] for path in paths.values()])) if len(paths) > 1 else 0
+    if start is None:
+        start = len(os.path.commonprefix([path[:-1] for path in paths.values()])) if len(paths) > 1 else 0
     families: dict[tuple, dict[str, tuple]] = collections.defaultdict(dict)
     for leaf in leaves:
         name, path = leaf.name, paths[leaf.name]
@@ -116,11 +130,18 @@ def _families(leaves: Sequence[Leaf]) -> dict[tuple, dict[tuple, list[str]]]:
             continue
         pattern = tuple("#" if word.isdigit() else word for word in path[start:])
         families[pattern][name] = tuple(int(word) for word in path[start:] if word.isdigit())
-    found = {}
-    for pattern, numbers in families.items():
-        ranks = [{n: i for i, n in enumerate(sorted(set(column)))} for column in zip(*numbers.values(), strict=True)]
-        ranked: dict[tuple, list[str]] = collections.defaultdict(list)
-        for name, each in numbers.items():
-            ranked[tuple(rank[n] for rank, n in zip(ranks, each, strict=True))].append(name)
-        found[pattern] = ranked
+    return families
+
+
+def _by_numbers(family: dict[str, tuple]) -> dict[tuple, list[str]]:
+    found: dict[tuple, list[str]] = collections.defaultdict(list)
+    for name, numbers in family.items():
+        found[numbers].append(name)
     return found
+
+
+def _ranked(family: dict[str, tuple]) -> dict[tuple, list[str]]:
+    """Names by the ranks of their numbers."""
+    ranks = [{n: i for i, n in enumerate(sorted(set(column)))} for column in zip(*family.values(), strict=True)]
+    ranked = {name: tuple(r[n] for r, n in zip(ranks, each, strict=True)) for name, each in family.items()}
+    return _by_numbers(ranked)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jaxbench import libtpu
-from jaxbench.pair import causes, draws, modes, placing, whole
+from jaxbench.pair import draws, kept_state, modes, placing, whole
 from jaxbench.pair.contract import Pair, Result
 from jaxbench.pair.inside import Inside, is_module
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
@@ -97,6 +97,7 @@ class _Work:
         self.trees: dict[bool, Any] = {}  # places of JAX's outputs, by is_training
         self.is_random = False  # the PyTorch module, in any mode so far
         self.placed: dict[str, list[placing.Placed]] = {}  # outputs by mode
+        self.exact: dict[str, list[placing.Exact]] = {}  # those that are compared exactly
 
     def open(self) -> None:
         """Take both models apart, match their weights and give both the same."""
@@ -116,7 +117,7 @@ class _Work:
             self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in turned]
             own = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
-            self._compare("weights", own, theirs, gate="P5", tolerance=1e-6)
+            self.compare("weights", own, theirs, gate="P5", tolerance=1e-6)
         elif pair.disturb:
             self._disturb()
         self.tensors = self.twin.tensors()
@@ -185,7 +186,7 @@ class _Work:
         with calling(f"the JAX model cannot be called on the inputs and PyTorch's weights in {mode} mode"):
             mine = self.side.watched(self.tensors, self.inputs, is_training=is_training)
         placed, exact, notes = placing.as_torch(mine.outputs, reference.outputs)
-        self.placed.setdefault(mode, placed)
+        self.placed[mode], self.exact[mode] = placed, exact
         self.notes += [*notes, *(each.words for each in placed if each.is_same and each.words)]
         self.causes |= {each.name: each.words for each in placed if not each.is_same}
         to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
@@ -197,8 +198,8 @@ class _Work:
         self.gates += blame
         self.compare_outputs(mine.outputs.floating, reference, mode)
         self.gates += placing.exact_gates(exact, mine.outputs, reference.outputs, mode)
-        if self.model.state:
-            self._state(mine.state, reference, mode)
+        self.notes += kept_state.unseen(self.tensors, reference, self.matching)
+        kept_state.compare(self, mine.state, reference, mode, self.tensors)
         if mode == self.compared_modes[-1]:
             self.inside.check_called()
         if self.pair.quick:
@@ -231,40 +232,16 @@ class _Work:
             loss, grads, by_input = self.side.gradients(
                 tensors, inputs, targets, to_targets=to_targets, is_training=is_training
             )
-        self._compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
+        self.compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
         order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
-        self._compare(f"gradients, {kind}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
-        self._compare(f"input gradients, {kind}", _numbered("input", by_input), _numbered("input", exact.inputs))
+        self.compare(f"gradients, {kind}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
+        self.compare(f"input gradients, {kind}", _numbered("input", by_input), _numbered("input", exact.inputs))
         return True
 
     def trained(self) -> frozenset[str]:
         """Parameters that PyTorch trains and that the JAX model has, as far as the caller says."""
         without = {name for name, value in self.pair.names.items() if value is None}
         return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
-
-    def _state(self, state: Mapping[str, Any], reference: Run, mode: str) -> None:
-        """State after a call: batch statistics in training mode, and whatever moves in any mode, such as a cache."""
-        same = {n: x for n, x in reference.buffers.items() if n in self.tensors and x.shape == self.tensors[n].shape}
-        if grown := sorted(reference.buffers.keys() & self.tensors.keys() - same.keys()):
-            self.notes.append(f"buffers whose shape a call changes were not compared: {', '.join(grown)}")
-        after, before = (
-            {n: np.asarray(x) for n, x in self.matching.to_jax(each).items() if n in self.model.state}
-            for each in (self.tensors | same, self.tensors)
-        )
-        mine = {n: np.asarray(state[n]) for n in after}
-        moved = [n for n in after if not _equal(before[n], after[n]) or not _equal(before[n], mine[n])]
-        if mode != "train" and not moved:
-            return
-        if self._compare(f"state after a call, {mode}", mine, after):
-            words = causes.of_state(mine, after, before, self._counts(list(after), reference))
-            self.causes |= {"state": words} if words and mode == "train" else {}
-
-    def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
-        """Values that each batch statistic is taken over: those of the module's input in one channel."""
-        inputs = {call.module: call.call.inputs[0] for call in reference.calls.values() if call.call.inputs}
-        rules = {name: self.matching.rules[name] for name in names if isinstance(self.matching.rules[name], Rule)}
-        modules = {name: rule.sources[0].rpartition(".")[0] or capture.ROOT for name, rule in rules.items()}
-        return {name: inputs[m].size // inputs[m].shape[1] for name, m in modules.items() if m in inputs}
 
     def _repeated(self, outputs: tuple, mode: str) -> None:
         """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
@@ -309,11 +286,11 @@ class _Work:
         losses, params = self.side.steps(
             self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
         )
-        self._compare(
+        self.compare(
             "losses of optimiser steps", _numbered("step", losses), _numbered("step", wanted_losses), gate="P7"
         )
         kind = f"parameters after {self.pair.num_steps} steps"
-        self._compare(kind, params, {name: wanted[name] for name in params})
+        self.compare(kind, params, {name: wanted[name] for name in params})
 
     def reduced(self, dtype: str) -> None:
         """Gate P2: both sides' errors against float64 are alike in a narrower type."""
@@ -333,7 +310,7 @@ class _Work:
         shown = ratio.first_failure or ratio.worst
         self.gates.append(gates.from_ratio(ratio, what=ratio.kind)._replace(limit=shown.limit))
 
-    def _compare(
+    def compare(
         self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
         tolerance: float = distance.TOLERANCE_FLOAT64,
     ) -> str | None:  # fmt: skip
@@ -366,10 +343,6 @@ class _Work:
 
 def _numbered(name: str, values: Any) -> dict[str, Any]:
     return {f"{name} {i}": value for i, value in enumerate(values)}
-
-
-def _equal(x: np.ndarray, y: np.ndarray) -> bool:
-    return bool(np.array_equal(x, y, equal_nan=True))
 
 
 def _module(call: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.pair import draws, placing
+from jaxbench.pair import draws, kept_state, placing
 from jaxbench.pair.jax_model import calling
 from jaxbench.pair.rules import Read
 from jaxbench.pair.torch_side import Run
@@ -57,7 +57,8 @@ def _drawn_again(work: Any, seed: int) -> bool:
     work.twin.load(drawn)
     try:
         for mode in work.compared_modes:
-            for inputs in (draws.inputs(work.inputs, seed), work.inputs):
+            shuffled, drawn_inputs = (draws.inputs(work.inputs, seed, is_shuffled=each) for each in (True, False))
+            for inputs in (shuffled, drawn_inputs, work.inputs):
                 if (reference := _finite_run(work, inputs, mode)) is not None:
                     break
             else:
@@ -83,8 +84,10 @@ def _compare(work: Any, drawn: dict[str, np.ndarray], inputs: tuple, reference: 
     placed = work.placed[mode]
     to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
     with calling("the JAX model cannot be called on other weights and inputs"):
-        outputs = work.side.run(drawn, inputs, is_training=mode == "train")
-    work.compare_outputs(outputs, reference, kind)
+        mine = work.side.watched(drawn, inputs, is_training=mode == "train")
+    work.compare_outputs(mine.outputs.floating, reference, kind)
+    work.gates += placing.exact_gates(work.exact[mode], mine.outputs, reference.outputs, kind)
+    kept_state.compare(work, mine.state, reference, kind, drawn)
     if not work.pair.quick:
         targets = draws.targets(reference.outputs.floating, inputs)
         work.compare_gradients(drawn, inputs, targets, to_targets, reference, kind)

@@ -115,7 +115,7 @@ def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
             items = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
         elif isinstance(tree, tuple | list):
             return [kept for kept in map(walk, tree) if kept is not None] or None
-        elif isinstance(tree, bool | int | float | complex) and not isinstance(tree, np.generic):
+        elif isinstance(tree, bool | int | float | complex | np.number | np.bool_):
             arrays["exact"].append(np.asarray(tree))
             return Leaf(False, len(arrays["exact"]) - 1, is_plain=True)
         elif kind := kind_of(tree):
