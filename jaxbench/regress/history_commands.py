@@ -197,15 +197,18 @@ def _define_other() -> None:
 def backup() -> int:
     """Copy runs into another folder or to another host; what is there already is not copied again."""
     history, target = folder(), VALUES.backup
+    is_remote = remote_copy.is_remote(target)
+    if not is_remote and Path(target).resolve().is_relative_to(history.folder.resolve()):
+        raise ValueError(f"--backup={target} is --history={history.folder} or in it; name a folder outside")
+    if not is_remote:
+        outputs.check_folder(target, flag="--backup")
     if not history.files():
         raise ValueError(f"--history={history.folder} holds no run; there is nothing to copy")
-    if remote_copy.is_remote(target):
+    if is_remote:
         damaged = list(history.verify())
         copied = Copied(_carried(lambda: remote_copy.send(history.folder, target, left_out=damaged)), tuple(damaged))
     else:
-        if Path(target).resolve().is_relative_to(history.folder.resolve()):
-            raise ValueError(f"--backup={target} is --history={history.folder} or in it; name a folder outside")
-        copied = history.backup(outputs.check_folder(target, flag="--backup"))
+        copied = history.backup(Path(target))
     print(f"{copied.count} files copied to {target}")
     if copied.damaged:
         raise cli.GateFailed(

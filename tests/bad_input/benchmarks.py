@@ -41,7 +41,7 @@ GATE = ("benchmarks.py", "gate")
 MEASURED = json.dumps({
     "schema": 1, "time_utc": "2026-11-26T12:00:00+00:00", "host": "abc", "suite": {}, "device": "cpu", "launches": 2,
     "sides": {"head": {"commit": "c"}}, "findings": [], "machine": {}, "units": {"x": ["s", False]},
-    "series": {"x": {"head": {"median": 0.5}}},
+    "series": {"x": {"head": {"median": 0.5}}}, "notes": [],
 })  # fmt: skip
 TABLE = "table|--run=r.json"
 SITE, DASHBOARD = ("benchmarks.py", "site"), ("benchmarks.py", "dashboard")
@@ -198,7 +198,7 @@ CASES = [
     history("table|--run=none.json", "'none.json' names 0 runs"),
     history(TABLE, "r.json is damaged or no run", r_json="{}"),
     history(
-        TABLE, "run r.json has none of its primary series", r_json=MEASURED.replace('"x": {"head"', '"x": {"base"')
+        TABLE, "run r has none of its primary series", r_json=MEASURED.replace('"x": {"head"', '"x": {"base"')
     ),
     history(f"{TABLE}|--check", "--check=True wants --file", r_json=MEASURED),
     history(f"{TABLE}|--file=none.md", "--file=none.md cannot be read as text", r_json=MEASURED),
