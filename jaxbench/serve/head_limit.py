@@ -7,8 +7,10 @@ for what a client does not send, while each connection keeps one of the process'
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 log = logging.getLogger("jaxbench.serve")
@@ -29,6 +31,7 @@ def protocol(silence_s: float) -> Any:
     except ImportError:
         return "h11"
     fields = {"silence_s": silence_s, "most": _most_connections(), "closed": _Closed(silence_s)}
+    fields["numbers"] = itertools.count()
     return type("Limited", (_Limited, HttpToolsProtocol), fields)
 
 
@@ -49,6 +52,7 @@ class _Limited:
     silence_s: float
     most: int  # connections; behind them the most silent one gives way to the next
     closed: _Closed
+    numbers: Iterator[int]
     # uvicorn's
     connections: set[Any]
     loop: asyncio.AbstractEventLoop
@@ -59,17 +63,19 @@ class _Limited:
 
     _part: Literal["head", "body", "idle"] = "head"
     _head_bytes = _piece_bytes = 0
+    _number = 0  # of connections: the loop's clock gives many that come at once the same time
     _since = 0.0  # of the loop's clock: when what is waited for began, of a body when it last went on
     _timer: asyncio.TimerHandle | None = None  # None = nothing is waited for
 
     def connection_made(self, transport: Any) -> None:
         """A client is there, and has sent nothing."""
         super().connection_made(transport)
+        self._number = next(self.numbers)
         self._wait()
         if len(self.connections) > self.most:
             others = [each for each in self.connections if each is not self and each._is_silent()]
             if others:
-                min(others, key=lambda each: each._since)._end_silence()
+                min(others, key=lambda each: (each._since, each._number))._end_silence()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
