@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ class Inside:
         self.modules: dict[str, str] = {}  # PyTorch's call by JAX's
         self.gates: list[str] = []  # what they are called
         self.seen: set[str] = set()  # modules and taps of JAX that were called
-        self.differing: list[tuple[list[capture.Local], Callable[..., list[capture.Local]]]] = []  # by mode
+        self.differing: list[tuple[list[capture.Local], list[Callable[..., list[capture.Local]]]]] = []  # by mode
         self.evidence: tuple | None = None  # what causes are looked for in; none of a PyTorch module that is random
 
     def compare(
@@ -78,7 +79,8 @@ class Inside:
         if self.starts is None and comparison.first_failure:
             self.starts = comparison.first_failure.name.partition(" (")[0]
         if every:
-            self.differing.append((every, left_free))
+            ways = (False, True) if len(names) < len(pairs) else (False,)
+            self.differing.append((every, [functools.partial(left_free, is_forced_outside=each) for each in ways]))
         if not self.blamed:  # by an earlier mode
             self.local, self.blamed = local, every
             self.evidence = None if is_random else (twin, made, reference, is_training)
@@ -156,7 +158,7 @@ class Inside:
         behind them nothing does: the same function, cut otherwise. A slip that something behind it hides, such as a
         scale before a norm, still differs in what the norm is handed.
         """
-        return all(_is_taken_back(entries, left_free) for entries, left_free in self.differing)
+        return all(_is_taken_back(entries, ways) for entries, ways in self.differing)
 
     def blame_apart(self) -> None:
         """Find causes in modules of other shapes too, because the whole functions differ.
@@ -195,12 +197,9 @@ class Inside:
         return [words + _listed(shown)] if shown else []
 
 
-def _is_taken_back(entries: list[capture.Local], left_free: Callable[..., list[capture.Local]]) -> bool:
+def _is_taken_back(entries: list[capture.Local], ways: list[Callable[..., list[capture.Local]]]) -> bool:
     freed = frozenset(entry.module for entry in entries if entry.part.startswith("output")) - {ROOT}
-    return any(
-        all(entry.error <= TOLERANCE for entry in left_free(freed, is_forced_outside=is_forced))
-        for is_forced in (False, True)
-    )
+    return any(all(entry.error <= TOLERANCE for entry in left_free(freed)) for left_free in ways)
 
 
 def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:

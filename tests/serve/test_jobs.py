@@ -10,7 +10,7 @@ import pytest
 
 from jaxbench.jobs.queue import Queue
 from jaxbench.native import library
-from tests.serve.test_server import Running, folder  # noqa: F401
+from tests.serve.running import Running, folder  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 PATH = "/v1/watermark/jobs"

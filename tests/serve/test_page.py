@@ -7,7 +7,7 @@ import pytest
 from jaxbench.native import library
 from tests.browser import Browser, needs_browser
 from tests.generation import tiny
-from tests.serve.test_server import Running
+from tests.serve.running import Running
 
 pytestmark = [
     pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here"),
