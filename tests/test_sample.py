@@ -1,4 +1,4 @@
-"""Sampling: equal tokens on three backends, buckets, endings and processors; filters are in test_filters.py."""
+"""Sampling: equal tokens on three backends, buckets and endings; processors and filters have files of their own."""
 
 from types import SimpleNamespace
 
@@ -11,34 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import initial, prng, prompts, sample, transformer
-from jaxbench.config import TransformerConfig
-from jaxbench.eqx import transformer as eqx_transformer
+from tests.three_backends import BACKENDS, CONFIG, NEW, PARAMS, PROMPTS, VOCAB, make
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
 
-VOCAB, NEW = 601, 24  # more than NUM_CANDIDATES, so that top-p's fallback can run
-CONFIG = TransformerConfig(
-    vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64
-)
-PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
-BACKENDS = {
-    "flax": (transformer, sample),
-    "equinox": (eqx_transformer, sample),
-    "torch": (torch_transformer, torch_sample),
-}
-PROMPTS = [[1, 2, 3, 4, 5], [7] * 16, [9, 10]]
 SETTINGS = [
     {},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
     {"temperature": 1.5, "top_p": 0.95},
 ]
-
-
-def make(backend: str, *, eos_id=None, processors=(), **settings):
-    build, sampling = BACKENDS[backend]
-    model = build.build(CONFIG, PARAMS)
-    return sampling.Generator(model, eos_id=eos_id, sampling=sampling.SamplingParams(**settings), processors=processors)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "plain", "filtered", "nucleus"])
@@ -197,110 +179,6 @@ def test_the_cache_of_a_used_state_is_donated(generators):
     state = generators["flax"].prefill(PROMPTS, max_new_tokens=NEW, seed=0)
     generators["flax"].decode(state, NEW)
     assert state.cache.keys[0].is_deleted()
-
-
-class Forbid:
-    """A processor that forbids one token after another: token `step` at each step."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def init(self, batch_size):
-        return self.array([0])
-
-    def apply(self, state, logits, tokens, length, step):
-        is_forbidden = self.array(np.arange(VOCAB)[None] < 300)
-        low = logits * 0 - 1e9
-        return state + 1, (jnp.where if self.array is jnp.asarray else torch.where)(is_forbidden, low, logits)
-
-
-class Always(Forbid):
-    """A processor whose draw takes token 3 in the first row, and where `keeps` is False leaves the others."""
-
-    def __init__(self, array, token=3, *, keeps=True):
-        super().__init__(array)
-        self.token, self.keeps = token, keeps
-
-    def draw(self, state, logits, tokens, length, step, sample):
-        token = np.full(length.shape[0], self.token, np.int32)
-        token[1:] = token[1:] if self.keeps else -1
-        return state, self.array(token)
-
-
-class Bias:
-    """A processor with a row of its own bias in each row of its state, and a token that all rows share."""
-
-    def __init__(self, array, shared=None):
-        self.array, self.seen = array, []
-        if shared is not None:
-            self.shared = shared
-
-    def init(self, batch_size):
-        raise ValueError(f"pass states for {batch_size} rows")
-
-    def apply(self, state, logits, tokens, length, step):
-        if hasattr(self, "shared"):
-            shared, state = state
-            return state, logits + shared + state
-        return state, logits + state
-
-
-@pytest.mark.parametrize(("backend", "array"), [("flax", jnp.asarray), ("torch", torch.tensor)])
-def test_processors_change_the_logits_and_may_replace_the_draw(backend, array):
-    generation = make(backend, temperature=1.0, processors=[Forbid(array)])(PROMPTS, max_new_tokens=8, seed=0)
-    assert generation.tokens.min() >= 300
-    generation = make(backend, temperature=1.0, processors=[Always(array)])(PROMPTS, max_new_tokens=8, seed=0)
-    assert (generation.tokens == 3).all()
-
-
-@pytest.mark.parametrize(
-    ("backend", "array"), [("flax", jnp.asarray), ("equinox", jnp.asarray), ("torch", torch.tensor)]
-)
-def test_rows_that_no_processor_draws_are_drawn_as_ever(backend, array):
-    plain = make(backend, temperature=1.0)(PROMPTS, max_new_tokens=8, seed=0)
-    first, second = Always(array, 3, keeps=False), Always(array, 4, keeps=False)
-    first.apply = second.apply = lambda state, logits, *_: (state, logits)
-    generation = make(backend, temperature=1.0, processors=[first, second])(PROMPTS, max_new_tokens=8, seed=0)
-    assert (generation.tokens[0] == 3).all()
-    np.testing.assert_array_equal(generation.tokens[1:], plain.tokens[1:])
-
-
-@pytest.mark.parametrize(
-    ("backend", "array"), [("flax", jnp.asarray), ("equinox", jnp.asarray), ("torch", torch.tensor)]
-)
-def test_states_of_processors_are_arguments_with_a_row_for_each_prompt(backend, array):
-    plain = make(backend, temperature=1.0)(PROMPTS, max_new_tokens=8, seed=0)
-    generator = make(backend, temperature=1.0, processors=[Bias(array)])
-    state = array(np.zeros((3, VOCAB), np.float32))
-    for token in (7, 8):  # the second call finds its program compiled and the state it was given intact
-        bias = np.zeros((3, VOCAB), np.float32)
-        bias[1, token] = 1e4
-        generation = generator(PROMPTS, max_new_tokens=8, seed=0, processor_states=[array(bias)])
-        assert (generation.tokens[1] == token).all()
-        np.testing.assert_array_equal(generation.tokens[::2], plain.tokens[::2])
-        again = generator(PROMPTS, max_new_tokens=8, seed=0, processor_states=[state])
-        np.testing.assert_array_equal(again.tokens, plain.tokens)
-    assert len(generator.programs) == 1
-    with pytest.raises(ValueError, match="pass states for 3 rows"):
-        generator(PROMPTS, max_new_tokens=8, seed=0)
-    with pytest.raises(ValueError, match="2 states for 1 processors"):
-        generator(PROMPTS, max_new_tokens=8, seed=0, processor_states=[state, state])
-    with pytest.raises(ValueError, match=r"shape \(2, 601\), wanted 3 rows"):
-        generator(PROMPTS, max_new_tokens=8, seed=0, processor_states=[state[:2]])
-
-
-@pytest.mark.parametrize(("backend", "array"), [("flax", jnp.asarray), ("torch", torch.tensor)])
-def test_an_array_that_rows_share_is_no_part_of_the_state(backend, array):
-    shared = array(np.where(np.arange(VOCAB) == 5, 1e4, 0).astype(np.float32)[None])
-    generator = make(backend, temperature=1.0, processors=[Bias(array, shared)])
-    state = array(np.zeros((3, VOCAB), np.float32))
-    assert (generator(PROMPTS, max_new_tokens=4, seed=0, processor_states=[state]).tokens == 5).all()
-
-
-@pytest.mark.parametrize("backend", list(BACKENDS))
-def test_greedy_decoding_with_a_processor_that_draws_is_refused(backend):
-    with pytest.raises(ValueError, match=r"temperature=0.0 .*Always.* carries no mark"):
-        make(backend, processors=[Always(np.asarray)])
 
 
 def test_repetition_penalty_touches_only_tokens_in_the_context():
