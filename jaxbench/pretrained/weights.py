@@ -33,7 +33,8 @@ from jaxbench.process_environment import usable_cores
 from jaxbench.quantization.grids import Quantized
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
-HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", *TEXT_FILES]
 # Our name of a module's main tensor; all others have a kernel.
 WEIGHT = {"embed": "embedding", "norm": "scale", "shifted": "scale"}
 ALIGNMENT = 64  # bytes, a cache line; XLA:CPU takes a host array as it lies from this alignment on
@@ -47,7 +48,7 @@ class Checkpoint(NamedTuple):
     params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out); read-only
     tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
     source: str  # what a record shows
-    sha256: str  # of the GGUF file; of a folder, over config.json and all safetensors files
+    sha256: str  # of the GGUF file; of a folder, over config.json, all safetensors files and what load_tokenizer reads
 
 
 class Tensors(NamedTuple):
@@ -131,7 +132,8 @@ def checksum(spec: str | Path | None = None) -> str:
 
 
 def _folder_checksum(folder: Path, files: list[Path]) -> str:
-    lines = [f"{file.name} {assets.sha256_file(file)}\n" for file in [folder / "config.json", *files]]
+    texts = [folder / name for name in TEXT_FILES if (folder / name).is_file()]
+    lines = [f"{file.name} {assets.sha256_file(file)}\n" for file in [folder / "config.json", *files, *texts]]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

@@ -305,6 +305,15 @@ def test_the_checksum_of_a_model_is_that_of_its_checkpoint(llama_folder):
     assert weights.checksum(llama_folder) != before
 
 
+@pytest.mark.parametrize("name", weights.TEXT_FILES)
+def test_a_folder_whose_texts_become_other_tokens_is_another_model(llama_folder, name):
+    before = weights.checksum(llama_folder)
+    (llama_folder / name).write_text("{}")
+    one = weights.checksum(llama_folder)
+    (llama_folder / name).write_text('{"bos_token": "<s>"}')
+    assert len({before, one, weights.checksum(llama_folder)}) == 3
+
+
 def test_name_that_is_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"no/such/file.gguf does not exist; pass a GGUF file"):
         weights.load_checkpoint("no/such/file.gguf")
@@ -319,7 +328,13 @@ def test_hub_id_without_network_is_an_error_and_with_one_a_folder(monkeypatch, l
         ValueError, match=r"owner/model is no file or folder here, and fetching .*cannot reach the hub\)"
     ):
         weights.load_checkpoint("owner/model")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(llama_folder))
+
+    def online(_, *, allow_patterns):
+        read = {path.name for path in llama_folder.iterdir()} | set(weights.TEXT_FILES)
+        assert read == set(huggingface_hub.utils.filter_repo_objects(read, allow_patterns=allow_patterns))
+        return str(llama_folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", online)
     assert weights.load_checkpoint("owner/model").config == GROUPED
 
 
