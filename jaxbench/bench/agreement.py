@@ -93,11 +93,18 @@ def _parting(record: Record) -> str:
     (row, step), reference = detail["first_difference"], detail["reference"]
     place = f"{record.arm} from {reference} on {record.workload.label()}"
     if record.workload.kind == "train":
-        return f"{place}: first loss {detail['loss']:.6g}, {reference}'s {detail['reference_loss']:.6g}"
+        own, other = (_number(detail[name], ".6g") for name in ("loss", "reference_loss"))
+        return f"{place}: first loss {own}, {reference}'s {other}"
     text = f"{place} at prompt {row} step {step}"
     if "token" in detail:
         text += f": token {detail['token']}, {reference}'s {detail['reference_token']}"
     if "margin" in detail:
         kind = "a near tie" if detail["near_tie"] else "no tie"
-        text += f" ({kind}: top-two margin {detail['margin']:.1e}, logits differ by {detail['logit_error']:.1e})"
+        margin, error = (_number(detail[name], ".1e") for name in ("margin", "logit_error"))
+        text += f" ({kind}: top-two margin {margin}, logits differ by {error})"
     return text
+
+
+def _number(value: float | None, form: str) -> str:
+    """A number of a record, in which null stands for what is none."""
+    return "no number" if value is None or not np.isfinite(value) else f"{value:{form}}"

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxbench.bench import agreement, visit
+from jaxbench.bench import agreement, sample_rates, visit
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.bench.plan import Plan
@@ -26,6 +26,7 @@ from jaxbench.training import observe
 
 WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
 CACHE = "compile_cache"  # folder of a workdir
+READER = "reader"  # the worker that reads between the arms' visits
 PROGRAMS = "programs"  # folder in it: whole compiled programs of this run, which later launches load
 
 
@@ -43,6 +44,7 @@ class Launch:
         self.skipped: dict[str, str] = {}  # arm -> why it cannot run here at all
         self.rates = roofline.Rates(0.0, {})
         self.reads: dict[Workload, list[float]] = defaultdict(list)  # bytes/s beside each visit of decoding
+        self.measured: list[tuple[str, Workload, list[dict], dict]] = []  # arm, workload, answers, what prepare said
         self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
         self.failed: dict[tuple[str, Workload], str] = {}
         self.control = visit.Control(plan.suite.verdicts.control_drift)
@@ -51,19 +53,24 @@ class Launch:
     def run(self) -> None:
         """Run every stage and append its records as it ends; workers are closed whatever happens."""
         suite = self.plan.suite
+        self.file.append(self._record(records.LAUNCH_BEGUN, value=float(self.index), unit="count"))
         try:
+            # The machine's rates are measured where their arrays and programs are in no arm's peak of memory: on an
+            # accelerator in processes of their own, on a CPU behind all stages.
             if suite.roofline.enabled and self.plan.device != "cpu":
-                self._start()  # in processes of their own, whose arrays are in no arm's peak of device memory
+                self._start()
                 self._roofline()
                 self._close()
             self._start()
-            if suite.roofline.enabled and self.plan.device == "cpu":
-                self._roofline()
             for dtype in suite.dtypes():
                 self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
             for load in suite.train_workloads():
                 train = suite.train.model_dump(exclude={"enabled", "dtype", "num_layers"})
                 self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
+            if suite.roofline.enabled and self.plan.device == "cpu":
+                self._roofline()
+                for each in self.measured:
+                    self._append_measured(*each)  # once more, now with its share of those rates
             self.file.append(self._record(records.LAUNCH_DONE, value=float(self.index), unit="count"))
         finally:
             self._close()
@@ -83,9 +90,7 @@ class Launch:
             log = self.plan.workdir / "logs" / f"launch{self.index}-{arm}.log"
             log.unlink(missing_ok=True)
             self.workers[arm] = start_worker(self.plan, arm, log)
-            model, programs = self.plan.model, self.plan.workdir / CACHE / PROGRAMS
-            places = {"checkpoint": str(model.folder), "file": str(model.file), "programs": str(programs)}
-            answer = self._ask(arm, "start", device=self.plan.device, **places)
+            answer = self._ask(arm, "start", **self._places())
             if answer is None:
                 continue
             self.versions[arm] = answer["versions"]
@@ -95,6 +100,12 @@ class Launch:
                 continue
             self._append(arm, "start_s", Workload(), [answer["seconds"]])
             self._append(arm, "import_bytes", Workload(), [answer["level_bytes"]])
+
+    def _places(self) -> dict[str, str]:
+        """What a worker is told at its start."""
+        model, programs = self.plan.model, self.plan.workdir / CACHE / PROGRAMS
+        places = {"checkpoint": model.folder, "file": model.file, "programs": programs}
+        return {"device": self.plan.device} | {name: str(place) for name, place in places.items()}
 
     def _roofline(self) -> None:
         """Measure read bandwidth and matmul rate with the library of each arm; the best wins."""
@@ -147,10 +158,11 @@ class Launch:
         if self.plan.suite.decode.latency:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
         for (arm, load), answers in samples.items():
-            answers = answers[visit.settled([sum(seconds_of(answer)) for answer in answers]) :]
-            self._append_rates(arm, load, answers, weight_bytes=ready[arm, load].get("weight_bytes"))
-            if load.kind == "train" and self.plan.suite.train.form == "run":
-                self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
+            if (arm, load) in self.failed:
+                continue  # its error stands, and not what it measured before
+            answers = answers[visit.settled([sum(sample_rates.seconds_of(answer)) for answer in answers]) :]
+            self.measured.append((arm, load, answers, ready[arm, load]))
+            self._append_measured(*self.measured[-1])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
             has_run = any((arm, load) in ready for load in loads)  # an arm with no row in this stage holds no model
@@ -201,7 +213,7 @@ class Launch:
                     if made.answers:
                         self._note_output(arm, load, made.answers[0])
                     if made.joules is not None:
-                        joules[arm, load].append(made.joules / (tokens_of(load) * len(made.answers)))
+                        joules[arm, load].append(made.joules / (sample_rates.tokens_of(load) * len(made.answers)))
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
         seconds = tuple(self.control.seconds[before:])
         detail = {"visits_made_again": stalls} if stalls else {}
@@ -218,10 +230,15 @@ class Launch:
     def _read(self, load: Workload) -> None:
         """Read once more, where the suite asks for it beside each visit of decoding."""
         settings, alive = self.plan.suite.roofline, self._alive(quietly=True)
-        reader = next((arm for arm, row in ARMS.items() if row.library and arm in alive), None)
-        if load.kind == "decode" and settings.enabled and settings.in_rounds and reader:
-            if answer := self._ask(reader, "read", size=settings.read_bytes, repeats=3):
-                self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
+        arm = next((arm for arm, row in ARMS.items() if row.library and arm in alive), None)
+        if load.kind != "decode" or not (settings.enabled and settings.in_rounds and arm):
+            return
+        if READER not in self.workers:  # a process of its own, whose array is in no arm's peak of memory
+            log = self.plan.workdir / "logs" / f"launch{self.index}-{READER}.log"
+            self.workers[READER] = start_worker(self.plan, arm, log)
+            self._ask(READER, "start", **self._places())
+        if answer := self._ask(READER, "read", size=settings.read_bytes, repeats=3):
+            self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
 
     def _latencies(self, loads: list[Workload], ready: dict) -> None:
         """Seconds of every token of one generation an arm."""
@@ -239,16 +256,24 @@ class Launch:
 
     def _append(self, arm: str, metric: str, workload: Workload, values: list[float], **detail) -> None:
         self.file.append(self._record(
-            metric, workload, verdicts.median(values), unit_of(metric), arm=arm, detail=detail,
+            metric, workload, verdicts.median(values), sample_rates.unit_of(metric), arm=arm, detail=detail,
             samples=tuple(map(float, values)), versions=self.versions.get(arm, {}),
         ))  # fmt: skip
 
     def _append_absent(self, arm: str, loads: list[Workload], status: str, reason: str) -> None:
         """Records of workloads that an arm has no rate of, and why."""
-        self.file.append(*(self._record(main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads))
+        self.file.append(
+            *(self._record(sample_rates.main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads)
+        )
+
+    def _append_measured(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
+        """Records of a workload's samples; a second call replaces the first one's."""
+        self._append_rates(arm, load, answers, weight_bytes=facts.get("weight_bytes"))
+        if load.kind == "train" and self.plan.suite.train.form == "run":
+            self._append_mfu(arm, load, answers, facts["device_kind"])
 
     def _append_rates(self, arm: str, load: Workload, answers: list[dict], *, weight_bytes: int | None = None) -> None:
-        for metric, values in rates(load, answers).items():
+        for metric, values in sample_rates.rates(load, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
@@ -269,7 +294,7 @@ class Launch:
             return
         for metric, is_causal in (("train_mfu", False), ("train_mfu_causal", True)):
             work = observe.flops_per_token(self.plan.trained_config(), load.prompt_tokens, is_causal=is_causal)
-            values = [work * rate / peak for rate in rates(load, answers)["train_tokens_per_s"]]
+            values = [work * rate / peak for rate in sample_rates.rates(load, answers)["train_tokens_per_s"]]
             detail = {"peak_flops_per_s": peak, "peak": "data sheet" if known else "measured", "flops_per_token": work}
             self._append(arm, metric, load, values, **detail)
 
@@ -327,7 +352,7 @@ class Launch:
             self.lost[arm] = reason
         if load is not None:
             self.failed[arm, load] = reason
-        metric = operation if load is None else main_metric(load)
+        metric = operation if load is None else sample_rates.main_metric(load)
         self.file.append(self._record(metric, load or Workload(), arm=arm, status="error", reason=reason))
         return None
 
@@ -359,37 +384,3 @@ def worker_environment(device: str, *, cache: Path, threads: int, library: str =
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-
-
-def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
-    """Rates by metric, one value a round, from the workers' seconds; the same rule for every arm."""
-    if load.kind == "train":
-        return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
-    first = [answer["first_s"] for answer in answers if "first_s" in answer]
-    if load.kind == "prefill":
-        return {"prefill_tokens_per_s": [load.batch * load.prompt_tokens / seconds for seconds in first]}
-    steps = load.new_tokens - 1
-    decode = [load.batch * steps / answer["rest_s"] for answer in answers]
-    return ({"first_token_s": first} if first else {}) | {"decode_tokens_per_s": decode}
-
-
-def tokens_of(load: Workload) -> int:
-    """Tokens of one sample: those trained on, those of the prompts, or those generated."""
-    return load.batch * (load.new_tokens or load.prompt_tokens)
-
-
-def seconds_of(answer: dict) -> tuple[float, ...]:
-    """Times of one sample: a generation's first token and the others, or a training step's."""
-    return (answer["step_s"],) if "step_s" in answer else (answer.get("first_s", 0.0), answer["rest_s"])
-
-
-def main_metric(load: Workload) -> str:
-    """Name of the rate that a workload is about."""
-    return f"{load.kind}_tokens_per_s"
-
-
-def unit_of(metric: str) -> str:
-    """Unit of an arm's metric, which ends in it."""
-    if metric.startswith("train_mfu"):
-        return "share"
-    return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes", "token": "J/token"}.get(metric[-5:], "s")

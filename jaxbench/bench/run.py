@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxbench import outputs
+from jaxbench import outputs, store
 from jaxbench.bench import agreement, launch, parts, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.measure import environment, records
@@ -49,30 +49,39 @@ def compare(
     if profile and not suite.dtypes():
         grids = f"prefill.dtypes={list(suite.prefill.dtypes)}, decode.dtypes={list(suite.decode.dtypes)}"
         raise ValueError(f"compare: --profile traces inference, and the suite has none ({grids}); leave --profile out")
-    if resume:
-        records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
-    work = plan.make_plan(suite, device=device, workdir=workdir)
+    with store.alone(workdir / records.RESULTS_NAME):
+        if resume:
+            records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
+        work = plan.make_plan(suite, device=device, workdir=workdir)
+        file = _begun(work, resume=resume, say=say)
+        parts.parity(work, file, say)
+        parts.tpu(work, file, say)
+        run_launches(work, file, started=started, say=say)
+        if profile:
+            parts.profile(work, file, say)
+        results = file.of_run(work.run_id)
+    say(f"{sum(r.metric == records.LAUNCH_DONE for r in results)} launches in {time.monotonic() - started:.0f} s")
+    return results
+
+
+def _begun(work: plan.Plan, *, resume: bool, say: Callable[[str], None]) -> RecordFile:
+    """The results file of a run that begins or goes on, and beside it what it is and where it runs."""
+    suite, workdir = work.suite, work.workdir
     file = open_results(work, resume=resume)
     if aside := file.left_aside(work.run_id, work.origin):
         say(aside)
     if not file.of_run(work.run_id):
         file.append(work.record(records.RUN, detail=work.origin))
     facts = environment.describe(threads=work.threads)
-    settings = launch.worker_environment(device, cache=workdir / launch.CACHE, threads=work.threads)
+    settings = launch.worker_environment(work.device, cache=workdir / launch.CACHE, threads=work.threads)
     facts["settings"] = fair_settings(threads=work.threads, variables=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
     outputs.write_json(workdir / "environment.json", facts)
     ids = {"run_id": work.run_id, "config_id": work.config_id}
-    outputs.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
-    parts.parity(work, file, say)
-    parts.tpu(work, file, say)
-    run_launches(work, file, started=started, say=say)
-    if profile:
-        parts.profile(work, file, say)
-    results = file.of_run(work.run_id)
-    say(f"{sum(r.metric == records.LAUNCH_DONE for r in results)} launches in {time.monotonic() - started:.0f} s")
-    return results
+    about = {"device": work.device, "suite": suite.model_dump(mode="json")}
+    outputs.write_json(workdir / "suite.json", ids | about)
+    return file
 
 
 def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
@@ -86,7 +95,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
         "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
         "(Inductor) layer by layer, on a GPU the whole decode step in CUDA graphs; transformers is `generate` with its "
-        "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention.",
+        "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention and step with its "
+        "fused AdamW.",
         "The bfloat16 step of a run multiplies rows by kernels with jaxbench's native products in the flax arm, on one "
         "CPU with AVX-512's bfloat16 and without matrix units; train.kernels=xla leaves them to XLA.",
         "On a CPU torch_eager and torch_compile infer with weights packed for oneDNN's products, transformers without.",

@@ -149,7 +149,7 @@ class Suite(Base):
     # whose model to prove equal to PyTorch's in float64
     parity: tuple[Literal[arm_table.names("is_judged")], ...] = ("flax",)
     tpu: Tpu = Tpu()
-    seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts and the order of arms
+    seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts
     threads: int = pydantic.Field(default=0, ge=0)  # threads of every arm; 0 = all cores of this process
 
     @pydantic.model_validator(mode="after")
@@ -221,9 +221,9 @@ class Suite(Base):
 def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
     """Stable id of what is measured: 12 hex digits.
 
-    Equal for two runs whose results may be compared; the number of launches, the budget and the set of arms do not
-    enter, the model's and the text's sha256 do.
+    Equal for two runs whose results may be compared; how many launches and rounds there are, the budget and the set of
+    arms do not enter, what a launch is like, and the model's and the text's sha256 do.
     """
     exclude = ["model", "data", "arms", "parity", "tpu", "verdicts"]
-    exclude += [f"rounds.{name}" for name in Rounds.model_fields if name != "warmup"]
+    exclude += [f"rounds.{name}" for name in ("launches", "rounds", "budget_s", "fewer", "worker_timeout_s")]
     return config.config_id(suite, exclude=exclude, extra={"model_sha256": model_sha256, "text_sha256": text_sha256})

@@ -53,6 +53,7 @@ class Row(NamedTuple):
     percentiles: tuple[tuple[str, float | None], ...] = ()  # of token_s: (name, value), None = too few
     p_value: float | None = None  # after Holm's correction over the row's family; None = in no family
     decidable: float | None = None  # an undecided row: the smallest ratio that its launches could have decided
+    numbers: tuple[int, ...] = ()  # of the launches
 
 
 def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
@@ -96,6 +97,7 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         share_of_roofline=verdicts.median(shares) if shares else None,
         reason="" if values else last.reason,
         verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
+        numbers=tuple(good),
     )
     if metric == "token_s":
         pooled = [sample for record in good.values() for sample in record.samples]

@@ -21,6 +21,7 @@ from jaxbench.config import Base
 
 RESULTS_NAME = "results.jsonl"
 SUITE_ARM = "suite"  # the arm of records that belong to the whole run: roofline, control, parity, TPU, launch marks
+LAUNCH_BEGUN = "launch_begun"  # the metric that marks a launch's start: what an interrupted one left no longer counts
 LAUNCH_DONE = "launch_done"  # the metric that marks a finished launch (`--resume` skips it)
 RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and what else is its key
 
@@ -101,9 +102,15 @@ class RecordFile:
             ) from error
 
     def read(self) -> list[Record]:
-        """All records, the later of two with the same key; a torn last line is dropped."""
+        """All records, the later of two with the same key; a torn last line is dropped.
+
+        Of a launch that was begun twice only the second counts: its arms are one set of processes.
+        """
         latest: dict[tuple, Record] = {}
         for record in read_lines(self.path):
+            if record.metric == LAUNCH_BEGUN:
+                same = (record.run_id, record.launch)
+                latest = {key: kept for key, kept in latest.items() if (kept.run_id, kept.launch) != same}
             latest.pop(record.key(), None)
             latest[record.key()] = record
         return list(latest.values())

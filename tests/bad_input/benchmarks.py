@@ -197,9 +197,7 @@ CASES = [
     history("table|--run=latest", "'latest' names 0 runs"),
     history("table|--run=none.json", "'none.json' names 0 runs"),
     history(TABLE, "r.json is damaged or no run", r_json="{}"),
-    history(
-        TABLE, "run r has none of its primary series", r_json=MEASURED.replace('"x": {"head"', '"x": {"base"')
-    ),
+    history(TABLE, "run r has none of its primary series", r_json=MEASURED.replace('"x": {"head"', '"x": {"base"')),
     history(f"{TABLE}|--check", "--check=True wants --file", r_json=MEASURED),
     history(f"{TABLE}|--file=none.md", "--file=none.md cannot be read as text", r_json=MEASURED),
     history(f"{TABLE}|--file=d.md", "--file=d.md has 0 lines", "wanted one each", r_json=MEASURED, d_md="a\n"),

@@ -42,6 +42,16 @@ def test_a_tie_has_a_margin_under_ten_errors(errors, is_tie):
     assert agreement.near_tie(reference, reference + [margin / errors, 0.0], "cpu")["near_tie"] is is_tie
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan")], ids=["from the file", "in the run"])
+def test_outputs_that_are_no_numbers_are_failures_in_words(nothing):
+    train = tokens("flax", TRAIN, first_difference=[0, 0], loss=nothing, reference_loss=4.0)
+    [said] = agreement.failures([train])
+    assert said.endswith("on train float32 b1: first loss no number, torch_eager's 4")
+    parted = {"token": 1, "reference_token": 2, "near_tie": False, "margin": nothing, "logit_error": nothing}
+    [said] = agreement.failures([tokens("flax", first_difference=[0, 3], **parted)])
+    assert said.endswith("(no tie: top-two margin no number, logits differ by no number)")
+
+
 def test_a_wrong_program_does_not_excuse_itself_by_its_own_error():
     assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0], "gpu")["near_tie"]
 

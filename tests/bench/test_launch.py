@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxbench.bench import agreement, launch, plan
+from jaxbench.bench import agreement, launch, plan, sample_rates
 from jaxbench.bench.suite import Suite
 from jaxbench.initial import initial_params
 from jaxbench.measure import process, records
@@ -42,6 +42,8 @@ class StandIn:
         kind = arguments.get("workload", {}).get("kind", "")
         StandIn.log.append((self.arm, operation, kind))
         fault = self.faults.get((self.arm, operation))
+        if fault == "fails later":
+            fault = "fails" if StandIn.log.count((self.arm, operation, kind)) > 1 else None
         if fault == "dies":
             self.alive = False
             raise WorkerError(f"{self.arm}: worker died in {operation} (signal 9)", fatal=True)
@@ -145,6 +147,34 @@ def test_a_dead_worker_is_a_record_and_the_others_go_on(run_launch):
     assert sorted(StandIn.closed) == ["equinox", "flax", "torch_eager"]
 
 
+def test_an_arm_that_fails_after_its_first_samples_has_an_error_and_no_rate(run_launch):
+    found = run_launch(faults={("flax", "measure"): "fails later"})
+    for metric in ("prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s"):
+        record = pick(found, metric)
+        assert record.status == "error" and record.value is None and "ValueError: no" in record.reason
+        assert pick(found, metric, "equinox").status == "ok"
+    assert "first_token_s" not in {record.metric for record in found if record.arm == "flax"}
+
+
+def test_on_a_cpu_the_roofline_comes_behind_the_last_model(run_launch):
+    run_launch()
+    operations = [operation for _, operation, _ in StandIn.log]
+    assert operations.index("read") > len(operations) - 1 - operations[::-1].index("unload")
+
+
+IN_ROUNDS = SUITE.model_copy(update={"roofline": SUITE.roofline.model_copy(update={"in_rounds": True})})
+
+
+@pytest.mark.parametrize("suite", [IN_ROUNDS])
+def test_what_reads_between_visits_is_a_process_of_its_own(run_launch):
+    """Its array of 256 MiB would lie in the peak of the arm that reads."""
+    found = run_launch()
+    reads = next(record for record in found if record.metric == "reads_beside")
+    assert len(reads.samples) == 2 * 3 and sorted(StandIn.closed) == ["equinox", "flax", "flax", "torch_eager"]
+    reader = StandIn.log.index(("flax", "read", ""))
+    assert StandIn.log[reader - 1] == ("flax", "start", "")
+
+
 def test_a_failed_load_names_every_workload_it_costs(run_launch):
     found = run_launch(faults={("flax", "load"): "fails"})
     lost = {r.metric for r in found if r.arm == "flax" and r.status == "error"}
@@ -212,7 +242,7 @@ def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
     assert environment["MALLOC_ARENA_MAX"] == "1" and "MALLOC_ARENA_MAX" not in of_torch
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
     load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
-    assert launch.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
+    assert sample_rates.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
 
 
 def test_the_roofline_s_arrays_are_no_part_of_a_model_s_peak(tmp_path):

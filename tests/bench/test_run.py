@@ -82,6 +82,18 @@ def test_resume_after_an_interrupt_runs_only_what_is_missing(compare):
     assert FakeLaunch.begun == []
 
 
+def test_a_second_run_into_the_same_folder_is_refused_while_the_first_runs(compare, tmp_path, monkeypatch):
+    def run_launch(self):
+        with pytest.raises(ValueError, match="another process writes .*results.jsonl; wait for its end"):
+            run.compare(SUITE, device="cpu", workdir=tmp_path, say=lambda text: None)
+        original(self)
+
+    original = FakeLaunch.run
+    monkeypatch.setattr(FakeLaunch, "run", run_launch)
+    assert sum(r.metric == records.LAUNCH_DONE for r in compare()) == 3
+    assert not list(tmp_path.glob("results.1.jsonl"))
+
+
 def test_a_fresh_run_moves_earlier_results_aside_and_deletes_nothing(compare, tmp_path):
     compare()
     before = (tmp_path / "results.jsonl").read_text()

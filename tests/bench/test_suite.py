@@ -59,6 +59,8 @@ def test_arms_without_a_training_run_are_refused(arms):
         ({"model": "/another/place/of/the/same/file.gguf"}, True),
         ({"decode": {"new_tokens": 7}}, False),
         ({"rounds": {"warmup": 2}}, False),
+        ({"rounds": {"competing": 2}}, False),
+        ({"rounds": {"sample_s": 0.1}}, False),
         ({"seed": 1}, False),
     ],
 )

@@ -82,6 +82,16 @@ def test_finished_launches_are_those_with_a_mark_of_the_same_run(tmp_path):
     assert file.finished_launches("abc") == {1}
 
 
+def test_of_a_launch_that_was_begun_twice_only_the_second_counts(tmp_path):
+    file = RecordFile(tmp_path / "results.jsonl")
+    begun = make(2.0, launch=2, metric=records.LAUNCH_BEGUN)
+    broken = make(0.0, launch=2, metric="load").model_copy(update={"status": "error"})
+    other = make(7.0, launch=2).model_copy(update={"run_id": "another run"})
+    file.append(make(1.0), other, begun, broken, make(2.0, launch=2, arm="equinox"))
+    file.append(begun, make(3.0, launch=2))
+    assert file.read() == [make(1.0), other, begun, make(3.0, launch=2)]
+
+
 def test_labels_are_short_and_distinct():
     assert DECODE.label() == "decode float32 b8 p64 n48"
     assert Workload(kind="load", dtype="bfloat16").label() == "load bfloat16"

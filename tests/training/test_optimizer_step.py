@@ -116,6 +116,10 @@ def test_sixty_steps_are_the_same_in_float64(x64, kind, accumulation, clip_norm,
     assert min(moved) > 1e-4, "every parameter must move far above the tolerance"
 
 
+def test_pytorch_steps_by_its_fused_adamw():
+    assert Torch(StepConfig()).state.moments.defaults["fused"]
+
+
 def test_a_float32_step_errs_as_little_on_either_backend(x64):
     """Loss, gradient (the first moment over 1 - b1) and its norm, against float64, within 1.5 times of each other."""
 

@@ -21,6 +21,7 @@ from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zeros
 from torch_ref import nn, remat, train
 
+FUSED = ("cpu", "cuda")  # devices with a fused AdamW
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -210,7 +211,10 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:
-    """PyTorch's AdamW or SGD over the trained parameters, its state made at once."""
+    """PyTorch's AdamW or SGD over the trained parameters, its state made at once.
+
+    AdamW is PyTorch's fused one, where it has one for the device: the others walk over memory some ten times a step.
+    """
     o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
     kinds_of = {(o.decays(name), o.rate_ratio(name)): [] for name, _ in named}
@@ -225,9 +229,11 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
         optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)
     else:
         betas, kinds = (o.b1, o.b2), ("exp_avg", "exp_avg_sq")
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps)
+        is_fused = trained[0].device.type in FUSED
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps, fused=is_fused)
     for parameter in trained if o.kind == "adamw" or o.momentum else ():
         optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
         if o.kind == "adamw":
-            optimizer.state[parameter]["step"] = torch.tensor(0.0)
+            # The fused kernel reads the count where the parameter is, the others on the CPU.
+            optimizer.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device if is_fused else "cpu")
     return optimizer

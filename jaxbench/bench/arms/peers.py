@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
@@ -40,13 +39,18 @@ class TransformersArm(TorchBase):
         config = self.transformers.AutoConfig.from_pretrained(self.checkpoint)
         if num_layers is not None:
             config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
+        for name, value in config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)  # GPT-2's rates, which the other arms' models do not have
         self.model = self.transformers.AutoModelForCausalLM.from_pretrained(
             self.checkpoint, config=config, dtype=getattr(self.torch, dtype), attn_implementation="sdpa"
         )
+        # `generate` would take what its settings leave out, such as a repetition penalty, from the folder's file.
+        self.model.generation_config = self.transformers.GenerationConfig()
         self.model.to(self.torch_device).train(train is not None).requires_grad_(train is not None)
         if train is not None:
             parameters, rate = self.model.parameters(), train["learning_rate"]
-            self.optimizer = self.torch.optim.AdamW(parameters, lr=rate, **contract.ADAMW)
+            self.optimizer = self.torch.optim.AdamW(parameters, lr=rate, fused=True, **contract.ADAMW)
         self.synchronize()
 
     def unload(self) -> None:
@@ -163,12 +167,7 @@ class LlamaCppArm(contract.Arm):
         """Import llama_cpp, or say why not."""
         if importlib.util.find_spec("llama_cpp") is None:
             return "llama-cpp-python is not installed (pip install 'jaxbench[peers]')"
-        from jaxbench.pretrained import assets
-
-        self.path = assets.default_model_path()
-        if not Path(self.path).exists():
-            return f"needs the GGUF file {self.path}"
-        return ""
+        return "" if self.file.endswith(".gguf") else f"needs a GGUF file, the model is {self.file}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Open the GGUF file; the weights stay Q4_1 whatever the dtype of the rows."""
@@ -177,7 +176,7 @@ class LlamaCppArm(contract.Arm):
         self.model = None
         if train is None:
             threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
-            self.model = llama_cpp.Llama(str(self.path), n_ctx=2048, verbose=False, **threads)
+            self.model = llama_cpp.Llama(self.file, n_ctx=2048, verbose=False, **threads)
 
     def prepare(self, workload: Workload) -> dict:
         """Nothing to compile; say which rows this arm has no part in."""

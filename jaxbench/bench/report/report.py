@@ -76,7 +76,7 @@ def write_scalars(view: View, folder: Path) -> None:
         with SummaryWriter(str(unfinished), write_to_disk=True) as writer:
             for row in view.rows:
                 name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
-                for launch, value in enumerate(row.launches, start=1):
+                for launch, value in zip(row.numbers, row.launches, strict=True):
                     writer.add_scalar(name, value, launch)
             for record in view.records:
                 if record.metric.startswith("tpu_") and record.value is not None:

@@ -62,6 +62,34 @@ def test_what_is_trained_is_not_packed(folder):
     assert arm.model.layers[0].mlp.up_proj.kernel.numel() > 0
 
 
+def test_transformers_trains_without_dropout_and_generates_by_the_suite_alone(tmp_path):
+    """GPT-2's configuration has rates of 0.1, and a folder's own file may ask for a penalty or another end."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=128, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    step = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=4)
+    losses = []
+    for _ in range(2):
+        arm = arm_table.create("transformers", device="cpu", threads=1, checkpoint=str(tmp_path))
+        assert arm.start() == ""
+        arm.load("float32", num_layers=1, train={"form": "plain", "learning_rate": 1e-3})
+        losses.append(arm.measure(step, INPUTS)["loss"])
+    assert losses[0] == losses[1] and arm.optimizer.param_groups[0]["fused"]
+    plain = generated("transformers", str(tmp_path))[1][0]
+    asked = transformers.GenerationConfig(repetition_penalty=5.0, eos_token_id=plain[0][0])
+    asked.save_pretrained(tmp_path)
+    assert generated("transformers", str(tmp_path))[1][0] == plain
+
+
+def test_llama_cpp_measures_the_model_that_was_asked_for(folder):
+    arm = arm_table.create("llama_cpp", device="cpu", threads=1, checkpoint=folder, file=folder)
+    assert arm.start() in (
+        f"needs a GGUF file, the model is {folder}",
+        "llama-cpp-python is not installed (pip install 'jaxbench[peers]')",
+    )
+
+
 @pytest.mark.parametrize("is_hit", [False, True])
 def test_a_program_out_of_jax_s_cache_is_not_written_for_later_processes(is_hit, folder, tmp_path, monkeypatch):
     arm = arm_table.create("flax", device="cpu", threads=1, checkpoint=folder, programs=str(tmp_path))

@@ -188,6 +188,20 @@ def test_write_leaves_every_file_and_no_temporary_one(tmp_path, capsys):
     assert "61.0 tokens/s" in printed and "1 faster" in printed and "v5e:2x2" in printed
 
 
+def test_scalars_lie_at_the_numbers_of_their_launches(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(
+        "tensorboardX.SummaryWriter.add_scalar", lambda _, name, value, step: steps.append((name, step))
+    )
+    found = [record for record in measured() if record.launch != 1 or record.arm != "flax"]
+    report.write_scalars(contents.gather(found, SUITE, tmp_path), tmp_path / "tensorboard")
+    flax, torch_eager = (
+        [step for name, step in steps if name == f"decode_tokens_per_s/decode_float32_b1_p64_n48/{arm}"]
+        for arm in ("flax", "torch_eager")
+    )
+    assert torch_eager[0] == 1 and flax == torch_eager[1:]
+
+
 def test_an_interrupted_run_without_records_still_reports(tmp_path):
     report.write([], SUITE, tmp_path)
     assert "Settings and environment" in (tmp_path / "report.html").read_text()
