@@ -119,7 +119,12 @@ def with_vectors(
 
 
 def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: float) -> Float[Tensor, "*rows D"]:
-    """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale."""
+    """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale.
+
+    Narrow types are rounded ahead of the scale, as Llama's published code and the JAX twin do; PyTorch's own does not.
+    """
+    if x.dtype.itemsize >= 4:
+        return F.rms_norm(x, scale.shape, scale, eps)
     wide = x.to(_wide(x.dtype))
     mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * scale
@@ -138,9 +143,5 @@ def softcap(x: Float[Tensor, "..."], *, cap: float) -> Float[Tensor, "..."]:
 def layer_norm(
     x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"], *, eps: float
 ) -> Float[Tensor, "*rows D"]:
-    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias."""
-    wide = x.to(_wide(x.dtype))
-    centred = wide - torch.mean(wide, dim=-1, keepdim=True)
-    variance = torch.mean(torch.square(centred), dim=-1, keepdim=True)
-    normal = (centred * torch.rsqrt(variance + eps)).to(x.dtype)
-    return normal * scale + bias
+    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias; rounded once."""
+    return F.layer_norm(x, scale.shape, scale, bias, eps)
