@@ -57,7 +57,7 @@ def define_features() -> None:
 
 def features() -> int:
     """Read every response, and keep its features under --workdir."""
-    from jaxbench.hallucination import extract, ragtruth, reader_settings, reading
+    from jaxbench.hallucination import extract, lengths, ragtruth, reader_settings, reading
 
     needed("data", "a folder of RAGTruth's format")
     settings = cli.load_config(reader_settings.ReaderSettings)
@@ -74,6 +74,9 @@ def features() -> int:
         extract.Item(source.context, source.asked, response.response)
         for source, response in zip(sources, data.responses)
     ]
+    asked = ((f"response {each.id}", *item[1:]) for each, item in zip(data.responses, items))
+    tokenizer, window = lengths.limits(settings)
+    lengths.check_all(asked, tokenizer, window=window, style=settings.style)
     said = reading.read(items, settings, store, package=package, where=place, processes=processes)
     print(f"written: {folder} ({said})")
     return cli.EXIT_OK
@@ -116,7 +119,10 @@ def evaluate_rows() -> int:
         if VALUES.detector:
             saved = saved_detector.load(VALUES.detector)
             saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
-            saved_detector.check_bits(saved, reading)
+            named = {each.partition("=")[0].strip() for each in VALUES.set}
+            if VALUES["config"].present:  # the default one says nothing that the user wants
+                named |= reading.model_fields_set
+            saved_detector.check_settings(saved, reading, named)
             reading = saved.settings.model_copy(update={"model": reading.model})
         store = extract.Store(workdir / "features", reading, checksum)
     with terminal.progress(len(data.responses)) as advance:
@@ -261,21 +267,22 @@ def answer() -> int:
         needed(name, "a .jsonl file")
     settings = cli.load_config(mitigation.Mitigation)
     output = outputs.check_file(VALUES.output, (VALUES.input,), overwrite=VALUES.overwrite)
-    rows = list(row_files.rows(VALUES.input, texts=row_files.PROMPT))
-    if not rows:
-        raise ValueError(f"--input={VALUES.input} holds no row")
+    placed = row_files.prompts(VALUES.input, dict.fromkeys(mitigation.ADDED, "the answer"))
     process_environment.ensure("cpu", library=cli.array_library())
     with store.alone(output):
         outputs.check_file(output, overwrite=VALUES.overwrite)  # again: another command may have ended since
-        return answer_rows(settings, rows, output)
+        return answer_rows(settings, placed, output)
 
 
-def answer_rows(settings: Any, rows: list[dict[str, Any]], output: Path) -> int:
-    """Answer the rows that are not finished yet."""
-    from jaxbench.hallucination import mitigation
+def answer_rows(settings: Any, placed: list[tuple[str, dict[str, Any]]], output: Path) -> int:
+    """Answer the rows that are not finished yet; placed: where each is, and the row."""
+    from jaxbench.hallucination import lengths, mitigation, reader_settings
 
     names = ("backend", "mitigate", "new_tokens", "batch_size")
     model, package = None if VALUES.model == "default" else VALUES.model, {"flax": "jaxbench", "torch": "torch_ref"}
+    tokenizer, window = lengths.limits(reader_settings.ReaderSettings(model=model))
+    asked, rows = [(place, row["question"], None) for place, row in placed], [row for _, row in placed]
+    lengths.check_all(asked, tokenizer, window=window - VALUES.new_tokens, style=settings.style)
     answering = mitigation.load(model, settings, is_on=VALUES.mitigate, package=package[VALUES.backend])
     chosen = [settings.model_dump(), answering.sha256, *(VALUES[name].value for name in names)]
     part = mitigation.part_file(output, VALUES.input, chosen)
@@ -293,7 +300,9 @@ def answer_rows(settings: Any, rows: list[dict[str, Any]], output: Path) -> int:
 
 def define_redeep() -> None:
     """Define the flags of redeep."""
-    flags.DEFINE_string("scores", None, "chunk scores: .jsonl[.gz] with response, chunk_label, external, parametric")
+    flags.DEFINE_string(
+        "scores", None, "chunk scores: .jsonl[.gz] with response, chunk_label, external, parametric, source_id if known"
+    )
     flags.DEFINE_integer("top_n", 3, "heads", lower_bound=1)
     flags.DEFINE_integer("top_k", 4, "layers", lower_bound=1)
     flags.DEFINE_float("alpha", 0.6, "weight of the external score", lower_bound=0.0)

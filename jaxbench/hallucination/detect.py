@@ -83,22 +83,11 @@ class HallucinationDetector:
     @functools.cached_property
     def limits(self) -> tuple[Any, int]:
         """The tokenizer and the window in tokens, without the model."""
-        from jaxbench.pretrained import weights
+        if not self._is_program:
+            return lengths.limits(self.settings)
         from jaxbench.pretrained.tokenizer import load_tokenizer
 
-        if self._is_program:
-            return load_tokenizer(str(self._folder / portable.TOKENIZER)), self._bundle.sizes.window
-        model = self.settings.model
-        return load_tokenizer(model), self.settings.window or weights.read_config(model).max_seq_len
-
-    def check_length(self, question: str, response: str) -> None:
-        """Check that the reader's window takes a response behind a question and some of its context.
-
-        Raises:
-          ValueError: it does not, or the response has no token.
-        """
-        tokenizer, window = self.limits
-        lengths.check(tokenizer, question, response, window=window, style=self.settings.style)
+        return load_tokenizer(str(self._folder / portable.TOKENIZER)), self._bundle.sizes.window
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:

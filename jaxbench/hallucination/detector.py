@@ -189,6 +189,7 @@ def fit(
       ValueError: too few sources, one class only, or a feature that is not finite.
     """
     fold = linear.folds(labels.source, inner_folds, seed=seed)
+    linear.check_folds(labels.response, labels.source, fold)
     heard, parts = None, np.zeros(len(labels.part))
     for i in range(inner_folds):
         test = np.flatnonzero(fold == i)

@@ -1,13 +1,26 @@
-"""Whether a reader's window takes a question and a response, told before anything is read (S file)."""
+"""Whether a reader's window takes questions and responses, told before anything is read (S file)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from jaxbench.hallucination import encoding
+from jaxbench.hallucination.reader_settings import ReaderSettings
+
+Style = Literal["plain", "chat"]
 
 
-def check(tokenizer: Any, question: str, response: str, *, window: int, style: Literal["plain", "chat"]) -> None:
+def limits(settings: ReaderSettings) -> tuple[Any, int]:
+    """The tokenizer and the window in tokens of a reader, without its weights."""
+    from jaxbench.pretrained import weights
+    from jaxbench.pretrained.tokenizer import load_tokenizer
+
+    window = settings.window or weights.read_config(settings.model).max_seq_len
+    return load_tokenizer(settings.model), window
+
+
+def check(tokenizer: Any, question: str, response: str, *, window: int, style: Style) -> None:
     """Check that a window of `window` tokens takes a response behind a question and some of its context.
 
     Raises:
@@ -16,5 +29,32 @@ def check(tokenizer: Any, question: str, response: str, *, window: int, style: L
     length = len(encoding.encode_response(tokenizer, response).ids)
     if length > window // 2:
         raise ValueError(f"response: {length} tokens, and the window of {window} takes {window // 2}; cut it in parts")
+    check_question(tokenizer, question, window=window - length, style=style)
+
+
+def check_question(tokenizer: Any, question: str, *, window: int, style: Style) -> None:
+    """Check that a window of `window` tokens takes a question and some of its context.
+
+    Raises:
+      ValueError: it does not.
+    """
     # of the context any token will do: the rest is cut where it does not fit
-    encoding.encode_prompt(tokenizer, "x", question, window=window - length, style=style)
+    encoding.encode_prompt(tokenizer, "x", question, window=window, style=style)
+
+
+def check_all(rows: Iterable[tuple[str, str, str | None]], tokenizer: Any, *, window: int, style: Style) -> None:
+    """Check rows of a place, a question and a response before the first is read: later would be too late.
+
+    A row whose response is None is one that is still to be answered: its question is checked alone.
+
+    Raises:
+      ValueError: the window does not take a row; it is named by its place.
+    """
+    for place, question, response in rows:
+        try:
+            if response is None:
+                check_question(tokenizer, question, window=window, style=style)
+            else:
+                check(tokenizer, question, response, window=window, style=style)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None

@@ -56,9 +56,29 @@ def folds(groups: Array, count: int, *, seed: int) -> Array:
     return (np.random.default_rng(seed).permutation(len(names)) % count)[inverse]
 
 
+def check_folds(labels: Array, groups: Array, fold: Array) -> None:
+    """Check that whichever fold is held out, both classes are left to fit to.
+
+    Raises:
+      ValueError: all rows of a class are of one fold; the message says how many sources they are of.
+    """
+    for name, mine in (("labelled", labels), ("unlabelled", ~labels)):
+        if len(np.unique(fold[mine])) < 2:
+            have, every, count = len(np.unique(groups[mine])), len(np.unique(groups)), int(fold.max()) + 1
+            raise ValueError(
+                f"folds: {name} rows are of {have} of {every} sources, and one of {count} folds of sources "
+                "holds them all; wanted both classes in more sources, so that both are left whichever fold is held out"
+            )
+
+
 def choose(x: Array, labels: Array, groups: Array, *, seed: int = 0, count: int = 3) -> float:
-    """Strength with the highest AUC on groups that were not fitted to; the strongest regularisation of equals."""
+    """Strength with the highest AUC on groups that were not fitted to; the strongest regularisation of equals.
+
+    Raises:
+      ValueError: as folds and check_folds.
+    """
     fold = folds(groups, count, seed=seed)
+    check_folds(labels, groups, fold)
     found = []
     for strength in STRENGTHS:
         scores = np.zeros(len(labels))

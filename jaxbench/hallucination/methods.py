@@ -90,6 +90,7 @@ def fit(
     check(inputs, choice)
     inputs, labels = inputs._replace(tokens=(), tuned=()), labels._replace(tokens=())
     fold = linear.folds(labels.source, inner_folds, seed=seed)
+    linear.check_folds(labels.response, labels.source, fold)
     scores, parts = np.zeros(len(fold)), np.zeros(len(labels.part))
     for i in range(inner_folds):
         test, train = np.flatnonzero(fold == i), np.flatnonzero(fold != i)

@@ -107,7 +107,8 @@ def bootstrap(
 ) -> list[Interval]:
     """Values of statistics, functions of row indices, with percentile intervals over resampled clusters.
 
-    All statistics see the same draws, so that a difference of two is paired.
+    All statistics see the same draws, so that a difference of two is paired. One that is NaN in every draw, such as the
+    AUC within cells where no cell has both classes, has NaN ends.
     """
     names, inverse = np.unique(clusters, return_inverse=True)
     members = [np.flatnonzero(inverse == i) for i in range(len(names))]
@@ -121,5 +122,7 @@ def bootstrap(
         ]
     )
     every = np.arange(len(clusters))
-    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
-    return [Interval(statistic(every), *ends) for statistic, ends in zip(statistics, zip(low, high))]
+    ends = np.full((2, len(statistics)), np.nan)
+    known = ~np.isnan(found).all(0)  # of the others numpy would warn
+    ends[:, known] = np.nanpercentile(found[:, known], [2.5, 97.5], axis=0)
+    return [Interval(statistic(every), *map(float, each)) for statistic, each in zip(statistics, ends.T)]

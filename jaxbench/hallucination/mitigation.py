@@ -29,6 +29,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import encoding, layout
 
 Range = tuple[float, float]
+ADDED = ("response", "ended", "num_tokens", "num_reweighted", "num_cut")  # to a row that was answered
 
 
 class Mitigation(config.Base):
@@ -206,8 +207,8 @@ def answer_rows(
 ) -> Iterator[int]:
     """Answer rows with context and question, a batch at a time; yield how many rows each batch had.
 
-    A row's keys are kept; `response`, `ended`, `num_tokens`, `num_reweighted` and `num_cut` are added. Lines go to
-    `part`, which becomes `output` when all are done; a run that was killed goes on behind the last whole line.
+    A row's keys are kept, and those of ADDED are added, which no row should have. Lines go to `part`, which becomes
+    `output` when all are done; a run that was killed goes on behind the last whole line.
 
     Raises:
       ValueError: a row does not fit the window, or something has appeared in the output's place.
@@ -219,18 +220,13 @@ def answer_rows(
             found = answering([(row["context"], row["question"]) for row in batch], new_tokens=new_tokens)
         except ValueError as error:
             raise ValueError(f"rows {start + 1} to {start + len(batch)}: {error}") from None
-        lines = [
-            {
-                **row,
-                "response": answering.tokenizer.decode(answer.ids),
-                "ended": answer.ended,
-                "num_tokens": len(answer.is_reweighted),
-                "num_reweighted": sum(answer.is_reweighted),
-                "num_cut": num_cut,
-            }
-            for row, (answer, num_cut) in zip(batch, found)
-        ]
-        store.append(part, lines)
+        store.append(part, [{**row, **_added(answering, *answered)} for row, answered in zip(batch, found)])
         yield len(batch)
     outputs.check_file(output, overwrite=overwrite)
     os.replace(part, output)
+
+
+def _added(answering: Answering, answer: Answer, num_cut: int) -> dict[str, Any]:
+    """What an answered row has beside its own keys."""
+    text, steps = answering.tokenizer.decode(answer.ids), answer.is_reweighted
+    return dict(zip(ADDED, (text, answer.ended, len(steps), sum(steps), num_cut), strict=True))

@@ -49,6 +49,13 @@ class Source(_Row):
     context: str
     question: str | None = None
 
+    @pydantic.field_validator("context")
+    @classmethod
+    def _check_context(cls, context: str) -> str:
+        if not context.strip():
+            raise ValueError(f"{context[:40]!r} is empty; there is nothing that a response could rest on")
+        return context
+
     @property
     def asked(self) -> str:
         """The question, or what the task asks."""
@@ -64,6 +71,13 @@ class Response(_Row):
     response: str
     labels: tuple[Label, ...] = pydantic.Field(default=(), strict=False)
     split: str = ""
+
+    @pydantic.field_validator("response")
+    @classmethod
+    def _check_response(cls, response: str) -> str:
+        if not any(letter.isalnum() for letter in response):  # no sentence, so that nothing could be fitted to it
+            raise ValueError(f"{response[:40]!r} has no letter and no digit; there is nothing to judge")
+        return response
 
     @pydantic.model_validator(mode="after")
     def _check_spans(self) -> Response:
@@ -91,7 +105,8 @@ def load(folder: str | Path) -> Data:
     """Sources and responses of a folder.
 
     Raises:
-      ValueError: a file is missing, cut short or has a bad row; two rows have one id; a response's source is missing.
+      ValueError: a file is missing, cut short or has a bad row, such as a response without a letter and a digit or a
+        source without a context; two rows have one id; a response's source is missing.
     """
     folder = Path(folder)
     files = sorted([*folder.glob("responses*.jsonl"), *folder.glob("responses*.jsonl.gz")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,14 +114,18 @@ def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
         )
 
 
-def check_bits(saved: Saved, settings: ReaderSettings) -> None:
-    """Check that settings which say how many bits weights have say what a detector was fitted to.
+def check_settings(saved: Saved, settings: ReaderSettings, named: Collection[str]) -> None:
+    """Check that reader settings which a user named say what a detector was fitted to; its own are what counts.
+
+    named: names of settings; that of the model is checked by its checksum.
 
     Raises:
-      ValueError: they say something else.
+      ValueError: one says something else.
     """
-    if "bits" in settings.model_fields_set and settings.bits != saved.settings.bits:
-        raise ValueError(
-            f"detector: fitted to a reader of bits={saved.settings.bits}, and the settings say bits={settings.bits}; "
-            "leave bits out, or fit a detector to such a reader"
-        )
+    for name in sorted({*named} - {"model"}):
+        fitted, given = getattr(saved.settings, name), getattr(settings, name)
+        if given != fitted:
+            raise ValueError(
+                f"detector: fitted to a reader of {name}={fitted}, and the settings say {name}={given}; leave {name} "
+                "out, or fit a detector to such a reader"
+            )

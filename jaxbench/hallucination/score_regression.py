@@ -27,6 +27,7 @@ class Units(NamedTuple):
     parametric: Array  # [U, layers]
     label: Array  # [U] bool
     response: Array  # [U] number of the unit's response, from 0
+    source: Array | None = None  # [U] number of its response's source, from 0; None = every response has its own
 
 
 class Point(NamedTuple):

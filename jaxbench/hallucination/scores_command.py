@@ -34,7 +34,7 @@ def scores() -> int:
       ValueError: a flag is missing or goes with no other, or a row is bad; it is named.
     """
     _check_flags()
-    from jaxbench.hallucination import extract, reader_settings, reading
+    from jaxbench.hallucination import extract, lengths, reader_settings, reading
     from jaxbench.hallucination.bulk import row_files, score_files
 
     settings = cli.load_config(reader_settings.ReaderSettings)
@@ -46,12 +46,11 @@ def scores() -> int:
     package = reading.PACKAGES[VALUES.backend]
     where.start(package)
     from jaxbench.pretrained import weights
-    from jaxbench.pretrained.tokenizer import load_tokenizer
 
     store = extract.Store(cli.workdir("out/hallucination") / "features", settings, weights.checksum(settings.model))
-    tokenizer = load_tokenizer(settings.model)
-    window = settings.window or weights.read_config(settings.model).max_seq_len
-    score_files.check_lengths(rows, tokenizer, window=window, style=settings.style)
+    tokenizer, window = lengths.limits(settings)
+    asked = ((row.place, row.item.question, row.item.response) for row in rows)
+    lengths.check_all(asked, tokenizer, window=window, style=settings.style)
     said = reading.read([row.item for row in rows], settings, store, package=package, where=place, processes=processes)
     units = score_files.lines(rows, store, tokenizer, level=VALUES.level, chunk_tokens=VALUES.chunk_tokens)
     count = score_files.write(output, units, types)

@@ -1,7 +1,8 @@
 """Chunk scores that other implementations stored, and what ReDeEP's regression makes of them (S file).
 
 `legacy` is the published protocol: heads, layers, scales and weights are chosen on the responses they are judged on.
-`nested` chooses them on other responses.
+`nested` chooses them on responses to other sources: several answers to one source have more in common than a regression
+should profit from.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ def load(path: str | Path) -> Units:
     """Units of a .jsonl[.gz] file: rows with response, chunk_label, external {head: score}, parametric {layer: score}.
 
     The scores may be lists as well, [layer][head] and [layer], as `hallucination.py scores --level=chunk` writes them.
+    A response without source_id is its own source.
 
     Raises:
-      ValueError: the file is missing, cut short or has a bad row; the message names the line.
+      ValueError: the file is missing, cut short or has a bad row, or a response names two sources; the message names
+        the line.
     """
     path, rows = Path(path), []
     if not path.is_file():
         raise ValueError(f"--scores={path} is no file")
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     rows.append(_row(line, f"{path} line {number}", rows[0] if rows else None))
@@ -40,16 +44,48 @@ def load(path: str | Path) -> Units:
         raise ValueError(f"{path}: cannot be read behind row {len(rows)} ({error}); is the file cut short?") from error
     if not rows:
         raise ValueError(f"--scores={path} holds no row")
-    _, response = np.unique([row["response"] for row in rows], return_inverse=True)
+    names, response = np.unique([row["response"] for row in rows], return_inverse=True)
     units = Units(
         np.array([list(row["external"].values()) for row in rows], np.float64),
         np.array([list(row["parametric"].values()) for row in rows], np.float64),
         np.array([row["chunk_label"] for row in rows], bool),
         response,
+        _sources(rows, names, response),
     )
     if not 0 < score_regression.response_labels(units).sum() < response.max() + 1:
         raise ValueError(f"--scores={path}: chunk_label is {rows[0]['chunk_label']} throughout; wanted both classes")
     return units
+
+
+def source_id(value: Any, place: str) -> str | int:
+    """A source's id.
+
+    Raises:
+      ValueError: it is neither a text nor a whole number.
+    """
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(f"{place}: source_id is {str(value)[:40]!r}, wanted a text or a whole number")
+    return value
+
+
+def _sources(rows: list[dict[str, Any]], names: Array, response: Array) -> Array | None:
+    """Number of each row's source; None where no row names one.
+
+    Raises:
+      ValueError: rows of one response name two.
+    """
+    if all(row["source_id"] is None for row in rows):
+        return None
+    known: dict[int, Any] = {}
+    for number, row in zip(response.tolist(), rows):
+        if known.setdefault(number, row["source_id"]) != row["source_id"]:
+            raise ValueError(
+                f"{row['place']}: response {names[number]} has source_id {row['source_id']!r}, and "
+                f"{known[number]!r} in a line before; wanted one"
+            )
+    numbers: dict[tuple[bool, Any], int] = {}
+    keys = [(known[i] is None, i if known[i] is None else str(known[i])) for i in range(len(names))]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])[response]
 
 
 def _row(line: str, place: str, first: dict[str, Any] | None) -> dict[str, Any]:
@@ -74,7 +110,8 @@ def _row(line: str, place: str, first: dict[str, Any] | None) -> dict[str, Any]:
             raise ValueError(f"{place}: {name} {bad} is {scores[bad]!r}, wanted a finite number")
         if first is not None and list(scores) != list(first[name]):
             raise ValueError(f"{place}: {name} has other columns than the first row")
-    return row
+    given = row.get("source_id")
+    return row | {"source_id": None if given is None else source_id(given, place), "place": place}
 
 
 def _by_name(scores: Any) -> Any:
@@ -115,8 +152,8 @@ def table(units: Units, point: Point, *, folds: int, repeats: int) -> list[tuple
     """
     check_point(units, point)
     labels = score_regression.response_labels(units)
-    if min(labels.sum(), (~labels).sum()) < 2 * folds:
-        raise ValueError(f"--folds={folds}: {labels.sum()} of {len(labels)} responses are labelled; take fewer folds")
+    _check_folds(units, labels, folds)
+    what = "responses" if units.source is None else "sources"
     fitted = score_regression.fit(units, point)
     rows = [_judged("as published", labels, score_regression.response_scores(fitted, units), "the same responses")]
     best, _ = score_regression.search(units)
@@ -124,23 +161,60 @@ def table(units: Units, point: Point, *, folds: int, repeats: int) -> list[tuple
     rows.append(_judged(f"best of the grid, {tuple(best)}", labels, scores, "the same responses"))
     for name, grid in (("as published, nested", _only(point)), ("best of the grid, nested", score_regression.GRID)):
         found = [nested(units, grid, folds=folds, seed=seed) for seed in range(repeats)]
-        judged = [
-            _judged(name, labels, scores, f"other responses, {folds} folds, {repeats} shuffles") for scores in found
-        ]
+        judged = [_judged(name, labels, scores, f"other {what}, {folds} folds, {repeats} shuffles") for scores in found]
         rows.append((name, *(float(np.mean([each[i] for each in judged])) for i in (1, 2)), judged[0][3]))
     return rows
 
 
+def _check_folds(units: Units, labels: Array, folds: int) -> None:
+    """Check that there are twice as many responses of each class as folds, or sources that have one.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    if units.source is None:
+        if min(labels.sum(), (~labels).sum()) < 2 * folds:
+            raise ValueError(
+                f"--folds={folds}: {labels.sum()} of {len(labels)} responses are labelled; take fewer folds"
+            )
+        return
+    source = _of_responses(units)
+    labelled, others = (len(np.unique(source[each])) for each in (labels, ~labels))
+    if min(labelled, others) < 2 * folds:
+        raise ValueError(
+            f"--folds={folds}: of {source.max() + 1} sources {labelled} have a labelled response and {others} another; "
+            "take fewer folds"
+        )
+
+
+def _of_responses(units: Units) -> Array:
+    """Number of each response's source."""
+    numbers = np.arange(units.response.max() + 1)
+    if units.source is not None:
+        numbers[units.response] = units.source
+    return numbers
+
+
 def nested(units: Units, grid: dict[str, tuple], *, folds: int, seed: int = 0) -> Array:
-    """Scores of responses, each by a regression that was searched and fitted without it."""
-    labels = score_regression.response_labels(units)
-    fold = np.zeros(len(labels), np.int64)
+    """Scores of responses, each by a regression that was searched and fitted without its source.
+
+    Raises:
+      ValueError: without a fold's sources one class is missing.
+    """
+    labels, source = score_regression.response_labels(units), _of_responses(units)
+    by_source = np.bincount(source, weights=labels) > 0
+    dealt = np.zeros(len(by_source), np.int64)
     random = np.random.default_rng(seed)
-    for group in (True, False):  # both classes in every fold
-        rows = random.permutation(np.flatnonzero(labels == group))
-        fold[rows] = np.arange(len(rows)) % folds
-    scores = np.zeros(len(labels))
+    for group in (True, False):  # both classes in every fold, as far as sources are of one
+        rows = random.permutation(np.flatnonzero(by_source == group))
+        dealt[rows] = np.arange(len(rows)) % folds
+    fold, scores = dealt[source], np.zeros(len(labels))
     for i in range(folds):
+        if not 0 < labels[fold != i].sum() < (fold != i).sum():
+            raise ValueError(
+                f"--folds={folds}: without fold {i + 1} {labels[fold != i].sum()} of {(fold != i).sum()} responses are "
+                "labelled; wanted both classes"
+            )
         inside = fold[units.response] == i
         train, test = _part(units, ~inside), _part(units, inside)
         best, _ = score_regression.search(train, grid)
@@ -149,8 +223,8 @@ def nested(units: Units, grid: dict[str, tuple], *, folds: int, seed: int = 0) -
 
 
 def _part(units: Units, rows: Array) -> Units:
-    """Some units, their responses counted anew."""
-    picked = Units(*(each[rows] for each in units))
+    """Some units, their responses counted anew; without their sources."""
+    picked = Units(*(each[rows] for each in units[:4]))
     return picked._replace(response=np.unique(picked.response, return_inverse=True)[1])
 
 

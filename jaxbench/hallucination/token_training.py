@@ -49,9 +49,11 @@ def nested(
     """Classifiers of all responses, and what is said of each by those trained without its source.
 
     Raises:
-      ValueError: as fit.
+      ValueError: as fit, or all labelled or all other tokens are of one fold of sources.
     """
     fold, said = linear.folds(source, inner_folds, seed=seed), [np.zeros(0)] * len(tokens)
+    counts = [len(each) for each in labels]
+    linear.check_folds(np.concatenate(labels), np.repeat(source, counts), np.repeat(fold, counts))
     for i in range(inner_folds):
         train, test = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
         trained = _ensemble([tokens[j] for j in train], [labels[j] for j in train], settings)

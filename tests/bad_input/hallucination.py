@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 
@@ -109,6 +110,11 @@ CASES = [
     read("label_type", "Lie", response={"labels": [LABEL | {"label_type": "Lie"}]}),
     read("labels", response={"labels": "none"}),
     read("row", "[1]", response="[1]"),
+    read("responses.jsonl line 1: response: ", "'?!' has no letter and no digit", response={"response": "?!"}),
+    read("responses.jsonl line 1: response: ", "'' has no letter and no digit", response={"response": ""}),
+    read("sources.jsonl line 1: context: ", "' ' is empty", source={"context": " "}),
+    read("response r1: response: ", "the window of 8192 takes 4096", response={"response": "so " * 5000}),
+    read("response r1: context: ", "leave no room in a window", source={"question": "so " * 9000}),
     read("id r1 is there twice", response=json.dumps(RESPONSE) + "\n" + json.dumps(RESPONSE)),
     read("dtype", "float8", words="--set=dtype=float8"),
     read("share", "0", words="--set=share=0"),
@@ -136,7 +142,7 @@ CASES = [
     Case("hallucination.py scores --data={tmp}/none --output={tmp}/o.jsonl", ("0 files sources",)),
     Case(
         "hallucination.py scores --data={tmp}/data --output={tmp}/o.jsonl --workdir={tmp}/out",
-        ("response r1: '?!' has no letter and no digit",),
+        ("responses.jsonl line 1: response: ", "'?!' has no letter and no digit"),
         data(response={"response": "?!"}),
     ),
     scores({}, "--data=x: leave one of them out", words="--data=x"),
@@ -153,6 +159,9 @@ CASES = [
     scores({"question": "so " * 9000}, "line 1: context: ", "leave no room in a window"),
     scores({"id": "\ud800"}, "line 1: id cannot be written"),
     scores({"id": {}}, "line 1 and behind: id is no one type", words="--output={tmp}/o.parquet"),
+    scores({"source_id": 1.5}, "line 1: source_id is '1.5', wanted a text or a whole number"),
+    scores('{"context": "a", "question": "b", "response": "c"}\n \n{', "line 3: no JSON"),
+    scores("\n\n", "holds no row"),
     scores({"labels": 3}, "line 1: labels is '3'", "start and end"),
     scores({"labels": [3]}, "line 1: labels: '3' is no part of the response's 1 characters"),
     scores({"labels": [{"start": 0, "end": 2}]}, "line 1: labels: ", "'end': 2", "the response's 1 characters"),
@@ -231,9 +240,10 @@ CASES = [
     detect({"probability": 1}, "line 1: probability is where the verdict goes"),
     detect({"id": {}}, "i.jsonl: ", "name a .jsonl output", words="--output={tmp}/o.parquet"),
     detect('{"context": "a", "question": "b", "response": "c", "id": 1}\n' * 2 + "{", "line 3: no JSON"),
+    detect('\n{"context": "a", "question": "b", "response": "c"}\n\n{', "line 4: no JSON"),
     detect(
-        "".join(json.dumps({"context": "a", "question": "b", "response": "c", "id": i}) + "\n" for i in (1, "x")),
-        "lines 1 to 2: id is no one type",
+        "".join(json.dumps({"context": "a", "question": "b", "response": "c", "id": i}) + "\n\n" for i in (1, "x")),
+        "lines 1 to 3: id is no one type",
         words="--output={tmp}/o.parquet",
     ),
     detect({}, "o.html has an unknown suffix", "--page=", words="--output={tmp}/o.html"),
@@ -298,6 +308,23 @@ CASES = [
     answer("{", "line 1: no JSON"),
     answer({"question": None}, "line 1", "the text question"),
     answer({"context": " "}, "line 1: context is empty"),
+    answer('{"context": "a", "question": "b"}\n\n[1]', "line 3", "the text context"),
+    *(
+        answer({name: 1}, f"line 1: {name} is where the answer goes; rename it")
+        for name in ("response", "ended", "num_tokens", "num_reweighted", "num_cut")
+    ),
+    answer({"id": "\ud800"}, "line 1 cannot be a line of JSON", "make it a text, or leave it out"),
+    answer({"question": "so " * 9000}, "line 1: context: ", "leave no room in a window"),
+    Case(
+        "hallucination.py answer --input={tmp}/i.parquet --output={tmp}/o.jsonl",
+        ("i.parquet row 2 cannot be a line of JSON", "date", "make it a text"),
+        {"i.parquet": table(context=["a", "b"], question=["", ""], day=[None, datetime.date(2026, 1, 2)])},
+    ),
+    Case(
+        "hallucination.py answer --input={tmp}/i.parquet --output={tmp}/o.jsonl",
+        ("i.parquet: num_tokens is where the answer goes",),
+        {"i.parquet": table(context=["a"], question=[""], num_tokens=[1])},
+    ),
     answer({}, "tau", "1.5", words="--set=tau=1.5"),
     answer({}, "tau", "-0.1", words="--set=tau=-0.1"),
     answer({}, "attention_factor", "0", words="--set=attention_factor=0"),
@@ -309,7 +336,7 @@ CASES = [
     answer({}, "layers: -1 is not in a model of 30 layers", words="--set=layers=[-1]"),
     answer({}, "external_range=0.5, 0.5", "the lower end first", words="--set=external_range=[0.5,0.5]"),
     answer({}, "--new_tokens", "0", words="--new_tokens=0"),
-    answer({}, "rows 1 to 1", "leave no room in a window", words="--new_tokens=9000"),
+    answer({}, "line 1: context: ", "leave no room in a window", words="--new_tokens=9000"),
     answer({}, "--batch_size", "0", words="--batch_size=0"),
     answer({}, "none.gguf does not exist", words="--model=none.gguf"),
     Case(
@@ -321,6 +348,8 @@ CASES = [
     regress("{", "line 1: no JSON"),
     regress("[1, 2]", "is no object"),
     regress({"response": "a"}, "response is 'a', wanted a whole number"),
+    regress({"source_id": [1]}, "line 1: source_id is '[1]', wanted a text or a whole number"),
+    regress("\ufeff{", "line 1: no JSON"),
     regress({"chunk_label": 3}, "chunk_label is 3, wanted 0 or 1"),
     regress({"external": {}}, "external is '{}', wanted scores by name"),
     regress({"external": {"a": None, "b": 1.0}}, "external a is None, wanted a finite number"),

@@ -11,6 +11,7 @@ from jaxbench.hallucination import detect, detector, extract, pooled, ragtruth, 
 from jaxbench.hallucination.study import table
 from jaxbench.pretrained import weights
 from tests.hallucination import small
+from tests.test_cli import command, refused
 
 
 def test_a_saved_detector_says_what_the_fitted_one_says(made):
@@ -79,7 +80,7 @@ def test_a_detector_that_has_read_is_sent_to_other_processes_without_what_it_loa
     _, _, path, _, model = made
     in_use = detect.HallucinationDetector(path, model=model)
     in_use.detect("The mill was built in 1820.", "when", "In 1820.")
-    in_use.check_length("when", "In 1820.")
+    assert in_use.limits[1] == 128
     sent = pickle.loads(pickle.dumps(in_use))
     assert {"reader", "limits", "token_reader"}.isdisjoint(vars(sent)) and sent.saved.settings == in_use.saved.settings
 
@@ -129,6 +130,19 @@ def test_detectors_of_another_model_other_code_or_no_numbers_are_refused(made, t
     monkeypatch.setattr(saved_detector, "FORMAT", saved_detector.FORMAT + 1)
     with pytest.raises(ValueError, match="another version of jaxbench"):
         saved_detector.load(path)
+
+
+def test_evaluating_a_detector_refuses_settings_that_it_was_not_fitted_to_and_takes_its_own(made):
+    folder, _, path, _, model = made
+    words = (f"--data={folder / 'data'}", f"--detector={path}", f"--workdir={folder}", f"--set=model={model}")
+    words = ("hallucination.py", "evaluate", *words, "--draws=100")
+    told = "detector: fitted to a reader of style=plain, and the settings say style=chat; leave style out"
+    refused(command(*words, "--set= style=chat"), told)
+    refused(command(*words, "--config=configs/hallucination/reader.yaml"), "dtype=float32", "say dtype=bfloat16")
+    done = command(*words, "--set=lens_tokens=3")  # the default file's own values are nobody's wish
+    assert done.returncode == 0 and "evaluation.json" in done.stdout, done.stderr
+    told = json.loads((folder / "evaluation.json").read_text())["reader"]
+    assert (told["lens_tokens"], told["dtype"]) == (3, "float32")
 
 
 def test_a_passage_is_the_sentence_that_shares_most_rare_words():

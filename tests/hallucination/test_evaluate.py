@@ -157,6 +157,35 @@ def test_features_that_are_not_finite_and_one_class_are_refused(change, match):
         linear.folds(np.array(list("aabbc")), 5, seed=0)
 
 
+def test_no_pair_in_any_cell_is_no_figure_and_no_warning():
+    seen = made(1.0, num=120)
+    seen = seen._replace(generator=np.where(seen.labels.response, "one", "two"))
+    settings = evaluate.Evaluation(folds=2, draws=100)
+    (found,) = evaluate.run(seen, settings, rows=[by_name(rows.BASELINE)]).values()
+    assert np.isnan(found["stratified"]).all() and np.isfinite(found["pooled"]).all()
+
+
+def test_labels_that_one_fold_holds_are_told_by_sources():
+    seen = made(1.0, num=60)
+    mine = seen.labels.source == seen.labels.source[np.argmax(seen.labels.response)]
+    tokens = tuple(each & here for each, here in zip(seen.labels.tokens, mine))
+    labels = seen.labels._replace(
+        response=seen.labels.response & mine, part=seen.labels.part & mine[seen.inputs.response], tokens=tokens
+    )
+    from jaxbench.hallucination import methods, token_training
+
+    told = "folds: labelled rows are of 1 of 12 sources, and one of {} folds of sources holds them all"
+    for fit, folds in (
+        (token_training.fit_detector, 3),
+        (detector.fit, 5),
+        (lambda *given: methods.fit(*given, method="redeep"), 5),
+    ):
+        with pytest.raises(ValueError, match=told.format(folds)):
+            fit(seen.inputs, labels)
+    with pytest.raises(ValueError, match="unlabelled rows are of 1 of 12 sources, and one of 3 folds"):
+        linear.choose(seen.inputs.whole["states"], ~labels.response, labels.source)
+
+
 def test_words_alone_are_judged_by_the_command(tmp_path):
     folder = small.write(tmp_path / "data")
     random = np.random.default_rng(0)

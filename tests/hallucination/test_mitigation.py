@@ -19,6 +19,7 @@ from jaxbench.parity import hallucination as proof
 from jaxbench.parity.oracles import transformers_model
 from jaxbench.pretrained import weights
 from tests.hallucination import small
+from tests.test_cli import command, refused
 
 MODEL = TransformerConfig(
     vocab_size=61, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
@@ -244,6 +245,28 @@ def test_rows_to_be_answered_need_no_response(tmp_path):
     assert len(list(row_files.rows(path, texts=row_files.PROMPT))) == 1
     with pytest.raises(ValueError, match="the text response"):
         list(row_files.rows(path))
+
+
+def test_all_rows_are_looked_at_before_the_first_is_answered(tmp_path):
+    model, path = small.model(tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows = [{"context": "In 1820.", "question": "when"}] * 4 + [{"context": "a", "question": "why " * 30}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    words = (
+        f"--model={model}",
+        f"--input={path}",
+        f"--output={tmp_path / 'o.jsonl'}",
+        "--new_tokens=4",
+        "--batch_size=1",
+    )
+    chosen = ("--set=heads=[[0,1]]", "--set=layers=[0]", "--set=style=plain", "--set=dtype=float32")
+    refused(command("hallucination.py", "answer", *words, *chosen), "rows.jsonl line 5: context: ", "leave no room")
+    assert not list(tmp_path.glob("o.jsonl*"))  # not even answers that would be kept
+
+
+def test_answers_of_an_arm_are_read_again_from_their_file(tmp_path):
+    kept = {"context": "a", "question": "", "response": "b", "num_cut": 0}
+    (tmp_path / "AARF.jsonl").write_text(json.dumps(kept) + "\n")
+    assert mitigated.answers("AARF", settings(), True, [], tmp_path) == [kept]
 
 
 def test_the_control_scales_as_many_other_heads_and_differences_are_paired_by_source():

@@ -73,12 +73,12 @@ def test_a_detector_says_how_many_bits_its_reader_has_and_refuses_others(made, t
     saved_detector.save(tmp_path / "few", few)
     again = saved_detector.load(tmp_path / "few")
     assert again.settings.bits == 4 and saved.settings.bits is None
-    saved_detector.check_bits(again, ReaderSettings())
-    saved_detector.check_bits(again, ReaderSettings(bits=4))
+    saved_detector.check_settings(again, ReaderSettings(), ())
+    saved_detector.check_settings(again, ReaderSettings(bits=4), ("bits",))
     with pytest.raises(ValueError, match="fitted to a reader of bits=4, and the settings say bits=2"):
-        saved_detector.check_bits(again, ReaderSettings(bits=2))
+        saved_detector.check_settings(again, ReaderSettings(bits=2), ("bits",))
     with pytest.raises(ValueError, match="bits=None, and the settings say bits=4"):
-        saved_detector.check_bits(saved, ReaderSettings(bits=4))
+        saved_detector.check_settings(saved, ReaderSettings(bits=4), ("bits",))
     with pytest.raises(ValueError, match="onnx has float weights, and the detector's reader bits=4"):
         portable.write(tmp_path / "out", few, "onnx", model=model, window=128, package="torch_ref")
 

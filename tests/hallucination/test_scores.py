@@ -1,5 +1,6 @@
 """Score regression, metrics, stored scores: published figures, brute force, what other responses make of them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,71 @@ def test_nested_scores_of_noise_are_noise_where_the_same_responses_look_good():
     assert flattered > 0.65 and max(nested) < 0.62
 
 
+def shared_noise(seed, *, num_sources=60, answers=6):
+    """Return rows whose scores and labels are their sources', and have nothing to do with each other."""
+    random = np.random.default_rng(seed)
+    labelled = random.permutation(num_sources) < num_sources // 2
+    source = np.repeat(np.arange(num_sources), answers)
+    label = np.where(random.random(len(source)) < 0.9, labelled[source], ~labelled[source])
+    scores = [
+        random.normal(size=(num_sources, num))[source] + 0.5 * random.normal(size=(len(source), num))
+        for num in (120, 20)
+    ]
+    return [
+        {"response": i, "source_id": f"s{source[i]}", "chunk_label": int(label[i]),
+         "external": [[each] for each in scores[0][i].tolist()], "parametric": scores[1][i].tolist()}
+        for i in range(len(source))
+    ]  # fmt: skip
+
+
+def written(path, rows):
+    """Return the path of a file of rows, which begins with a byte order mark."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8-sig")
+    return path
+
+
+def test_noise_that_answers_to_one_source_share_is_noise_on_other_sources(tmp_path):
+    grid, found = stored_scores._only(score_regression.Point()), []
+    for seed in range(100, 106):
+        units = stored_scores.load(written(tmp_path / "scores.jsonl", shared_noise(seed)))
+        labels = score_regression.response_labels(units)
+        alone = units._replace(source=None)  # what other answers to its source taught counts for it
+        found.append([metrics.auc(labels, stored_scores.nested(each, grid, folds=5)) for each in (units, alone)])
+    mean = np.mean(found, axis=0)
+    assert mean[0] < 0.57 and mean[1] > 0.6, mean
+
+
+def test_sources_are_dealt_whole_and_responses_without_one_are_their_own(tmp_path, monkeypatch):
+    rows = shared_noise(0, num_sources=20, answers=3)
+    seen, part = [], stored_scores._part
+    monkeypatch.setattr(stored_scores, "_part", lambda units, at: seen.append((units, at)) or part(units, at))
+    units = stored_scores.load(written(tmp_path / "a.jsonl", rows))
+    table = stored_scores.table(units, score_regression.Point(3, 2), folds=4, repeats=1)
+    assert [row[3] for row in table[2:]] == ["other sources, 4 folds, 1 shuffles"] * 2
+    for (_, train), (judged, test) in zip(seen[::2], seen[1::2], strict=True):
+        assert not set(judged.source[train]) & set(judged.source[test])
+    plain = [{name: value for name, value in row.items() if name != "source_id"} for row in rows]
+    assert stored_scores.load(written(tmp_path / "b.jsonl", plain)).source is None
+    own = stored_scores.load(written(tmp_path / "c.jsonl", plain[:3] + rows[3:]))
+    assert own.source.tolist() == [0, 1, 2, *np.repeat(np.arange(3, 22), 3)]
+
+
+def test_responses_that_are_their_own_sources_are_dealt_as_without_sources():
+    units = random_units()
+    grid = {"top_n": (1, 3), "top_k": (2, 5), "alpha": (0.4, 1.0), "m": (0.5, 1.0)}
+    plain, own = (
+        stored_scores.nested(each, grid, folds=4, seed=1) for each in (units, units._replace(source=units.response))
+    )
+    np.testing.assert_array_equal(plain, own)
+
+
+def test_too_few_sources_of_a_class_are_counted_as_sources(tmp_path):
+    rows = [row | {"source_id": row["response"] // 15} for row in shared_noise(0, num_sources=20, answers=3)]
+    units = stored_scores.load(written(tmp_path / "a.jsonl", rows))
+    with pytest.raises(ValueError, match="--folds=4: of 4 sources 4 have a labelled response and 4 another"):
+        stored_scores.table(units, score_regression.Point(3, 2), folds=4, repeats=1)
+
+
 ROW = '{"response": 0, "chunk_label": 0, "external": {"a": 1.0}, "parametric": {"b": 2.0}}'
 
 
@@ -140,6 +206,11 @@ ROW = '{"response": 0, "chunk_label": 0, "external": {"a": 1.0}, "parametric": {
         (ROW.replace('"chunk_label": 0', '"chunk_label": 2'), "chunk_label is 2, wanted 0 or 1"),
         (ROW.replace("1.0", "NaN"), "external a is nan, wanted a finite number"),
         (ROW + "\n" + ROW.replace('"a"', '"c"'), "line 2: external has other columns"),
+        (ROW.replace("{", '{"source_id": 1.5, ', 1), "line 1: source_id is '1.5', wanted a text or a whole number"),
+        (
+            ROW + "\n\n" + ROW.replace("{", '{"source_id": "s", ', 1),
+            "line 3: response 0 has source_id 's', and None in a line before",
+        ),
         (ROW, "wanted both classes"),
     ],
 )

@@ -1,6 +1,7 @@
 """Data, layout, lexical evidence, sentences, copying heads."""
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ def test_a_folder_is_read_with_sources_and_spans(tmp_path):
         ("responses", {"labels": [{"start": 0, "end": 2, "label_type": "Lie"}]}, "labels.0.label_type"),
         ("responses", {"id": "r2"}, "id r2 is there twice"),
         ("responses", {"response": None}, "response: Input should be a valid string"),
+        ("responses", {"response": "?! \u2026"}, "responses.jsonl line 1: response: .*has no letter and no digit"),
+        ("responses", {"response": ""}, "responses.jsonl line 1: response: .*'' has no letter and no digit"),
+        ("sources", {"context": " \n"}, "sources.jsonl line 1: context: .* is empty"),
         ("sources", {"task": "Poem"}, "task: Input should be"),
         ("sources", {"source_id": "s2"}, "id s2 is there twice"),
     ],
@@ -93,6 +97,27 @@ def test_counts_see_new_words_numbers_and_names_and_forgive_endings():
     assert dict(zip(lexical.COUNTS, mine))["novel_words"] == 1
     wrong = dict(zip(lexical.COUNTS, lexical.counts(lexical.tokens("Built in 1850 by Anna Holm."), lexicon)))
     assert (wrong["novel_numbers"], wrong["novel_names"], wrong["novel_words"]) == (1, 2, 3)
+
+
+SPOKEN = "The café of Zürich serves crème brûlée, Ångström's 3 piñatas."
+
+
+def test_a_text_in_another_unicode_form_says_nothing_new():
+    composed, taken_apart = (unicodedata.normalize(form, SPOKEN) for form in ("NFC", "NFD"))
+    assert len(taken_apart) > len(composed)
+    for context, response in ((composed, taken_apart), (taken_apart, composed)):
+        found, known = lexical.tokens(response), lexical.tokens(context)
+        assert lexical.counts(found, lexical.Lexicon(context)).tolist() == [10, 0, 0, 0, 0, 0, 0]
+        assert [token._replace(start=0, end=0) for token in found] == [
+            token._replace(start=0, end=0) for token in known
+        ]
+        words = [unicodedata.normalize("NFC", response[token.start : token.end]) for token in found]
+        assert words == ["The", "café", "of", "Zürich", "serves", "crème", "brûlée", "Ångström's", "3", "piñatas"]
+
+
+def test_marks_that_no_letter_is_composed_with_are_of_their_word():
+    text = "हिन्दी भाषा, q\u0307r's"
+    assert [text[token.start : token.end] for token in lexical.tokens(text)] == ["हिन्दी", "भाषा", "q\u0307r's"]
 
 
 def test_pooling_by_sentence_averages_to_the_response():

@@ -191,11 +191,13 @@ def test_chunks_of_a_labelled_folder_are_what_redeep_takes(model, tmp_path):
     run(model, tmp_path, f"--data={folder}", f"--output={tmp_path / 'c.jsonl'}", "--level=chunk")
     found = lines(tmp_path / "c.jsonl")
     assert [line["id"] for line in found] == ["r1", "r2", "r3", "r4"]
+    assert [line["source_id"] for line in found] == ["s1", "s1", "s1", "s2"]
     assert [line["chunk_label"] for line in found] == [0, 1, 0, 1]
     units = stored_scores.load(tmp_path / "c.jsonl")
     np.testing.assert_array_equal(units.external, [np.ravel(line["external"]) for line in found])
     np.testing.assert_array_equal(units.parametric, [line["parametric"] for line in found])
     np.testing.assert_array_equal(units.response, range(4))
+    np.testing.assert_array_equal(units.source, [0, 0, 0, 1])
     point = score_regression.Point(2, 1, 0.6, 1.0)
     assert np.isfinite(score_regression.response_scores(score_regression.fit(units, point), units)).all()
 
@@ -239,3 +241,30 @@ def test_rows_come_from_parquet_with_and_without_ids_and_labels(tmp_path):
     assert [row.marks for row in labelled] == [((0, 1),), None]
     types = score_files.schema(labelled, level="chunk")
     assert types.field("id").type == pa.int64() and "chunk_label" in types.names
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_keep_the_ids_of_their_sources_where_they_have_them(tmp_path, kind):
+    row, path = {"context": "a", "question": "b", "response": "cd"}, tmp_path / f"rows.{kind}"
+    given = [row | {"source_id": "s1", "num_cut": 0}, row | {"source_id": None, "num_cut": 0}]  # as `answer` wrote them
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(given), path)
+    else:
+        path.write_text("".join(json.dumps(each) + "\n\n" for each in given))
+    found = score_files.of_file(path)
+    assert [each.known for each in found] == [{"source_id": "s1"}, {}]
+    assert found[1].place == f"{path} {'row 2' if kind == 'parquet' else 'line 3'}"
+    types = score_files.schema(found, level="token")
+    assert types.names[:3] == ["response", "source_id", "token"] and types.field("source_id").type == pa.string()
+
+
+def test_stored_features_of_other_tokens_are_named(model, tmp_path):
+    settings = small.settings(model, lens_tokens=None)
+    store, row = (
+        extract.Store(tmp_path, settings, "a model"),
+        score_files.Row("row 1", extract.Item(CONTEXT, QUESTION, RESPONSE), {}, None),
+    )
+    offsets = np.array([(i, i + 1) for i in range(3)], np.int32)
+    store.write(store.key(row.item), {"offsets": offsets})
+    with pytest.raises(ValueError, match="row 1: .*safetensors holds 3 tokens, which are not the 35 of this tokenizer"):
+        list(score_files.lines([row], store, load_tokenizer(str(model)), level="token"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("context", "question", "response")
 PROMPT = TEXTS[:2]
+VERDICT = dict.fromkeys(Verdict._fields, "the verdict")  # names that a row may not have, and what goes there
 SHOWN = (*TEXTS, "id")  # of a row beside its verdict, in a page or a file of sentences
 KINDS = ("jsonl", "parquet")
 BATCH_ROWS = 1024
@@ -43,15 +44,35 @@ def check(path: str | Path, kinds: Collection[str]) -> int:
     for place, row in numbered(path, None if "jsonl" in kinds else TEXTS):
         count += 1
         if "jsonl" in kinds:
-            try:
-                json.dumps(row, ensure_ascii=False).encode()
-            except (TypeError, ValueError) as error:  # a date of a Parquet file, a lone surrogate
-                raise ValueError(f"{place} cannot be a line of JSON ({error}); name a .parquet output") from None
+            _check_json(place, row, "name a .parquet output")
     if not count:
         raise ValueError(f"--input={path} holds no row")
     if "parquet" in kinds:
         _check_types(path)
     return count
+
+
+def prompts(path: str | Path, taken: Mapping[str, str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Where each row is, and the row, of a file of rows with context and question that are to be answered.
+
+    taken: names that no row may have, and what goes there.
+
+    Raises:
+      ValueError: the file or a row of it is bad, has a taken name, or cannot be a line of JSON; it is named.
+    """
+    found = list(numbered(path, texts=PROMPT, taken=taken))
+    for place, row in found:
+        _check_json(place, row, "make it a text, or leave it out")
+    if not found:
+        raise ValueError(f"--input={path} holds no row")
+    return found
+
+
+def _check_json(place: str, row: Mapping[str, Any], advice: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:  # a date of a Parquet file, a lone surrogate
+        raise ValueError(f"{place} cannot be a line of JSON ({error}); {advice}") from None
 
 
 def rows(
@@ -84,10 +105,9 @@ def kept_schema(path: str | Path) -> pa.Schema:
     if kind_of(path, flag="--input") == "parquet":
         with _opened(path) as file:
             return pa.schema([field for field in file.schema_arrow if field.name not in TEXTS])
-    schema, lines = pa.schema([]), map(kept, rows(path))
-    for first in itertools.count(1, BATCH_ROWS):
-        if not (batch := list(itertools.islice(lines, BATCH_ROWS))):
-            break
+    schema, lines = pa.schema([]), numbered(path)
+    while placed := list(itertools.islice(lines, BATCH_ROWS)):
+        batch = [kept(row) for _, row in placed]
         names = dict.fromkeys(name for row in batch for name in row)
         name = ""
         try:
@@ -95,7 +115,8 @@ def kept_schema(path: str | Path) -> pa.Schema:
                 own = pa.schema([(name, pa.array([row.get(name) for row in batch]).type)])
                 schema = pa.unify_schemas([schema, own], promote_options="permissive")
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-            place = f"{path} lines {first} to {first + len(batch) - 1}: {name}"
+            first, last = (place.rpartition(" ")[2] for place, _ in (placed[0], placed[-1]))
+            place = f"{path} lines {first} to {last}: {name}"
             raise ValueError(f"{place} is no one type ({error}); name a .jsonl output") from None
     try:
         pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
@@ -135,9 +156,14 @@ def _check_types(path: str | Path) -> None:
 
 
 def numbered(
-    path: str | Path, columns: Iterable[str] | None = None, texts: Collection[str] = TEXTS
+    path: str | Path,
+    columns: Iterable[str] | None = None,
+    texts: Collection[str] = TEXTS,
+    taken: Mapping[str, str] = VERDICT,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each row is, for errors, and the row; otherwise as `rows`.
+    """Yield where each row is, for errors, and the row; blank lines are none. Otherwise as `rows`.
+
+    taken: names that no row may have, and what goes there.
 
     Raises:
       ValueError: as `check`.
@@ -145,7 +171,7 @@ def numbered(
     kind = kind_of(path, flag="--input")
     if not Path(path).is_file():
         raise ValueError(f"--input={path} is no file")
-    for place, row in _parquet(path, columns, texts) if kind == "parquet" else _json_lines(path):
+    for place, row in _parquet(path, columns, texts, taken) if kind == "parquet" else _json_lines(path, taken):
         for name in texts:
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 raise ValueError(f"{place}: wanted an object with the text {name}, got {str(row)[:60]!r}")
@@ -160,23 +186,28 @@ def numbered(
         yield place, row
 
 
-def _json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: str | Path, taken: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path} line {number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():  # what writers leave between objects, or behind the last one
+                    continue
+                row = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: no JSON ({error})") from None
             if isinstance(row, dict):
-                _check_names(place, list(row))
+                _check_names(place, list(row), taken)
             yield place, row
 
 
-def _parquet(path: str | Path, columns: Iterable[str] | None, texts: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _parquet(
+    path: str | Path, columns: Iterable[str] | None, texts: Collection[str], taken: Mapping[str, str]
+) -> Iterator[tuple[str, Any]]:
     with _opened(path) as file:
         names = file.schema_arrow.names
-        _check_names(str(path), names)
+        _check_names(str(path), names, taken)
         if missing := [name for name in texts if name not in names]:
             raise ValueError(f"{path} has no column {missing[0]}; it has {', '.join(names)}")
         number = itertools.count(1)
@@ -184,10 +215,10 @@ def _parquet(path: str | Path, columns: Iterable[str] | None, texts: Collection[
             yield from ((f"{path} row {next(number)}", row) for row in batch.to_pylist())
 
 
-def _check_names(place: str, names: list[str]) -> None:
+def _check_names(place: str, names: list[str], taken: Mapping[str, str]) -> None:
     for name in names:
-        if name in Verdict._fields:
-            raise ValueError(f"{place}: {name} is where the verdict goes; rename it")
+        if name in taken:
+            raise ValueError(f"{place}: {name} is where {taken[name]} goes; rename it")
         if names.count(name) > 1:
             raise ValueError(f"{place}: there are {names.count(name)} columns {name}; rename them")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs, ray_pool, worker_pool
-from jaxbench.hallucination import portable
+from jaxbench.hallucination import lengths, portable
 from jaxbench.hallucination.bulk import page, row_files, verdict_files
 from jaxbench.hallucination.detect import HallucinationDetector
 
@@ -134,11 +134,10 @@ def check_lengths(detector: HallucinationDetector, source: str | Path) -> None:
     Raises:
       ValueError: it does not take one; it is named.
     """
-    for place, row in row_files.numbered(source, ("question", "response"), texts=("question", "response")):
-        try:
-            detector.check_length(row["question"], row["response"])
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+    names = ("question", "response")
+    rows = ((place, row["question"], row["response"]) for place, row in row_files.numbered(source, names, names))
+    tokenizer, window = detector.limits
+    lengths.check_all(rows, tokenizer, window=window, style=detector.settings.style)
 
 
 def _detected(

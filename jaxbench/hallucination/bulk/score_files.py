@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxbench import outputs
-from jaxbench.hallucination import encoding, lengths, ragtruth, unit_scores
+from jaxbench.hallucination import encoding, ragtruth, stored_scores, unit_scores
 from jaxbench.hallucination.bulk import row_files
 from jaxbench.hallucination.extract import Item, Store
 from jaxbench.hallucination.unit_scores import UnitScores
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Level = Literal["token", "chunk"]
-COLUMNS = (*row_files.TEXTS, "id", "labels")
+KNOWN = ("id", "source_id")  # what of a row goes to the lines of its units
+COLUMNS = (*row_files.TEXTS, *KNOWN, "labels")
 
 
 class Row(NamedTuple):
@@ -29,23 +30,26 @@ class Row(NamedTuple):
 
     place: str  # for errors
     item: Item
-    known: dict[str, Any]  # its id, or nothing
+    known: dict[str, Any]  # its id and that of its source, as far as it has them
     marks: tuple[tuple[int, int], ...] | None  # characters that are labelled; None = nobody has judged it
 
 
 def of_file(path: str | Path) -> list[Row]:
-    """Rows with context, question and response, with `id` and `labels` (of `start`, `end`) where they have them.
+    """Rows with context, question and response; `id`, `source_id` and `labels` (of `start`, `end`) where they are.
 
     Raises:
-      ValueError: as row_files.check; an id is no JSON, or labels are no spans of the response.
+      ValueError: as row_files.check; an id is no JSON, that of a source is neither text nor a whole number, or labels
+        are no spans of the response.
     """
     found = []
-    for place, row in row_files.numbered(path, COLUMNS):
-        known = {"id": row["id"]} if "id" in row else {}
+    for place, row in row_files.numbered(path, COLUMNS, taken={}):
+        known = {"id": outputs.finite(row["id"])} if "id" in row else {}
+        if row.get("source_id") is not None:
+            known["source_id"] = stored_scores.source_id(row["source_id"], place)
         try:
             json.dumps(known, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}: id cannot be written ({error})") from None
+            raise ValueError(f"{place}: {' or '.join(known)} cannot be written ({error})") from None
         found.append(Row(place, Item(*(row[name] for name in row_files.TEXTS)), known, _marks(row, place)))
     if not found:
         raise ValueError(f"--input={path} holds no row")
@@ -56,16 +60,15 @@ def of_folder(folder: str | Path) -> list[Row]:
     """Responses of a folder in RAGTruth's format.
 
     Raises:
-      ValueError: as ragtruth.load, or a response has no letter and no digit.
+      ValueError: as ragtruth.load.
     """
     data, found = ragtruth.load(folder), []
     for response in data.responses:
-        if not any(letter.isalnum() for letter in response.response):
-            raise ValueError(f"response {response.id}: {response.response[:40]!r} has no letter and no digit")
         source = data.source(response)
         item = Item(source.context, source.asked, response.response)
         marks = tuple((label.start, label.end) for label in response.labels)
-        found.append(Row(f"response {response.id}", item, {"id": response.id}, marks))
+        known = {"id": response.id, "source_id": response.source_id}
+        found.append(Row(f"response {response.id}", item, known, marks))
     return found
 
 
@@ -92,27 +95,23 @@ def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
     return tuple(found)
 
 
-def check_lengths(rows: Iterable[Row], tokenizer: Any, *, window: int, style: Literal["plain", "chat"]) -> None:
-    """Check that the reader's window takes every row: later some of them would have been read for nothing.
-
-    Raises:
-      ValueError: it does not take one; it is named.
-    """
-    for row in rows:
-        try:
-            lengths.check(tokenizer, row.item.question, row.item.response, window=window, style=style)
-        except ValueError as error:
-            raise ValueError(f"{row.place}: {error}") from None
-
-
 def lines(
     rows: Iterable[Row], store: Store, tokenizer: Any, *, level: Level, chunk_tokens: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the units of rows whose features are in a store: what write takes."""
+    """Yield the units of rows whose features are in a store: what write takes.
+
+    Raises:
+      ValueError: features are of other tokens than the tokenizer makes, as those of another tokenizer; they are named.
+    """
     for number, row in enumerate(rows, 1):
-        found = unit_scores.of_tokens(
-            store.read(store.key(row.item)), encoding.encode_response(tokenizer, row.item.response).ids
-        )
+        key, encoded = store.key(row.item), encoding.encode_response(tokenizer, row.item.response)
+        features = store.read(key)
+        if features["offsets"].tolist() != [list(each) for each in encoded.offsets]:
+            raise ValueError(
+                f"{row.place}: {store.path(key)} holds {len(features['offsets'])} tokens, which are not the "
+                f"{len(encoded.ids)} of this tokenizer; remove the file, and the response is read again"
+            )
+        found = unit_scores.of_tokens(features, encoded.ids)
         if level == "chunk":
             found = unit_scores.of_chunks(found, row.item.response, chunk_tokens=chunk_tokens)
         yield from _units(number, row, found, level)
@@ -139,25 +138,29 @@ def schema(rows: Sequence[Row], *, level: Level) -> pa.Schema:
 
     scores = pa.list_(pa.float32())
     own = "token_id" if level == "token" else "num_tokens"
-    fields = [("response", pa.int64()), *_id_field(rows), (level, pa.int64()), (own, pa.int64())]
+    fields = [("response", pa.int64()), *_known_fields(rows), (level, pa.int64()), (own, pa.int64())]
     fields += [("start", pa.int64()), ("end", pa.int64()), ("text", pa.string())]
     if any(row.marks is not None for row in rows):
         fields.append((f"{level}_label", pa.int64()))
     return pa.schema([*fields, ("external", pa.list_(scores)), ("parametric", scores), ("num_cut", pa.int64())])
 
 
-def _id_field(rows: Sequence[Row]) -> list[tuple[str, pa.DataType]]:
+def _known_fields(rows: Sequence[Row]) -> list[tuple[str, pa.DataType]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not any(row.known for row in rows):
-        return []
-    try:
-        kind = pa.array([row.known.get("id") for row in rows]).type
-        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("id", kind)])).close()  # refuses objects without keys
-        return [("id", kind)]
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{rows[0].place} and behind: id is no one type ({error}); name a .jsonl output") from None
+    fields = []
+    for name in KNOWN:
+        if not any(name in row.known for row in rows):
+            continue
+        try:
+            kind = pa.array([row.known.get(name) for row in rows]).type
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([(name, kind)])).close()  # no objects without keys
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            place = f"{rows[0].place} and behind"
+            raise ValueError(f"{place}: {name} is no one type ({error}); name a .jsonl output") from None
+        fields.append((name, kind))
+    return fields
 
 
 def write(path: Path, units: Iterable[dict[str, Any]], types: pa.Schema | None) -> int:

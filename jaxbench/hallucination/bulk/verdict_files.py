@@ -87,5 +87,6 @@ def _sentences(source: str | Path, verdicts: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write lines of JSON; a row's own numbers that are not finite become null."""
     with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        file.writelines(json.dumps(outputs.finite(line), ensure_ascii=False) + "\n" for line in lines)

@@ -91,7 +91,7 @@ def answers(name: str, settings: Mitigation, is_on: bool, given: Sequence[ragtru
         for _ in mitigation.answer_rows(answering, rows, path.with_suffix(".part"), path, **how):
             print(".", end="", flush=True)
         print(name, flush=True)
-    return list(row_files.rows(path, texts=row_files.PROMPT))
+    return [row for _, row in row_files.numbered(path, texts=row_files.PROMPT, taken={})]
 
 
 def losses(rows: Sequence[dict], reader: Any, tokenizer: Any, window: int) -> list[float]:

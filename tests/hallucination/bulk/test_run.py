@@ -121,6 +121,20 @@ def test_columns_of_parquet_keep_their_types_and_dates_are_no_json(made, tmp_pat
         judge(made, source, tmp_path / "verdicts.jsonl")
 
 
+def test_blank_lines_are_no_rows_and_numbers_that_json_has_not_are_null(made, judged, tmp_path):
+    content = [json.dumps(row | {"n": float("nan"), "m": [1.5, float("-inf")]}) for row in rows(made[0])]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\ufeff\n" + "\n \n".join(content) + "\n\n")
+    output, sentences = tmp_path / "verdicts.jsonl", tmp_path / "sentences.jsonl"
+    judge(made, source, output, sentences=str(sentences))
+    assert "NaN" not in output.read_text() and "Infinity" not in output.read_text()
+    assert lines(output) == [row | {"n": None, "m": [1.5, None]} for row in judged[1]]
+    assert [line["row"] for line in lines(sentences)][-1] == 7
+    source.write_text("\n".join(content[:2]) + "\n\n" + json.dumps(rows(made[0])[2] | {"response": "long " * 20}))
+    with pytest.raises(ValueError, match=r"rows.jsonl line 4: response: 100 tokens"):
+        judge(made, source, tmp_path / "other.jsonl")
+
+
 def test_two_processes_say_the_same_in_the_same_order(made, judged, tmp_path):
     folder, _ = judged
     judge(made, folder / "rows.jsonl", tmp_path / "two.jsonl", processes=2)
