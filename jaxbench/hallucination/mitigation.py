@@ -29,7 +29,8 @@ from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import encoding, layout
 
 Range = tuple[float, float]
-ADDED = ("response", "ended", "num_tokens", "num_reweighted", "num_cut")  # to a row that was answered
+# What an answered row has; no name of a verdict, so that `detect` takes the file.
+ADDED = ("response", "ended", "num_tokens", "num_reweighted", "num_prompt_cut")
 
 
 class Mitigation(config.Base):

@@ -311,7 +311,7 @@ CASES = [
     answer('{"context": "a", "question": "b"}\n\n[1]', "line 3", "the text context"),
     *(
         answer({name: 1}, f"line 1: {name} is where the answer goes; rename it")
-        for name in ("response", "ended", "num_tokens", "num_reweighted", "num_cut")
+        for name in ("response", "ended", "num_tokens", "num_reweighted", "num_prompt_cut")
     ),
     answer({"id": "\ud800"}, "line 1 cannot be a line of JSON", "make it a text, or leave it out"),
     answer({"question": "so " * 9000}, "line 1: context: ", "leave no room in a window"),
@@ -336,7 +336,7 @@ CASES = [
     answer({}, "layers: -1 is not in a model of 30 layers", words="--set=layers=[-1]"),
     answer({}, "external_range=0.5, 0.5", "the lower end first", words="--set=external_range=[0.5,0.5]"),
     answer({}, "--new_tokens", "0", words="--new_tokens=0"),
-    answer({}, "line 1: context: ", "leave no room in a window", words="--new_tokens=9000"),
+    answer({}, "--new_tokens=9000 leaves no room for a prompt: the model's window is 8192", words="--new_tokens=9000"),
     answer({}, "--batch_size", "0", words="--batch_size=0"),
     answer({}, "none.gguf does not exist", words="--model=none.gguf"),
     Case(

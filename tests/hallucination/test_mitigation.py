@@ -15,6 +15,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import layout, mitigation, reference
 from jaxbench.hallucination.bulk import row_files
 from jaxbench.hallucination.study import mitigated
+from jaxbench.hallucination.verdict import Verdict
 from jaxbench.parity import hallucination as proof
 from jaxbench.parity.oracles import transformers_model
 from jaxbench.pretrained import weights
@@ -261,6 +262,10 @@ def test_all_rows_are_looked_at_before_the_first_is_answered(tmp_path):
     chosen = ("--set=heads=[[0,1]]", "--set=layers=[0]", "--set=style=plain", "--set=dtype=float32")
     refused(command("hallucination.py", "answer", *words, *chosen), "rows.jsonl line 5: context: ", "leave no room")
     assert not list(tmp_path.glob("o.jsonl*"))  # not even answers that would be kept
+
+
+def test_detect_takes_what_answer_writes():
+    assert not {*mitigation.ADDED} & {*Verdict._fields}
 
 
 def test_answers_of_an_arm_are_read_again_from_their_file(tmp_path):
