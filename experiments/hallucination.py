@@ -282,7 +282,7 @@ def answer_rows(settings: Any, placed: list[tuple[str, dict[str, Any]]], output:
     model, package = None if VALUES.model == "default" else VALUES.model, {"flax": "jaxbench", "torch": "torch_ref"}
     tokenizer, window = lengths.limits(reader_settings.ReaderSettings(model=model))
     if VALUES.new_tokens >= window:
-        raise ValueError(f"--new_tokens={VALUES.new_tokens} leaves no room for a prompt: the model's window is {window}")
+        raise ValueError(f"--new_tokens={VALUES.new_tokens} leaves no room for a prompt in a window of {window}")
     asked, rows = [(place, row["question"], None) for place, row in placed], [row for _, row in placed]
     lengths.check_all(asked, tokenizer, window=window - VALUES.new_tokens, style=settings.style)
     answering = mitigation.load(model, settings, is_on=VALUES.mitigate, package=package[VALUES.backend])

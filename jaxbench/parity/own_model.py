@@ -18,6 +18,8 @@ from jaxbench.parity.capture import ROOT
 from jaxbench.pretrained import families, weights
 
 LENGTH = 64  # tokens of a row, or fewer where the model takes fewer
+LONGEST = 1024  # tokens of the row that is held to transformers, where it takes that many to pass a window
+PAST_WINDOW = 16  # tokens of it past the window
 BYTES_PER_PARAMETER = 40  # in float64, at the peak; the default model's 134.5 million take 4.8 GiB
 Result = dict[str, Any]
 
@@ -52,10 +54,11 @@ def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Check
     reason = transformers_model.why_unread(path)
     if reason:
         return f"{case.id} is not compared with transformers, which does not read it: {reason}"
-    tokens = np.random.default_rng(case.seed).integers(0, checkpoint.config.vocab_size, (2, case.length), np.int32)
-    positions = np.tile(np.arange(case.length, dtype=np.int32), (2, 1))
+    rows, length = shape_of(case, checkpoint)
+    tokens = np.random.default_rng(case.seed).integers(0, checkpoint.config.vocab_size, (rows, length), np.int32)
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     arrays = cases.Arrays(tokens, tokens, positions, np.ones(tokens.shape, bool))
-    side = torch_side.Side(case, checkpoint.config, checkpoint.params, dtype="float64")
+    side = torch_side.Side(case, checkpoint.config, wide_params(path, checkpoint), dtype="float64")
     ours = side.trace(arrays, gradients=False, seed=None).outputs
     del side
     try:
@@ -71,11 +74,47 @@ def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Check
     comparison = distance.compare(modules, {name: theirs[name] for name in modules}, kind="outputs")
     # The verdict is that of the logits; modules name the place, where both have one that returns the same.
     gate = gates.oracle(
-        "logits, float64", {ROOT: ours[ROOT]}, {ROOT: theirs[ROOT]}, source=transformers_model.name_of(model)
+        f"logits of {rows} x {length} tokens, float64",
+        {ROOT: ours[ROOT]},
+        {ROOT: theirs[ROOT]},
+        source=transformers_model.name_of(model),
     )
     if not gate.passed and comparison.first_failure:
         gate = gate._replace(where=comparison.first_failure.name)
     return _result(case, [gate], comparison, start)
+
+
+def shape_of(case: cases.Case, checkpoint: weights.Checkpoint) -> tuple[int, int]:
+    """Rows and tokens that are held to transformers: one long row where it takes that to pass the model's window.
+
+    No scaling of rotary positions asks for more: its frequencies differ from the first token on.
+    """
+    config, window = checkpoint.config, checkpoint.config.sliding_window
+    plain = 2, case.length
+    if window is None or window < case.length:
+        return plain
+    length = window + PAST_WINDOW
+    widths = config.vocab_size + config.num_layers * (16 * config.d_model + 4 * config.d_ff)
+    needed = 8 * length * (3 * widths + 4 * config.num_heads * length)  # both sides' outputs in float64, and scores
+    available = environment.available_memory_bytes() - BYTES_PER_PARAMETER * initial.num_parameters(config)
+    return (1, length) if length <= min(LONGEST, config.max_seq_len) and needed <= available else plain
+
+
+def wide_params(path: Path, checkpoint: weights.Checkpoint) -> dict[str, np.ndarray]:
+    """Parameters, Gemma's norms with the 1 added in float64, as the oracle adds it, that files store less 1.
+
+    A norm that is not the file's own with 1 added in its type stays as it is: the proof shall see what was loaded.
+    """
+    if not path.is_dir() or checkpoint.config.activation != "geglu":
+        return checkpoint.params
+    params = dict(checkpoint.params)
+    tensors, config, family, _ = weights.open_folder(path)
+    for job in weights.plan(tensors, config, family):
+        if job.rule.kind == "shifted":
+            [name], stored = job.ours, tensors.read(job.name)
+            if np.array_equal(params[name], stored + 1):
+                params[name] = stored.astype(np.float64) + 1
+    return params
 
 
 def _renamed(

@@ -30,6 +30,7 @@ def config_from_gguf(file: gguf_file.GgufFile) -> TransformerConfig:
 
 
 def _from_gguf(s: Settings, file: gguf_file.GgufFile, arch: str) -> dict[str, Any]:
+    s.only("attention.causal", True, True)
     d_model, heads = s.count("embedding_length"), s.count("attention.head_count")
     fields = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -61,7 +62,8 @@ def _llama_from_gguf(s: Settings, file: gguf_file.GgufFile, arch: str, default_h
         "rope_scaling": _scaling(s, file, head_dim, theta),
         "use_bias": has_bias and is_bias_everywhere,
         "qkv_bias": has_bias and not is_bias_everywhere,
-        "sliding_window": s.get("attention.sliding_window", None),
+        # llama.cpp reads it over; a converted Mistral needs it, and says that it is a Llama
+        "sliding_window": (s.get("attention.sliding_window", 0) or None) if arch == "llama" else None,
         "qk_norm": arch in ("qwen3", "gemma3"),
     }
     return own | (_gemma_from_gguf(s, arch) if arch.startswith("gemma") else {})
@@ -78,10 +80,12 @@ def _gemma_from_gguf(s: Settings, arch: str) -> dict[str, Any]:
     own |= {"sliding_window": window, "global_every": every}
     if layers == {"gemma2": 46, "gemma3": 62}[arch]:  # the 27B models, which divide scores by another root
         own["query_pre_attn_scalar"] = d_model / heads
-    caps = {"gemma2": (50.0, 30.0), "gemma3": (None, None)}[arch]
+    caps = {"attention_softcap": 50.0, "logit_softcap": 30.0} if arch == "gemma2" else {}
     names = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-    for (ours, theirs), default in zip(names.items(), caps, strict=True):
-        own[ours] = s.number(theirs, default) if s.get(theirs, default) is not None else None
+    if arch == "gemma3":  # llama.cpp caps no scores there
+        s.only(names.pop("attention_softcap"), 0.0, 0.0)
+    for ours, theirs in names.items():
+        own[ours] = s.number(theirs, caps.get(ours)) if s.get(theirs, caps.get(ours)) is not None else None
     if arch == "gemma3":
         own["rope_theta"] = s.number("rope.freq_base", 1e6)
         own["local_rope_theta"] = s.number("rope.freq_base_swa", 10000.0)
@@ -89,17 +93,25 @@ def _gemma_from_gguf(s: Settings, arch: str) -> dict[str, Any]:
 
 
 def _scaling(s: Settings, file: gguf_file.GgufFile, head_dim: int, theta: float) -> RotaryScaling | None:
-    s.only("rope.scaling.type", "none", "none", "linear", "yarn")
-    kind = s.get("rope.scaling.type", "none")
-    if kind == "linear":
-        return RotaryScaling(kind="linear", factor=s.number("rope.scaling.factor"))
-    if kind == "none":
-        return _llama3_from_gguf(file, head_dim, theta) if "rope_freqs.weight" in file.tensors else None
+    kind, has_freqs = s.get("rope.scaling.type", "linear"), "rope_freqs.weight" in file.tensors
+    s.only("rope.scaling.type", "linear", "none", "linear", "yarn")
+    factor = s.number("rope.scaling.factor", s.get("rope.scale_linear", 1.0)) or 1.0  # the older name; 0 is none too
+    is_scaled = kind == "yarn" or (kind == "linear" and factor != 1.0)
+    if is_scaled and has_freqs:
+        raise ValueError(
+            f"{s.source}: rope_freqs.weight beside {s.prefix}rope.scaling.type={kind!r} of factor {factor} is not "
+            "supported, wanted one of them"
+        )
+    if kind != "yarn":
+        s.only("rope.scaling.attn_factor", 1.0, 1.0)
+        if is_scaled:
+            return RotaryScaling(kind="linear", factor=factor)
+        return _llama3_from_gguf(file, head_dim, theta) if has_freqs else None
     s.only("rope.scaling.yarn_log_multiplier", 0.0, 0.0)
     s.only("rope.scaling.yarn_ext_factor", 1.0, 1.0)
     scaling = RotaryScaling(
         kind="yarn",
-        factor=s.number("rope.scaling.factor"),
+        factor=factor,
         original_max_seq_len=s.get("rope.scaling.original_context_length", s.need("context_length")),
         beta_fast=s.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=s.number("rope.scaling.yarn_beta_slow", 1.0),

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 # Token types: control tokens are special, user-defined text is kept whole.
 UNKNOWN, SPECIAL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
-# How GGUF's `tokenizer.ggml.pre` splits text before merging: a regular expression or "digits", which takes every digit
-# alone, then GPT-2's. Sources: llama.cpp src/llama-vocab.cpp; SmolLM2's own tokenizer.json (Digits, then ByteLevel).
+# How GGUF's `tokenizer.ggml.pre` splits text before merging: regular expressions, each splits what the one before left,
+# or "digits", which takes every digit alone, then GPT-2's. Sources: llama.cpp src/llama-vocab.cpp; SmolLM2's own
+# tokenizer.json (Digits, then ByteLevel).
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")  # every digit alone; Qwen3 has it too
-PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")
+PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": (LLAMA3_SPLIT,), "qwen2": (QWEN2_SPLIT,)}
+PRE_TOKENIZERS |= {"default": DEFAULT_SPLITS}  # llama.cpp's where a file names none
 WITH_BEGIN = ("llama-bpe",)  # of these; SentencePiece has it too
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 # Of llama.cpp's list, those of families that are read here; not its tokens of fill-in-the-middle.
@@ -40,6 +44,7 @@ class Read(NamedTuple):
     bos_id: int | None
     end_ids: tuple[int, ...]  # end a generation; eos_id first
     chat_template: str | None
+    tool_template: str | None  # instead, where tools are described
 
 
 def read(path: Path) -> Read:
@@ -51,7 +56,7 @@ def read(path: Path) -> Read:
     from tokenizers import AddedToken
 
     metadata = gguf_file.read(path).metadata
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "llama" and (kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS):
         raise ValueError(
             f"{path}: tokenizer model {kind!r} with pre-tokenizer {pre!r} is not supported, wanted model 'llama', or "
@@ -71,7 +76,8 @@ def read(path: Path) -> Read:
     _add_around(core, metadata, tokens, ids, has_begin=kind == "llama" or pre in WITH_BEGIN)
     named = [i for i, token in enumerate(tokens) if token in ENDS]
     ends = dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"], *named) if i is not None)
-    return Read(core, ids["eos"], ids["bos"], tuple(ends), metadata.get("tokenizer.chat_template"))
+    texts = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    return Read(core, ids["eos"], ids["bos"], tuple(ends), *texts)
 
 
 def _special_ids(path: Path, metadata: dict[str, Any], tokens: list[str], defaults: dict) -> dict[str, int | None]:
@@ -115,15 +121,15 @@ def _pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
     """Pre-tokenizer of a name in PRE_TOKENIZERS."""
     from tokenizers import Regex, pre_tokenizers
 
-    split = PRE_TOKENIZERS[pre]
-    if split is None:
+    splits = PRE_TOKENIZERS[pre]
+    if splits is None:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split == "digits":
-        first, then_gpt2 = pre_tokenizers.Digits(individual_digits=True), True
+    if splits == "digits":
+        first, then_gpt2 = [pre_tokenizers.Digits(individual_digits=True)], True
     else:
-        first, then_gpt2 = pre_tokenizers.Split(Regex(split), behavior="isolated"), False
+        first, then_gpt2 = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits], False
     return pre_tokenizers.Sequence(
-        [first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=then_gpt2, trim_offsets=True)]
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=then_gpt2, trim_offsets=True)]
     )
 
 

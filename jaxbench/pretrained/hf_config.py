@@ -18,6 +18,11 @@ from jaxbench.pretrained.settings import Settings
 GEMMA_ONLY = ("post_norms", "embedding_scale", "query_pre_attn_scalar", "attention_softcap", "logit_softcap")
 GEMMA_ONLY += ("global_every", "local_rope_theta")
 MEMORY = "jaxbench_memory"  # memory/folder.py's own
+GPT2_NAMES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"}  # transformers' attribute_map
+GPT2_NAMES |= {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+# num_key_value_heads, None for as many as query heads, and max_position_embeddings where they are left out
+DEFAULTS = {"llama": (None, 2048), "mistral": (8, 131072), "qwen2": (32, 32768), "qwen3": (32, 32768)}
+DEFAULTS |= {"gemma": (16, 8192), "gemma2": (4, 8192), "gemma3_text": (4, 131072)}
 
 
 def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
@@ -38,6 +43,8 @@ def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
         wanted = ", ".join(HF_FAMILIES)
         raise ValueError(f"{source}: architecture {shown(model_type)} is not supported, wanted one of {wanted}")
     readers = {"gpt2": _gpt2_from_hf, "qwen2": _qwen_from_hf, "qwen3": _qwen_from_hf}
+    if s.given("is_causal", True) is not True:  # null too: transformers then lets every token see all
+        raise ValueError(f"{source}: is_causal={shown(values['is_causal'])} is not supported, wanted True")
     readers |= {"gemma": _gemma_from_hf, "gemma2": _gemma_from_hf, "gemma3_text": _gemma_from_hf}
     config = settings.build(readers.get(model_type, _llama_from_hf), s)
     settings.refuse_other_functions(s, config)
@@ -49,6 +56,7 @@ def _gpt2_from_hf(s: Settings) -> dict[str, Any]:
     s.only("scale_attn_weights", True, True)
     s.only("scale_attn_by_inverse_layer_idx", False, False)
     s.only("add_cross_attention", False, False)
+    s.values = s.values | {GPT2_NAMES[key]: value for key, value in s.values.items() if key in GPT2_NAMES}
     d_model, heads = s.count("n_embd"), s.count("n_head")
     if d_model % heads:
         raise ValueError(f"{s.source}: n_embd={d_model} is not a multiple of n_head={heads}")
@@ -73,7 +81,7 @@ def _llama_from_hf(s: Settings) -> dict[str, Any]:
         raise ValueError(
             f"{s.source}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported, wanted them equal"
         )
-    theta, scaling = _rotary_from_hf(s, s.get("rope_parameters", None) or s.get("rope_scaling", {}))
+    theta, scaling = _rotary_from_hf(s)
     return _shape_from_hf(s) | {
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -85,46 +93,64 @@ def _llama_from_hf(s: Settings) -> dict[str, Any]:
 def _shape_from_hf(s: Settings) -> dict[str, Any]:
     """Sizes, under the names that all families but GPT-2 have."""
     d_model, heads = s.count("hidden_size"), s.count("num_attention_heads")
+    kv_heads = s.given("num_key_value_heads", DEFAULTS[s.need("model_type")][0])
     return {
         "vocab_size": s.need("vocab_size"),
         "d_model": d_model,
         "d_ff": s.need("intermediate_size"),
         "num_layers": s.need("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": s.get("num_key_value_heads", heads),
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": s.get("head_dim", d_model // heads),
-        "max_seq_len": s.get("max_position_embeddings", 2048),
+        "max_seq_len": _max_positions(s),
         "norm_eps": s.get("rms_norm_eps", 1e-6),
         "tie_embeddings": s.get("tie_word_embeddings", False),
     }
+
+
+def _max_positions(s: Settings) -> int:
+    return s.get("max_position_embeddings", DEFAULTS[s.need("model_type")][1])
 
 
 def _qwen_from_hf(s: Settings) -> dict[str, Any]:
     """Settings of Qwen2, which has biases on query, key and value, or of Qwen3, which normalises queries and keys."""
     is_third = s.need("model_type") == "qwen3"
     s.only("attention_bias", False, False)
-    given = s.given("sliding_window", 4096)  # Qwen's own files have one that is not used
-    window = given if s.get("use_sliding_window", False) else None
-    kinds, first = set(s.get("layer_types", ["sliding_attention"])), s.get("max_window_layers", 28)
-    if window is not None and (kinds != {"sliding_attention"} or first != 0):
-        raise ValueError(
-            f"{s.source}: use_sliding_window=True with max_window_layers={shown(first)} is not supported, wanted 0, "
-            "a window in every layer"
-        )
-    own = {"num_kv_heads": s.get("num_key_value_heads", 32), "use_bias": False, "qkv_bias": not is_third}
-    own |= {"max_seq_len": s.get("max_position_embeddings", 32768), "qk_norm": is_third, "sliding_window": window}
+    own = {"use_bias": False, "qkv_bias": not is_third, "qk_norm": is_third, "sliding_window": _qwen_window(s)}
     return _llama_from_hf(s) | own | ({"head_dim": s.get("head_dim", 128)} if is_third else {})
+
+
+def _qwen_window(s: Settings) -> int | None:
+    """Window of all layers, or None; Qwen's own files have a sliding_window that is not used."""
+    given, layers, first = s.given("sliding_window", 4096), s.count("num_hidden_layers"), s.get("max_window_layers", 28)
+    window = given if s.get("use_sliding_window", False) else None
+    kinds = s.get("layer_types", None)
+    if kinds is None:
+        if window is not None and 0 < first < layers:
+            raise ValueError(
+                f"{s.source}: use_sliding_window=True with max_window_layers={shown(first)} is not supported, wanted "
+                f"0, a window in every layer, or at least {layers}, a window in none"
+            )
+        return window if first < layers else None
+    wanted = ["full_attention", *(["sliding_attention"] if window is not None else [])]
+    if len(kinds) != layers or not any(all(each == kind for each in kinds) for kind in wanted):
+        raise ValueError(
+            f"{s.source}: layer_types={shown(kinds)} with sliding_window={shown(window)} is not supported, wanted "
+            f"{' or '.join(map(repr, wanted))} for each of {layers} layers"
+        )
+    return window if kinds[0] == "sliding_attention" else None
 
 
 def _gemma_from_hf(s: Settings) -> dict[str, Any]:
     """Settings of Gemma, Gemma 2, or Gemma 3 as far as it is a text decoder."""
-    kind, sizes = s.need("model_type"), {"gemma": (16, 8192), "gemma2": (4, 8192), "gemma3_text": (4, 131072)}
-    s.only("hidden_act" if kind == "gemma" else "hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh", "gelu")
+    kind, tanh = s.need("model_type"), "gelu_pytorch_tanh"
+    if kind == "gemma":
+        s.only("hidden_act", tanh, tanh, "gelu")  # which transformers reads as the approximation too, of Gemma 1 alone
+    else:
+        s.only("hidden_activation", tanh, tanh)
     s.only("attention_bias", False, False)
     s.only("use_bidirectional_attention", False, False)
     own = _shape_from_hf(s) | {
-        "num_kv_heads": s.get("num_key_value_heads", sizes[kind][0]),
-        "max_seq_len": s.get("max_position_embeddings", sizes[kind][1]),
         "head_dim": s.get("head_dim", 256),
         "tie_embeddings": s.get("tie_word_embeddings", True),
         "activation": "geglu",
@@ -134,7 +160,7 @@ def _gemma_from_hf(s: Settings) -> dict[str, Any]:
         own |= _gemma2_from_hf(s, own["head_dim"], has_caps=kind == "gemma2")
     if kind == "gemma3_text":
         return own | {"qk_norm": True} | _gemma3_rotary(s)
-    theta, scaling = _rotary_from_hf(s, s.get("rope_parameters", None) or s.get("rope_scaling", {}))
+    theta, scaling = _rotary_from_hf(s)
     return own | {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -158,53 +184,69 @@ def _gemma2_from_hf(s: Settings, head_dim: int, *, has_caps: bool) -> dict[str, 
         "query_pre_attn_scalar": None if scalar == head_dim else scalar,
         "attention_softcap": s.given("attn_logit_softcapping", 50.0) if has_caps else None,
         "logit_softcap": s.given("final_logit_softcapping", 30.0 if has_caps else None),
-        "sliding_window": s.get("sliding_window", 4096),
+        "sliding_window": s.given("sliding_window", 4096),
         "global_every": every,
     }
 
 
 def _gemma3_rotary(s: Settings) -> dict[str, Any]:
-    """Read either form: `rope_parameters` by kind of layer, or `rope_theta`, `rope_local_base_freq`, `rope_scaling`."""
-    rope = s.get("rope_parameters", {})
+    """Read either form: `rope_parameters` by kind of layer, or `rope_theta`, `rope_local_base_freq`, `rope_scaling`.
+
+    Both may stand in one file; `rope_scaling` then changes what the layers without a window have.
+    """
+    rope, stretched = s.get("rope_parameters", {}), s.get("rope_scaling", {})
     local = {"rope_theta": s.get("rope_local_base_freq", 10000.0)} | (rope.get("sliding_attention") or {})
-    wide = {"rope_theta": s.get("rope_theta", 1e6)} | s.get("rope_scaling", {}) | (rope.get("full_attention") or {})
-    Settings(local, s.source).only("rope_type", "default", "default")
-    theta, scaling = _rotary_from_hf(s, wide)
+    wide = {"rope_theta": s.get("rope_theta", 1e6)} | (rope.get("full_attention") or {})
+    if "rope_type" not in stretched and stretched.get("type", "default") != "default":
+        raise ValueError(
+            f"{s.source}: rope_scaling has type={shown(stretched['type'])}, wanted it under the name rope_type: "
+            "transformers reads no other in gemma3_text"
+        )
+    near = Settings(local | {"rope_type": local.get("rope_type", local.get("type", "default"))}, s.source)
+    near.only("rope_type", "default", "default")
+    theta, scaling = _scaled(s, Settings(wide | stretched, s.source), s.get("rope_theta", 1e6), None)
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local["rope_theta"]}
 
 
-def _rotary_from_hf(s: Settings, values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
-    """Read transformers 5 `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
-    rope = Settings(values, s.source)
-    s.get("rope_scaling", {})  # the older form beside `rope_parameters`, which wins
+def _rotary_from_hf(s: Settings) -> tuple[float, RotaryScaling | None]:
+    """Read transformers 5 `rope_parameters`, or the older `rope_scaling`, which wins where it says something.
+
+    So does the trained context that stands beside them, not in them.
+    """
+    newer, older = s.get("rope_parameters", {}), s.get("rope_scaling", {})
+    context = s.get("original_max_position_embeddings", None)
+    return _scaled(s, Settings(older or newer, s.source), s.get("rope_theta", 10000.0), context)
+
+
+def _scaled(s: Settings, rope: Settings, theta: float, context: int | None) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling of one object of rotary settings; theta: where it has none; context: beats the object's own."""
     rope.only("partial_rotary_factor", s.get("partial_rotary_factor", 1.0), 1.0)
-    theta = rope.get("rope_theta", s.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RotaryScaling(kind="linear", factor=rope.need("factor"))
-    if kind == "yarn":
-        return theta, _yarn_from_hf(s, rope)
-    if kind != "llama3":
+    if kind not in ("llama3", "yarn"):
         raise ValueError(f"{s.source}: rope scaling {kind!r} is not supported, wanted default, linear, llama3 or yarn")
+    length = _max_positions(s)
+    original = rope.get("original_max_position_embeddings", length) if context is None else context
+    if kind == "yarn":
+        return theta, _yarn_from_hf(rope, original, length)
     keys = {name: rope.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    return theta, RotaryScaling(
-        kind="llama3", original_max_seq_len=rope.need("original_max_position_embeddings"), **keys
-    )
+    return theta, RotaryScaling(kind="llama3", original_max_seq_len=original, **keys)
 
 
-def _yarn_from_hf(s: Settings, rope: Settings) -> RotaryScaling:
+def _yarn_from_hf(rope: Settings, original: int, length: int) -> RotaryScaling:
     """Settings of yarn; mscale and mscale_all_dim, DeepSeek's, become the factor that they stand for."""
-    context = rope.get("original_max_position_embeddings", s.get("max_position_embeddings", 2048))
-    factor = rope.get("factor", s.get("max_position_embeddings", 2048) / context)
+    factor = rope.get("factor", length / original)
     keys = {"beta_fast": rope.get("beta_fast", 32.0), "beta_slow": rope.get("beta_slow", 1.0)}
     keys |= {"truncate": rope.get("truncate", True), "attention_factor": rope.get("attention_factor", None)}
     scales = [rope.get(name, None) for name in ("mscale", "mscale_all_dim")]
     if keys["attention_factor"] is None and all(scales):
         above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
         keys["attention_factor"] = above / below
-    return RotaryScaling(kind="yarn", factor=factor, original_max_seq_len=context, **keys)
+    return RotaryScaling(kind="yarn", factor=factor, original_max_seq_len=original, **keys)
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:

@@ -72,12 +72,29 @@ class Settings:
 def build(read: Callable[[Settings], dict[str, Any]], s: Settings) -> TransformerConfig:
     """Make the configuration; whatever is wrong with a setting becomes one line that names the file."""
     try:
-        return TransformerConfig(**read(s))
+        config = TransformerConfig(**read(s))
     except pydantic.ValidationError as error:
         parts = [".".join(map(str, e["loc"])) + " " + e["msg"] + f", got {shown(e['input'])}" for e in error.errors()]
         raise ValueError(f"{s.source}: {'; '.join(parts)}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{s.source}: a setting has the wrong type or is zero ({error})") from error
+    _refuse_impossible_scaling(s, config)
+    return config
+
+
+def _refuse_impossible_scaling(s: Settings, config: TransformerConfig) -> None:
+    """Raise where a rotary scaling divides by zero, or ramps from its high limit to its low one."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return
+    if scaling.kind == "yarn" and config.rope_theta <= 1:
+        raise ValueError(f"{s.source}: yarn with rope_theta={config.rope_theta} is not supported, wanted more than 1")
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.kind == "llama3" and low >= high:
+        raise ValueError(
+            f"{s.source}: llama3 scaling with low_freq_factor={low} and high_freq_factor={high} is not supported, "
+            "wanted the first to be less"
+        )
 
 
 def refuse_other_functions(s: Settings, config: TransformerConfig) -> None:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxbench.pretrained import chat_template as templates
 from jaxbench.pretrained import gguf_tokenizer, safetensors_files, weights
 
 if TYPE_CHECKING:
     import tokenizers
 
 
+# transformers' names of special tokens, which chat templates may use
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# transformers' classes that have only the special tokens that a folder names
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of an added token
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
 
 
@@ -36,6 +42,8 @@ class Tokenizer:
     """A vocabulary with its begin and end ids (None where a model has none) and its chat template.
 
     eos_id ends a document; end_ids are all that end a generation, eos_id first: a chat model has one for its turn, too.
+    tool_template stands for chat_template where tools are described. special_tokens are those that templates see by
+    their names in transformers (bos_token, pad_token, ...); None: the begin and end token, as far as there are.
     """
 
     def __init__(
@@ -46,12 +54,17 @@ class Tokenizer:
         bos_id: int | None,
         chat_template: str | None,
         end_ids: Sequence[int] = (),
+        tool_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ):
         self.core = core
         self.eos_id = eos_id
         self.end_ids = tuple(dict.fromkeys(i for i in (eos_id, *end_ids) if i is not None))
         self.bos_id = bos_id
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template
+        ids = {"bos_token": bos_id, "eos_token": eos_id}
+        self._own_names = {name: core.id_to_token(i) for name, i in ids.items() if i is not None}
+        self.special_tokens = self._own_names if special_tokens is None else dict(special_tokens)
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -95,32 +108,29 @@ class Tokenizer:
         Raises:
           ValueError: the model has no chat template, or its template refuses these messages.
         """
-        if self.chat_template is None:
+        template = templates.Templates(self.chat_template, self.tool_template).of(tools)
+        if template is None:
             raise ValueError(f"chat: this model of {self.vocab_size} tokens has no chat template; use plain prompts")
-        import jinja2
-
-        # A template is code from a stranger: no attribute access out of the sandbox, no change of its arguments.
-        environment = _sandbox()
-        names = {name: self.core.id_to_token(i) if i is not None else "" for name, i in self._special_ids().items()}
-        try:
-            return environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, **names
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat: the model's template failed: {error}") from error
+        return templates.render(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            special_tokens=self.special_tokens,
+        )
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json into a folder, as transformers reads them."""
-        names = {name: self.core.id_to_token(i) for name, i in self._special_ids().items() if i is not None}
+        names = self.special_tokens | self._own_names
         values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
-        if self.chat_template is not None:
+        if self.tool_template is not None:
+            given = {"default": self.chat_template, "tool_use": self.tool_template}
+            values["chat_template"] = [{"name": k, "template": v} for k, v in given.items() if v is not None]
+        elif self.chat_template is not None:
             values["chat_template"] = self.chat_template
         text = json.dumps(values, indent=2, ensure_ascii=False)
         self.core.save(str(Path(folder) / "tokenizer.json"))
         (Path(folder) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-
-    def _special_ids(self) -> dict[str, int | None]:
-        return {"bos_token": self.bos_id, "eos_token": self.eos_id}
 
 
 def load_tokenizer(spec: str | Path | None = None) -> Tokenizer:
@@ -148,23 +158,72 @@ def _from_folder(folder: Path) -> Tokenizer:
         core = Core.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{file}: cannot be read as a tokenizer ({error})") from error
+    core.no_truncation()  # a limit of whoever wrote it, which transformers lifts too
+    core.no_padding()
     settings = _optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # which stands for the two older files
+        settings = settings | _optional_json(folder / "special_tokens_map.json")
+    named = {name: _content(settings[name]) for name in NAMES if _content(settings.get(name)) is not None}
+    _add_tokens(core, folder, settings, named)
     model = _optional_json(folder / "config.json") | _optional_json(folder / "generation_config.json")
-    template_file = folder / "chat_template.jinja"
-    template = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    ids = {name: _special_id(core, settings, model, name) for name in ("eos", "bos")}
-    return Tokenizer(
-        core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=template, end_ids=_model_ids(core, model, "eos")
-    )
+    ids = {name: _special_id(core, named, model, name) for name in ("eos", "bos")}
+    if settings.get("tokenizer_class") not in GENERIC:  # a class of one family, which knows its own
+        others = {f"{name}_token": i for name, i in ids.items() if i is not None and f"{name}_token" not in settings}
+        named |= {name: core.id_to_token(i) for name, i in others.items()}
+    plain, tools = templates.of_folder(folder, settings)
+    about = {"tool_template": tools, "special_tokens": named, "end_ids": _model_ids(core, model, "eos")}
+    return Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=plain, **about)
 
 
-def _special_id(core: tokenizers.Tokenizer, settings: dict, model: dict, name: str) -> int | None:
-    """Find the id by tokenizer_config.json's token, else by the model configuration's id (the first of several)."""
-    token = settings.get(f"{name}_token")
+def _content(token: Any) -> str | None:
+    """Text of a token of tokenizer_config.json, which may be an object; None where it is none."""
     token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(token, str) and core.token_to_id(token) is not None:
+    return token if isinstance(token, str) and token else None
+
+
+def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict, named: dict[str, str]) -> None:
+    """Add what a folder says of tokens outside tokenizer.json, as transformers does: each is then kept whole.
+
+    Special tokens that are in no vocabulary stay out: a model has no embedding of them.
+
+    Raises:
+      ValueError: a token cannot have the id that the folder gives it.
+    """
+    from tokenizers import AddedToken
+
+    known = core.get_added_tokens_decoder()
+    place = folder / ("tokenizer_config.json" if "added_tokens_decoder" in settings else "added_tokens.json")
+    try:
+        if "added_tokens_decoder" in settings:
+            listed = {int(i): dict(about) for i, about in settings["added_tokens_decoder"].items()}
+            flags = {i: {name: about[name] for name in FLAGS if name in about} for i, about in listed.items()}
+            wanted = {i: AddedToken(about["content"], **flags[i]) for i, about in listed.items()}
+        else:
+            older = {i: text for text, i in _optional_json(place).items() if i not in known}
+            wanted = {i: AddedToken(text, normalized=text not in named.values()) for i, text in older.items()}
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{place}: its added tokens cannot be read ({error!r})") from error
+    same = {repr(token) for token in known.values()}
+    more = [token for _, token in sorted(wanted.items(), key=lambda pair: pair[0]) if repr(token) not in same]
+    for token in more:
+        token.special = token.special or token.content in named.values()
+    core.add_tokens(more)
+    for i, token in wanted.items():
+        if core.token_to_id(token.content) != i:
+            found = core.token_to_id(token.content)
+            raise ValueError(f"{place}: the added token {token.content!r} has id {i}, and {found} in tokenizer.json")
+    whole = {token.content for token in core.get_added_tokens_decoder().values()}
+    extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
+    others = (_content(each) for each in (extra.values() if isinstance(extra, dict) else extra or []))
+    texts = dict.fromkeys([*named.values(), *others])
+    special = [text for text in texts if text and text not in whole and core.token_to_id(text) is not None]
+    core.add_tokens([AddedToken(text, special=True) for text in special])
+
+
+def _special_id(core: tokenizers.Tokenizer, named: dict[str, str], model: dict, name: str) -> int | None:
+    """Find the id by the token that the folder names, else by the model configuration's (the first of several)."""
+    token = named.get(f"{name}_token")
+    if token is not None and core.token_to_id(token) is not None:
         return core.token_to_id(token)
     return next(iter(_model_ids(core, model, name)), None)
 
@@ -180,20 +239,3 @@ def _model_ids(core: tokenizers.Tokenizer, model: dict, name: str) -> list[int]:
 def _optional_json(path: Path) -> dict[str, Any]:
     """JSON object of a file, empty where there is none."""
     return safetensors_files.read_json(path) if path.is_file() else {}
-
-
-def _sandbox() -> Any:
-    """Sandboxed jinja2 environment with what chat templates of transformers use."""
-    import jinja2
-    from jinja2 import sandbox
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(f"{message}")
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    return environment

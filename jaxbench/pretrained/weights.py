@@ -21,6 +21,7 @@ from jaxbench.config import TransformerConfig, shown
 from jaxbench.initial import mismatches, parameter_shapes
 from jaxbench.pretrained import (
     assets,
+    chat_template,
     compressed_tensors,
     families,
     gguf_config,
@@ -33,7 +34,8 @@ from jaxbench.process_environment import usable_cores
 from jaxbench.quantization.grids import Quantized
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", chat_template.DEFAULT_FILE)
+TEXT_FILES += (chat_template.TOOLS_FILE, "special_tokens_map.json", "added_tokens.json")
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", *TEXT_FILES]
 # Our name of a module's main tensor; all others have a kernel.
 WEIGHT = {"embed": "embedding", "norm": "scale", "shifted": "scale"}
@@ -209,6 +211,12 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     if index.is_file():
         weight_map = safetensors_files.weight_map(index)
         files = sorted({folder / name for name in weight_map.values()})
+        whole = folder / "model.safetensors"  # of which transformers alone reads, where there is one
+        if whole.is_file() and files not in ([], [whole]):
+            raise ValueError(
+                f"{folder}: holds model.safetensors beside an index of {files[0].name} and others, wanted one of them; "
+                "transformers reads the former"
+            )
     else:
         weight_map, files = None, [folder / "model.safetensors"]
     missing = [file.name for file in files if not file.is_file()]

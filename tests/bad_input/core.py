@@ -237,6 +237,22 @@ CASES = [
     Case(f"{TINY} --model={{tmp}}/model", ("config.json",), folder(hidden_size=None)),
     Case(f"{TINY} --model={{tmp}}/model", ("config.json",), folder(rope_scaling=[1])),
     Case(f"{TINY} --model={{tmp}}/model", ("config.json",), folder(rope_theta=float("inf"))),
+    Case(f"{TINY} --model={{tmp}}/model", ("is_causal=False", "wanted True"), folder(is_causal=False)),
+    Case(
+        f"{TINY} --model={{tmp}}/model",
+        ("config.json: yarn with rope_theta=1.0", "wanted more than 1"),
+        folder(rope_theta=1, rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+    ),
+    Case(
+        f"{TINY} --model={{tmp}}/model",
+        ("holds model.safetensors beside an index", "wanted one of them"),
+        index({"model.norm.weight": "a.safetensors"}) | {"model/model.safetensors": ""},
+    ),
+    Case(
+        f"{TINY} --model=x.gguf",
+        ("x.gguf", "llama.rope.scaling.attn_factor=2.0", "wanted 1.0"),
+        {"x.gguf": gguf(EMBEDDING, rope__scaling__attn_factor=2.0)},
+    ),
     Case(f"{TINY} --model={{tmp}}/model", ("weight_map", "list"), index(["model.safetensors"])),
     Case(f"{TINY} --model={{tmp}}/model", ("weight_map", "NoneType"), index(None)),
     Case(f"{TINY} --model={{tmp}}/model", ("weight_map", "5"), index({"model.norm.weight": 5})),

@@ -336,7 +336,7 @@ CASES = [
     answer({}, "layers: -1 is not in a model of 30 layers", words="--set=layers=[-1]"),
     answer({}, "external_range=0.5, 0.5", "the lower end first", words="--set=external_range=[0.5,0.5]"),
     answer({}, "--new_tokens", "0", words="--new_tokens=0"),
-    answer({}, "--new_tokens=9000 leaves no room for a prompt: the model's window is 8192", words="--new_tokens=9000"),
+    answer({}, "--new_tokens=9000 leaves no room for a prompt in a window of 8192", words="--new_tokens=9000"),
     answer({}, "--batch_size", "0", words="--batch_size=0"),
     answer({}, "none.gguf does not exist", words="--model=none.gguf"),
     Case(

@@ -246,7 +246,7 @@ def test_rows_come_from_parquet_with_and_without_ids_and_labels(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_keep_the_ids_of_their_sources_where_they_have_them(tmp_path, kind):
     row, path = {"context": "a", "question": "b", "response": "cd"}, tmp_path / f"rows.{kind}"
-    given = [row | {"source_id": "s1", "num_cut": 0}, row | {"source_id": None, "num_cut": 0}]  # as files of before have
+    given = [row | {"source_id": "s1", "num_cut": 0}, row | {"source_id": None, "num_cut": 0}]
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(given), path)
     else:

@@ -229,7 +229,10 @@ def test_a_decoder_with_memory_names_the_command_that_reads_it():
         (LLAMA | {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "setting 'vocab_size' is missing"),
         (QWEN3 | {"attention_bias": True}, "attention_bias=True is not supported, wanted False"),
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True with max_window_layers=28 is not supported"),
+        (
+            QWEN3 | {"use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window=True with max_window_layers=1 is not supported, wanted 0, .* or at least 2",
+        ),
         (GEMMA2 | {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported, wanted windows in all"),
         (GEMMA2 | {"hidden_activation": "relu"}, "hidden_activation='relu' is not supported"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported, wanted None"),

@@ -17,7 +17,8 @@ def _write(path, model="gpt2", pre="gpt-2", merges=MERGES, eos=1, tokens=TOKENS,
     """Write a file of a vocabulary alone; extra: further keys, which start with add_."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if merges is not None:
@@ -34,12 +35,26 @@ def _write(path, model="gpt2", pre="gpt-2", merges=MERGES, eos=1, tokens=TOKENS,
 
 
 @pytest.mark.parametrize(
-    ("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7]), ("qwen2", [6, 7])]
+    ("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7]), ("qwen2", [6, 7]), ("default", [10])]
 )
 def test_pre_tokenizers_differ_in_how_they_take_digits(tmp_path, pre, digits):
     made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", pre=pre, add_bos_token=False))
     assert made.encode("bc a</s>") == [9, 8, 1]
     assert made.encode("12") == digits
+
+
+@pytest.mark.parametrize("pre", ["default", None])
+def test_a_file_without_a_pre_tokenizer_is_split_by_llama_cpps_default(tmp_path, pre):
+    """Marks first, then as GPT-2 does, then numbers in threes (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_DEFAULT)."""
+    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", pre=pre))
+    pieces = made.core.pre_tokenizer.pre_tokenize_str("don't b, $12345  c")
+    assert [piece for piece, _ in pieces] == "don ' t \u0120b , \u0120 $ 123 45 \u0120 \u0120c".split()
+
+
+def test_a_template_for_tools_is_used_where_tools_are_described_as_llama_cpp_does(tmp_path):
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", chat_template=templates))
+    assert (made.chat([]), made.chat([], tools=[{}])) == ("D", "T")
 
 
 @pytest.mark.parametrize("pre", gguf_tokenizer.PRE_TOKENIZERS)

@@ -4,6 +4,9 @@ Needs xllamacpp, llama.cpp as a wheel. It computes in float32, and looks GELU up
 in float64, with the same table where it has one.
 """
 
+import json
+import urllib.request
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,15 +40,20 @@ YARN = RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=16)
 PROMPTS = [np.random.default_rng(3).integers(2, 96, length).tolist() for length in (5, 23)]
 
 
-def log_probabilities(path, prompts, vocab_size: int) -> np.ndarray:
-    """Return llama.cpp's log-probabilities [N V] of the token after each prompt."""
+def _server(path):
+    """Return llama.cpp with a file."""
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.n_parallel = str(path), 256, 1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 2
     settings.warmup, settings.n_gpu_layers, settings.verbosity = False, 0, 0
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(settings)
+    return xllamacpp.Server(settings)
+
+
+def log_probabilities(path, prompts, vocab_size: int) -> np.ndarray:
+    """Return llama.cpp's log-probabilities [N V] of the token after each prompt."""
+    server = _server(path)
     rows = np.full((len(prompts), vocab_size), np.nan)
     for row, prompt in zip(rows, prompts):
         request = {"prompt": prompt, "n_predict": 1, "n_probs": vocab_size, "temperature": 1.0, "cache_prompt": False}
@@ -66,8 +74,8 @@ def ours(path, prompts, dtype: str) -> np.ndarray:
     return np.stack(rows)
 
 
-def write(path, arch: str, config: TransformerConfig, params: dict[str, np.ndarray]):
-    """Write a file of a model in float32, with a vocabulary of words that nobody reads."""
+def write(path, arch: str, config: TransformerConfig, params: dict[str, np.ndarray], **more: float):
+    """Write a file of a model in float32, with a vocabulary of words that nobody reads; more: keys with numbers."""
 
     def extra(writer):
         writer.add_tokenizer_model("gpt2")
@@ -89,6 +97,8 @@ def write(path, arch: str, config: TransformerConfig, params: dict[str, np.ndarr
         if config.rope_scaling:
             writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling.kind))
             writer.add_rope_scaling_factor(config.rope_scaling.factor)
+        for name, value in more.items():
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
         if config.rope_scaling == YARN:
             writer.add_rope_scaling_orig_ctx_len(YARN.original_max_seq_len)
 
@@ -127,6 +137,21 @@ def test_a_file_of_random_weights_gives_llama_cpps_logits(arch, config, tmp_path
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4 if has_gelu else 5e-6)
 
 
+@pytest.mark.parametrize(
+    ("arch", "config", "keys", "effect"),
+    [
+        ("llama", LLAMA, {"llama.rope.scaling.factor": 4.0}, {"rope_scaling": LINEAR}),
+        ("qwen2", QWEN2, {"qwen2.attention.sliding_window": 7}, {}),
+    ],
+)
+def test_keys_that_llama_cpp_takes_in_a_way_of_its_own_give_its_logits(arch, config, keys, effect, tmp_path):
+    path = write(tmp_path / "x.gguf", arch, config, files._params(config), **keys)
+    assert weights.read_config(path) == config.model_copy(update=effect)
+    with jax.enable_x64(True):
+        expected = ours(path, PROMPTS, "float64")
+    np.testing.assert_allclose(log_probabilities(path, PROMPTS, config.vocab_size), expected, rtol=0, atol=5e-6)
+
+
 def test_the_default_model_gives_llama_cpps_logits(tmp_path):
     path = assets.fetch_default_model()
     checkpoint, text = weights.load_checkpoint(path), tokenizer.load_tokenizer(path)
@@ -138,6 +163,39 @@ def test_the_default_model_gives_llama_cpps_logits(tmp_path):
     )
     narrow = log_probabilities(path, prompts, checkpoint.config.vocab_size)  # activations of 8 bits: other logits
     assert narrow.argmax(1).tolist() == expected.argmax(1).tolist()
+
+
+TEXTS = [
+    "12345 6.7e8",
+    "a,b; c!? (x)",
+    "don't I'M",
+    "\u00e9\u4e2d\u6587 \U0001f600",
+    "x\n\n\n  y\t z",
+    "foo(bar)[0] ...and",
+]
+TEXTS += [
+    "$100 <=> ~^|`",
+    "  two  spaces  ",
+    "\u0663\u0664\u0665 12 \u00bc",
+    "a\u00a0b\u3000c",
+    "<|im_start|>hi<|im_end|>",
+    "\n\n",
+]
+LETTERS = "abZ 019.,'\"$+<=>^~|-_()\n\t \u00e9\u00a0\u2014\u4e2d\u0663\u00bd\u20ac\U0001f600"
+
+
+def test_the_default_models_file_without_a_pre_tokenizer_gives_llama_cpps_ids(tmp_path):
+    content, name = assets.fetch_default_model().read_bytes(), b"tokenizer.ggml.pre"
+    (tmp_path / "x.gguf").write_bytes(content.replace(name, b"tokenizer.ggml.prX", 1))
+    text, server = tokenizer.load_tokenizer(tmp_path / "x.gguf"), _server(tmp_path / "x.gguf")
+    random, prose = np.random.default_rng(0), assets.default_text()
+    texts = TEXTS + ["".join(random.choice(list(LETTERS), 30)) for _ in range(40)]
+    texts += [prose[at : at + 200] for at in random.integers(0, len(prose) - 200, 10)]
+    for each in texts:
+        body = json.dumps({"content": each, "add_special": True, "parse_special": True}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/tokenize", body)
+        with urllib.request.urlopen(request) as answer:
+            assert text.encode(each) == json.load(answer)["tokens"], each
 
 
 def test_a_file_of_calibrated_integers_gives_llama_cpps_logits(tmp_path):

@@ -158,3 +158,83 @@ def test_bytes_of_tokens_are_those_of_the_text_also_where_a_character_is_split(d
     small_tokenizers.ByteTokenizer().save(tmp_path)
     byte = tokenizer.load_tokenizer(tmp_path)
     assert b"".join(byte.token_bytes(each) for each in byte.encode(text)) == text.encode()
+
+
+# --- what stands beside tokenizer.json, or in it and is not the text's
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Return a folder with a tokenizer of bytes, and what changes a JSON file of it."""
+    small_tokenizers.ByteTokenizer().save(tmp_path)
+
+    def change(name, **values):
+        file = tmp_path / name
+        before = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(before | values))
+        return tmp_path
+
+    return change
+
+
+def _same(folder, *texts):
+    """Read a folder, and hold the ids of texts to transformers'."""
+    ours, theirs = tokenizer.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        assert ours.encode(text) == theirs(text).input_ids
+    assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+    return ours
+
+
+FILLED = {"strategy": {"Fixed": 16}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+CUT = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.mark.parametrize("setting", [{"truncation": CUT}, {"padding": FILLED | {"pad_to_multiple_of": None}}])
+def test_limits_of_length_that_a_file_was_written_with_are_lifted(small, setting):
+    read = _same(small("tokenizer.json", **setting), "word " * 30, "a")
+    assert [len(ids) for ids in read.encode_batch(["a", "word " * 30])] == [1, 150]
+
+
+THINK = {"content": "<think>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+def test_added_tokens_outside_tokenizer_json_are_kept_whole_as_in_transformers(small):
+    size = tokenizer.load_tokenizer(small("tokenizer.json")).vocab_size
+    read = _same(small("added_tokens.json", **{"<think>": size}), "a<think>b", "<think> ")
+    assert read.encode("a<think>b") == [97, size, 98]
+    decoder = {str(size): THINK | {"special": True}, str(size + 1): THINK | {"content": "<x>", "special": False}}
+    folder = small("tokenizer_config.json", added_tokens_decoder=decoder)
+    read = _same(folder, "a<think>b<x>")
+    assert read.decode(read.encode("a<think>b<x>"), skip_special=True) == "ab<x>"
+
+
+def test_a_special_token_that_is_only_in_the_vocabulary_is_kept_whole_as_in_transformers(small):
+    piece = "\u0120"  # a space, as vocabularies of bytes write it
+    _same(small("tokenizer_config.json", pad_token="Q", additional_special_tokens=[piece]), "aQb c", piece + "x")
+
+
+def test_an_older_file_of_special_tokens_stands_before_tokenizer_config_unless_that_lists_added_tokens(small):
+    folder = small("special_tokens_map.json", eos_token="a", pad_token={"content": "b"})
+    assert _same(folder, "ab").eos_id == 97
+    folder = small("tokenizer_config.json", added_tokens_decoder={}, eos_token="c")
+    assert _same(folder, "abc").eos_id == 99
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("added_tokens.json", {"<think>": 900}, "the added token '<think>' has id 900, and 257 in tokenizer.json"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"5": THINK | {"special": False}}},
+            "the added token '<think>' has id 5, and 257 in tokenizer.json",
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": THINK}}, "its added tokens cannot be read"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "its added tokens cannot be read"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"257": {"text": "a"}}}, "its added tokens cannot be read"),
+    ],
+)
+def test_added_tokens_that_do_not_fit_are_an_error_that_names_their_file(small, name, values, message):
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        tokenizer.load_tokenizer(small(name, **values))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -308,6 +309,7 @@ def test_the_checksum_of_a_model_is_that_of_its_checkpoint(llama_folder):
 @pytest.mark.parametrize("name", weights.TEXT_FILES)
 def test_a_folder_whose_texts_become_other_tokens_is_another_model(llama_folder, name):
     before = weights.checksum(llama_folder)
+    (llama_folder / name).parent.mkdir(exist_ok=True)
     (llama_folder / name).write_text("{}")
     one = weights.checksum(llama_folder)
     (llama_folder / name).write_text('{"bos_token": "<s>"}')
@@ -336,6 +338,14 @@ def test_hub_id_without_network_is_an_error_and_with_one_a_folder(monkeypatch, l
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", online)
     assert weights.load_checkpoint("owner/model").config == GROUPED
+
+
+def test_one_file_of_weights_beside_an_index_of_others_is_refused(llama_folder):
+    shutil.copy(llama_folder / "model.safetensors", llama_folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (llama_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="holds model.safetensors beside an index of model-00001.*wanted one of them"):
+        weights.load_checkpoint(llama_folder)
 
 
 def test_index_that_names_absent_tensors_is_an_error(llama_folder):

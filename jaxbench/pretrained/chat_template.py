@@ -1,0 +1,113 @@
+"""Chat templates: where a model's files keep them, and messages rendered as transformers renders them (S file)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.config import shown
+
+DEFAULT_FILE, TOOLS_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first
+
+
+class Templates(NamedTuple):
+    """A model's templates; None: it has none."""
+
+    plain: str | None
+    tools: str | None = None  # used instead where tools are described
+
+    def of(self, tools: Sequence[Any] | None) -> str | None:
+        """Pick the one for these tools."""
+        return self.plain if tools is None or self.tools is None else self.tools
+
+
+def of_folder(folder: Path, settings: Mapping[str, Any]) -> Templates:
+    """Templates of a folder: its files, else what tokenizer_config.json (settings) has, a text or several by name.
+
+    Raises:
+      ValueError: tokenizer_config.json has something else.
+    """
+    files = [(folder / name) for name in (DEFAULT_FILE, TOOLS_FILE)]
+    texts = [file.read_text(encoding="utf-8") if file.is_file() else None for file in files]
+    if any(text is not None for text in texts):
+        return Templates(*texts)
+    given = settings.get("chat_template")
+    if given is None or isinstance(given, str):
+        return Templates(given)
+    try:
+        named = {entry["name"]: entry["template"] for entry in given}
+    except (TypeError, KeyError):
+        named = {None: None}
+    if not all(isinstance(text, str) for text in (*named, *named.values())):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {shown(given)}, wanted a text or a list of name and "
+            "template"
+        )
+    return Templates(named.get("default"), named.get("tool_use"))
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    special_tokens: Mapping[str, str],
+) -> str:
+    """Text of messages; the template sees special tokens by name, and no key of a message that is None.
+
+    Raises:
+      ValueError: the template is none, or fails for these messages, in whatever way.
+    """
+    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in chat:
+        reasoning = next((message[key] for key in REASONING if key in message), None)
+        if reasoning is not None:
+            message.update({"thinking": reasoning} | message | {"reasoning_content": reasoning})
+    about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    try:
+        return _sandbox().from_string(template).render(**{**about, **special_tokens, "messages": chat})
+    except Exception as error:  # it is a stranger's code: whatever Python raises, beside jinja2's own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"chat: the model's template failed: {reason}") from error
+
+
+def _sandbox() -> Any:
+    """Environment with what chat templates of transformers use.
+
+    A template is code from a stranger: no attribute access out of the sandbox, no change of its arguments.
+    """
+    import jinja2
+    from jinja2 import ext, sandbox
+
+    class Generation(ext.Extension):
+        """`{% generation %}`: marks for training what an assistant said; what is inside is rendered as it is."""
+
+        tags = {"generation"}  # noqa: RUF012  jinja2's own name and kind
+
+        def parse(self, parser: Any) -> Any:
+            """Statements up to `{% endgeneration %}`, in a scope of their own."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+        def _said(self, caller: Any) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(f"{message}")
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # noqa: ANN001  by place too
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    environment.filters["tojson"] = tojson
+    return environment
