@@ -223,7 +223,7 @@ def define_evaluate() -> None:
     flags.DEFINE_bool(
         "adapters", True, "of the decoder, where the weights have any; --noadapters: the decoder as it is"
     )
-    flags.DEFINE_enum("store", "float32", ["float32", "bfloat16", "int8", "pq"], "what vectors are rounded to")
+    flags.DEFINE_enum("store", "float32", ["float32", "bfloat16", "int8", "pq"], "what all vectors are rounded to")
     flags.DEFINE_string("output", None, "figures: a .json file, a picture beside it", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
     cli.define_workdir()

@@ -6,8 +6,8 @@
     generate.py --input=requests.jsonl --output=rows.jsonl --batch_size=8
 
 A line of --input is {"prompt": TEXT} or {"messages": [{"role": "user", "content": TEXT}, ...]}; other keys are kept.
-A run that is killed goes on with the same command. The text goes to standard output, everything else to standard error.
-Bad input ends with exit code 2 and one line.
+A run that is killed goes on with the same command (with --overwrite: without that). The text goes to standard output,
+everything else to standard error. Bad input ends with exit code 2 and one line.
 
 --kernels=auto takes the native kernels on a CPU, in the number types of the model's own file, and what the framework
 computes itself (xla) where they cannot be had; it then says why.
@@ -200,6 +200,9 @@ def talk(settings: writer.Settings) -> int:
 
 def typed() -> Iterator[str]:
     """Lines of standard input, asked for on a terminal."""
+    if sys.stdin is None:
+        return  # it is closed
+    sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is refused by itself, as a message
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -216,11 +219,12 @@ def rows(settings: writer.Settings) -> int:
     """Continue the requests of --input."""
     output = batch.check_output(VALUES.output, [VALUES.input, model()], overwrite=VALUES.overwrite)
     tokenizer = load_tokenizer(model())
-    asked = requests.read(VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
+    content = Path(VALUES.input).read_bytes()  # once: a pipe is empty then, and a file may change
+    asked = requests.parsed(content, VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
     choice, backend = choose()
     decoder.check_rows(choice, VALUES.batch_size)
     wanted = batch.describe(
-        settings, VALUES.input, chat=VALUES.chat, system=VALUES.system, model_sha256=weights.checksum(model()),
+        settings, content, chat=VALUES.chat, system=VALUES.system, model_sha256=weights.checksum(model()),
         backend=f"{backend.transformer.__name__} on {VALUES.device}", **choice.identity(),
     )  # fmt: skip
     with store.alone(output):
@@ -238,7 +242,7 @@ def write_rows(
         return cli.EXIT_OK
     loaded = decoder.load(model(), choice, backend)
     write = writer.Writer(loaded, tokenizer, settings)
-    cli.keep(f"finished rows in {output} are kept; the same command goes on")
+    cli.keep(batch.kept(output, overwrite=VALUES.overwrite))
     with progress(len(asked), done) as bar:
         note(loaded)
         if done:

@@ -96,12 +96,13 @@ def write_texts() -> int:
     if VALUES.backend == "torch" and VALUES.device != "cpu":
         raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
     process_environment.ensure(VALUES.device, library=cli.array_library())
+    from jaxbench.generation import batch
     from jaxbench.watermark import generate
 
     settings = cli.load_config(generate.GenerateConfig)
     outputs.check_file(VALUES.output, [VALUES.config], overwrite=True)
     backend = generate.Backend(*map(importlib.import_module, TWINS[VALUES.backend]))
-    cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")
+    cli.keep(batch.kept(VALUES.output, overwrite=VALUES.overwrite))
     written = generate.run(
         settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, device=VALUES.device,
         options=kernel_flags.options(), say=say,

@@ -39,8 +39,14 @@ class KVCache(NamedTuple):
     memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype.
+
+        Raises:
+          ValueError: it has more slots already.
+        """
         extra = length - self.positions.shape[1]
+        if extra < 0:
+            raise ValueError(f"cache: {self.positions.shape[1]} slots cannot be padded to length={length}")
 
         def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
             return None if x is None else jnp.pad(x.astype(dtype), widths)
@@ -49,6 +55,22 @@ class KVCache(NamedTuple):
         values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
         positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
         return KVCache(keys, values, positions, self.memory)
+
+    def check_room(
+        self, slot: Int[Array, ""] | int | None, num_tokens: int, segments: Int[Array, "B T"] | None
+    ) -> None:
+        """Check a call that writes its tokens from `slot` on; a slot that is no Python number cannot be checked.
+
+        Raises:
+          ValueError: the tokens do not fit behind the slot, or the call has segments, which a cache does not keep.
+        """
+        if segments is not None:
+            raise ValueError(f"features: segments {tuple(segments.shape)} with a cache, which keeps none; wanted None")
+        num_slots = self.positions.shape[1]
+        if isinstance(slot, int) and not 0 <= slot <= num_slots - num_tokens:
+            raise ValueError(
+                f"features: {num_tokens} tokens from slot={slot} on do not fit a cache of {num_slots} slots"
+            )
 
 
 class Spans(NamedTuple):
@@ -100,12 +122,13 @@ def attention(
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
-    A row that may attend to nothing returns zeros. Where attention is causal, query i is the token of key i and
-    positions rise along a row within a segment, `is_ordered` lets `dense` leave out keys that come after a query.
-    is_causal=False: a query sees all keys of its segment, and sliding_window is None. `dense` holds all scores;
-    `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused` is this
-    platform's kernel, for more than one query: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time
-    for a platform that is not attached). softcap: scores become softcap * tanh(score / softcap); None = they stay.
+    A row that may attend to nothing returns zeros, as does a call without keys; one without queries returns none. Where
+    attention is causal, query i is the token of key i and positions rise along a row within a segment, `is_ordered`
+    lets `dense` leave out keys that come after a query. is_causal=False: a query sees all keys of its segment, and
+    sliding_window is None. `dense` holds all scores; `blocked` holds scores of block_size keys at a time, so that
+    memory grows linearly with S; `fused` is this platform's kernel, for more than one query: `cudnn` on GPU, `splash`
+    on TPU (named, they also compile ahead of time for a platform that is not attached). softcap: scores become softcap
+    * tanh(score / softcap); None = they stay.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown, not available on this platform, or has no
@@ -119,6 +142,8 @@ def attention(
     spans = spans._replace(key_positions=spans.query_positions) if is_plain else spans
     on_mesh = sharding.around_attention() if is_ordered else None
     _check(num_heads, num_kv_heads, implementation, softcap, on_mesh is not None)
+    if 0 in (query.shape[1], key.shape[3]):
+        return jnp.zeros_like(query)
     if on_mesh is not None:
         return on_mesh(
             query, key, value, spans, sliding_window=sliding_window, implementation=implementation,

@@ -61,9 +61,9 @@ def philox4x32(counter: tuple[Words, ...], key: tuple[Words, Words]) -> tuple[np
 def words(
     seed: int, *, step: int, site: str, rows: Int[np.ndarray, " B"], num_elements: int
 ) -> UInt32[np.ndarray, "B E"]:
-    """Random 32-bit words of elements 0..E-1 of each row, E = num_elements."""
+    """Random 32-bit words of elements 0..E-1 of each row, E = num_elements; a row counts modulo 2**32."""
     blocks = np.arange(-(-num_elements // 4), dtype=np.uint64)
-    rows = np.asarray(rows, dtype=np.uint64)[:, None]
+    rows = np.asarray(rows).astype(np.uint64)[:, None] & np.uint64(MASK32)
     shape = np.broadcast_shapes(blocks.shape, rows.shape)
     counter = (np.broadcast_to(blocks, shape), rows, np.uint64(step), np.uint64(site_id(site)))
     stacked = np.stack(np.broadcast_arrays(*philox4x32(counter, split_seed(seed))), axis=-1)

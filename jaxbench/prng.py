@@ -67,7 +67,7 @@ def words(
     rows: Int[Array, " B"],
     num_elements: int,
 ) -> UInt32[Array, "B E"]:
-    """Random 32-bit words of elements 0..E-1 of each row; a block of four comes from one counter."""
+    """Random 32-bit words of elements 0..E-1 of each row, modulo 2**32; a block of four comes from one counter."""
     stacked = jnp.stack(lanes(key, step=step, site=site, rows=rows, num_elements=num_elements), axis=-1)
     return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
 

@@ -119,7 +119,8 @@ def pad(
     num_vectors: so many tokens past the vocabulary stand for vectors.
 
     Raises:
-      ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context.
+      ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context;
+        or the row_ids are not one a prompt in [0, 2**31).
     """
     if not prompts:
         raise ValueError(f"prompts: wanted at least one, got {list(prompts)}")
@@ -140,6 +141,9 @@ def pad(
             )
     if row_ids is not None and len(row_ids) != len(prompts):
         raise ValueError(f"prompts: {len(row_ids)} row_ids for {len(prompts)} prompts")
+    for row, row_id in enumerate(() if row_ids is None else row_ids):
+        if not 0 <= row_id < 2**31:
+            raise ValueError(f"prompts: row_ids[{row}]={row_id}, wanted one in [0, 2**31)")
     size = sizes(len(prompts), max(map(len, prompts)), max_new_tokens)
     tokens = np.zeros((size.batch_size, size.prompt_length), np.int32)
     lengths = np.ones(size.batch_size, np.int32)
@@ -278,7 +282,8 @@ class GeneratorBase:
         processor_states, whose rows are the prompts; unset, from what its `init` returns.
 
         Raises:
-          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states or vectors do
+            not fit; or row_ids are not one a prompt in [0, 2**31).
         """
         options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
         state = self.prefill(prompt_tokens, seed=seed, vectors=vectors, **options)

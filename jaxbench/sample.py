@@ -206,6 +206,7 @@ class Generator(prompts.GeneratorBase):
         ]
         self._turned: list[Array] | None = None
         self._has_room: bool | None = None  # for turned kernels; asked once
+        self._width: int | None = None  # of vectors, known from the first program that reads some
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
@@ -223,7 +224,9 @@ class Generator(prompts.GeneratorBase):
     def _compile(
         self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None, *, decodes: bool
     ) -> Programs:
-        known = self.programs.get(bucket, Programs(None, None))
+        known, width = self.programs.get(bucket, Programs(None, None)), None if table is None else table.shape[1]
+        if None not in (width, self._width) and width != self._width:
+            raise ValueError(f"vectors: {width} wide, wanted the model's {self._width}")
         if known.prefill is not None and (known.decode is not None or not decodes):
             return known
         arguments, run = self._shapes(bucket, states, table), functools.partial(self._prefill, bucket.num_slots)
@@ -237,6 +240,7 @@ class Generator(prompts.GeneratorBase):
             program = jax.jit(decode_fn, donate_argnums=1, out_shardings=place)
             decode = program.lower(weights, state, limit).compile()
         self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
+        self._width = self._width or width
         return self.programs[bucket]
 
     def _place(self, shapes: Callable[[], DecodeState]) -> Any:

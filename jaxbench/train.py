@@ -26,7 +26,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the targets where mask is True, in nats per token.
 
-    Computed in at least float32; 0 where no target counts.
+    Computed in at least float32; 0 where no target counts. A target that does not count may be any number.
+    Its logits must be finite all the same for gradients to be: to leave them out would read all of them once more.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     total = lax.platform_dependent(wide, cuda=_log_sum_exp, default=functools.partial(jax.nn.logsumexp, axis=-1))

@@ -274,6 +274,29 @@ def test_splash_attention_computes_the_same_function(window):
     np.testing.assert_allclose(np.asarray(actual), definition(**arrays, window=window), atol=2e-6)
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("implementation", ["dense", "blocked"])
+@pytest.mark.parametrize("module", [attention, torch_attention])
+def test_a_call_without_queries_or_keys_answers_zeros(module, implementation, is_ordered):
+    library = torch if module is torch_attention else jnp
+    for num_queries, num_keys in ((0, 0), (0, 3), (3, 0)):
+        query, key = library.ones((2, num_queries, 4, 6)), library.ones((2, 2, 6, num_keys))
+        positions = [library.zeros((2, count), dtype=library.int32) for count in (num_queries, num_keys)]
+        how = {"implementation": implementation, "is_ordered": is_ordered, "block_size": 2}
+        found = module.attention(query, key, library.ones((2, 2, num_keys, 6)), module.Spans(*positions), **how)
+        np.testing.assert_array_equal(np.asarray(found), np.zeros((2, num_queries, 4, 6)))
+
+
+@pytest.mark.parametrize("module", [attention, torch_attention])
+def test_a_cache_is_not_padded_to_fewer_slots_than_it_has(module):
+    library = torch if module is torch_attention else jnp
+    keys, values = (library.ones((1, 2, 4)),), (library.ones((1, 4, 2)),)
+    cache = module.KVCache(keys, values, library.arange(4)[None])
+    assert cache.padded(4, dtype="float32").keys[0].shape == (1, 2, 4)
+    with pytest.raises(ValueError, match="cache: 4 slots cannot be padded to length=3"):
+        cache.padded(3, dtype="float32")
+
+
 @pytest.mark.parametrize("module", [attention, torch_attention])
 def test_wrong_heads_and_unknown_implementations_are_named(module):
     array = jnp.zeros if module is not torch_attention else torch.zeros

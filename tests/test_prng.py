@@ -50,6 +50,17 @@ def test_words_are_bit_equal_in_numpy_jax_and_torch(seed, step, site):
     np.testing.assert_array_equal(in_torch.numpy(), expected)
 
 
+def test_rows_count_modulo_2_to_the_32_in_numpy_jax_and_torch():
+    rows, how = np.array([-1, -(2**31), ONES, 2**31, 2**32 + 5, 5]), {"step": 3, "num_elements": COUNT}
+    site_id = philox.site_id("sample")
+    in_numpy = philox.words(7, site="sample", rows=rows, **how)
+    in_torch = torch_prng.words(torch_prng.key_from_seed(7), site=site_id, rows=torch.from_numpy(rows), **how)
+    in_jax = prng.words(prng.key_from_seed(7), site=site_id, rows=jnp.array(rows.astype(np.int32)), **how)
+    np.testing.assert_array_equal(in_torch.numpy(), in_numpy)
+    np.testing.assert_array_equal(np.asarray(in_jax), in_numpy)
+    np.testing.assert_array_equal(in_numpy[[0, 1, 4]], in_numpy[[2, 3, 5]])
+
+
 def test_a_rows_words_do_not_depend_on_the_rows_beside_it():
     together = philox.words(7, step=3, site="sample", rows=np.array([0, 5]), num_elements=COUNT)
     alone = philox.words(7, step=3, site="sample", rows=np.array([5]), num_elements=COUNT)

@@ -62,6 +62,15 @@ def test_vectors_that_do_not_fit_are_named(vectors, words):
         make("flax").prefill([[1, VOCAB + 1]], max_new_tokens=2, seed=0, vectors=vectors)
 
 
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_vectors_of_another_width_are_refused_before_and_after_a_program_is_compiled(backend):
+    generator, width = make(backend), CONFIG.d_model
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"vectors: 5 wide, wanted the model's {width}"):
+            generator([[1, VOCAB]], max_new_tokens=2, seed=0, vectors=np.zeros((2, 5)))
+        assert generator([[1, VOCAB]], max_new_tokens=2, seed=0, vectors=np.ones((2, width))).tokens.shape == (1, 2)
+
+
 def test_a_model_that_is_not_causal_generates_nothing():
     model = transformer.build(CONFIG.model_copy(update={"is_causal": False}), PARAMS)
     with pytest.raises(ValueError, match="is_causal=False"):
@@ -204,6 +213,13 @@ def test_bad_prompts_are_named(generators, bad, message):
     for generator in generators.values():
         with pytest.raises(ValueError, match=message):
             generator(bad, max_new_tokens=NEW, seed=0)
+
+
+@pytest.mark.parametrize("row_id", [-1, 2**31, 2**32, 2**64])
+def test_row_ids_outside_31_bits_are_named(generators, row_id):
+    for generator in generators.values():
+        with pytest.raises(ValueError, match=rf"row_ids\[1\]={row_id}, wanted one in \[0, 2\*\*31\)"):
+            generator([[1], [2]], max_new_tokens=1, seed=0, row_ids=[2**31 - 1, row_id])
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])

@@ -158,6 +158,24 @@ def test_cross_entropy_of_no_target_is_zero_and_of_large_logits_finite(backend):
     assert float(large) == pytest.approx(5e3)
 
 
+@pytest.mark.parametrize("target", [-100, -1, 7, 2**31 - 1])
+def test_a_target_that_does_not_count_may_be_any_number(backend, target):
+    library, _, _, array = backend
+    logits = np.random.default_rng(2).normal(size=(1, 3, 7)).astype(np.float32)
+    targets, mask = np.array([[3, target, 5]], np.int32), np.array([[True, False, True]])
+    found = library.cross_entropy(array(logits), array(targets), array(mask))
+    kept = mask[0].nonzero()[0]
+    wanted = numpy_loss(logits[:, kept].astype(np.float64), targets[:, kept], mask[:, kept])
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    if library is torch_train:
+        leaf = torch.tensor(logits, requires_grad=True)
+        library.cross_entropy(leaf, array(targets), array(mask)).backward()
+        gradient = leaf.grad.numpy()
+    else:
+        gradient = np.asarray(jax.grad(library.cross_entropy)(array(logits), array(targets), array(mask)))
+    assert np.isfinite(gradient).all() and (gradient[0, 1] == 0).all() and (gradient[0, kept] != 0).all()
+
+
 def test_loss_accumulates_in_float32_when_logits_are_bfloat16(backend):
     library, _, _, array = backend
     logits, targets = array(np.zeros((1, 4, 8), np.float32)), array(np.zeros((1, 4), np.int32))

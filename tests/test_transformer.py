@@ -193,6 +193,26 @@ def test_a_call_without_positions_has_neither_cache_nor_segments(module):
         model.features(tokens[:, :1], None, cache=cache.padded(20, dtype="float32"), slot=T)
 
 
+@pytest.mark.parametrize("backend", ["flax", "equinox", "torch", "torch-plain"])
+def test_a_cached_call_has_no_segments_and_its_tokens_fit_behind_the_slot(backend):
+    build = {"flax": transformer, "equinox": eqx_transformer}.get(backend, torch_transformer).build
+    as_array = torch.from_numpy if backend.startswith("torch") else jnp.asarray
+    model, tokens, positions = build(LLAMA, PARAMS), as_array(random_tokens(0)), as_array(POSITIONS)
+    given = None if backend == "torch-plain" else positions[:, :2]
+    with torch.inference_mode():
+        _, cache = model.features(tokens[:, :2], given)
+        cache = cache.padded(5, dtype="float32")
+        wanted = "no positions with segments=True" if given is None else r"features: segments \(2, 2\) with a cache"
+        with pytest.raises(ValueError, match=wanted):
+            model.features(tokens[:, 2:4], given, cache=cache, slot=2, segments=positions[:, :2])
+        for slot in (4, 5, -1):
+            with pytest.raises(ValueError, match=f"2 tokens from slot={slot} on do not fit a cache of 5 slots"):
+                model.features(tokens[:, 2:4], given, cache=cache, slot=slot)
+        _, cache = model.features(tokens[:, 2:4], given, cache=cache, slot=3)
+    if given is not None:
+        np.testing.assert_array_equal(cache.positions, [[0, 1, -1, 0, 1]] * 2)
+
+
 def test_a_call_without_positions_takes_a_cache_without_them_and_no_segments():
     model = torch_transformer.build(LLAMA, PARAMS)
     tokens, positions = torch.from_numpy(random_tokens(0)), torch.from_numpy(POSITIONS)

@@ -35,7 +35,14 @@ class KVCache(NamedTuple):
     memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype.
+
+        Raises:
+          ValueError: it has more slots already.
+        """
+        num_slots = self._num_slots()
+        if num_slots is not None and length < num_slots:
+            raise ValueError(f"cache: {num_slots} slots cannot be padded to length={length}")
 
         def pad(x: Float[Tensor, "E S H"]) -> Float[Tensor, "E length H"]:
             return F.pad(x.to(getattr(torch, dtype)), (0, 0, 0, length - x.shape[1]))
@@ -46,6 +53,26 @@ class KVCache(NamedTuple):
         if positions is not None:
             positions = F.pad(positions, (0, length - positions.shape[1]), value=-1)
         return KVCache(keys, values, positions, self.memory)
+
+    def check_room(self, slot: Tensor | int | None, num_tokens: int, segments: Int[Tensor, "B T"] | None) -> None:
+        """Check a call that writes its tokens from `slot` on; a slot that is no Python number cannot be checked.
+
+        Raises:
+          ValueError: the tokens do not fit behind the slot, or the call has segments, which a cache does not keep.
+        """
+        if segments is not None:
+            raise ValueError(f"features: segments {tuple(segments.shape)} with a cache, which keeps none; wanted None")
+        num_slots = self._num_slots()
+        if isinstance(slot, int) and num_slots is not None and not 0 <= slot <= num_slots - num_tokens:
+            raise ValueError(
+                f"features: {num_tokens} tokens from slot={slot} on do not fit a cache of {num_slots} slots"
+            )
+
+    def _num_slots(self) -> int | None:
+        """Slots of a row: those of its positions, or of its keys; None where it keeps neither."""
+        if self.positions is not None:
+            return self.positions.shape[1]
+        return next((key.shape[2] for key in self.keys if key is not None), None)
 
 
 class Spans(NamedTuple):
@@ -111,6 +138,8 @@ def attention(
             f"attention: softcap={softcap} goes with dense and blocked attention, not with "
             f"implementation={implementation!r}"
         )
+    if 0 in (query.shape[1], key.shape[3]):
+        return torch.zeros_like(query)
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.to(key.dtype)

@@ -44,7 +44,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Te
 def words(
     key: Int64[Tensor, "2"], *, step: Tensor | int, site: int, rows: Int[Tensor, " B"], num_elements: int
 ) -> Int64[Tensor, "B E"]:
-    """Random 32-bit words of elements 0..E-1 of each row; a block of four comes from one counter."""
+    """Random 32-bit words of elements 0..E-1 of each row, modulo 2**32; a block of four comes from one counter."""
     stacked = torch.stack(lanes(key, step=step, site=site, rows=rows, num_elements=num_elements), dim=-1)
     return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
 
@@ -54,7 +54,7 @@ def lanes(
 ) -> tuple[Tensor, ...]:
     """Random words (`words`) as four tensors [B ceil(E / 4)]: tensor j holds elements j, j + 4, j + 8, .."""
     blocks = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=key.device)[None, :]
-    blocks, rows = torch.broadcast_tensors(blocks, rows.to(torch.int64)[:, None])
+    blocks, rows = torch.broadcast_tensors(blocks, rows.to(torch.int64)[:, None] & philox.MASK32)
     counter = (blocks, rows, torch.zeros_like(blocks) + step, torch.full_like(blocks, site))
     return philox4x32(counter, key)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -24,11 +25,12 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of the targets where mask is True, in nats per token.
 
-    Computed in at least float32; 0 where no target counts.
+    Computed in at least float32; 0 where no target counts. A target that does not count may be any number.
+    Its logits must be finite all the same for gradients to be: to leave them out would read all of them once more.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    picked = torch.gather(wide, -1, targets[:, :, None].long())[:, :, 0]
-    losses = torch.logsumexp(wide, dim=-1) - picked
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    known = torch.where(mask, targets, 0).flatten().long()  # where mask is False any number may stand, such as -100
+    losses = F.cross_entropy(wide, known, reduction="none").reshape(mask.shape)
     count = mask.sum().clamp(min=1).to(wide.dtype)
     return torch.where(mask, losses, losses.new_zeros(())).sum() / count
 

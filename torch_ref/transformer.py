@@ -247,7 +247,8 @@ class Transformer(torch.nn.Module):
         read. Differs from the twin, which always has positions: XLA makes the mask inside its programs.
 
         Raises:
-          ValueError: positions and the cache's are not both there or both left out, or segments come without positions.
+          ValueError: positions and the cache's are not both there or both left out; segments come without positions or
+            with a cache; or the tokens do not fit behind a `slot` that is a number.
         """
         if positions is None:
             positions, key_positions = self._plain_positions(tokens, cache, slot, segments), None
@@ -256,6 +257,7 @@ class Transformer(torch.nn.Module):
         elif cache.positions is None:
             raise ValueError(f"features: positions {tuple(positions.shape)} for a cache of rows without positions")
         else:
+            cache.check_room(slot, tokens.shape[1], segments)
             key_positions = _write(cache.positions, positions, slot, dim=1)
         spans = Spans(positions, key_positions, segments, segments)
         hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
@@ -299,6 +301,8 @@ class Transformer(torch.nn.Module):
                 f"positions={cache is not None and cache.positions is not None}; wanted no segments, a cache without "
                 "positions and a slot that is a number"
             )
+        if cache is not None:
+            cache.check_room(slot, tokens.shape[1], segments)
         first = 0 if cache is None else slot
         index = torch.arange(first, first + tokens.shape[1], dtype=torch.int32, device=tokens.device)
         return index[None].expand(tokens.shape[0], -1)

@@ -30,6 +30,7 @@ RECONSTRUCT, CONTINUE = TAGS.index("reconstruct"), TAGS.index("continue")
 FREE, TOGETHER = 64, 8  # tokens that are said freely, windows at once
 RESAMPLES = 2000
 Progress = Callable[[int], Any]
+Made = tuple[Float[np.ndarray, "M D"], Int32[np.ndarray, " M"]]  # vectors of a window, and their places in it
 
 
 class Window(NamedTuple):
@@ -68,6 +69,25 @@ def tokens_of(compressor: AutoCompressor, ids: Int32[np.ndarray, " T"]) -> tuple
     return np.concatenate(vectors), np.concatenate(places)
 
 
+def compressed(compressor: AutoCompressor, drawn: Sequence[Window], store: document.Dtype = "float32") -> list[Made]:
+    """Vectors of each window and their places, the vectors rounded as in one file of them all.
+
+    Raises:
+      ValueError: they are too few for store=pq.
+    """
+    made = [tokens_of(compressor, window.context) for window in drawn]
+    all = document.restored(document.stored(np.concatenate([vectors for vectors, _ in made]), store))
+    ends = np.cumsum([len(vectors) for vectors, _ in made])[:-1]
+    return [(vectors, places) for vectors, (_, places) in zip(np.split(all, ends), made)]
+
+
+def _first_chunk(compressor: AutoCompressor, made: Made) -> Made:
+    """Of a window's vectors and places those of its first chunk."""
+    vectors, places = made
+    mine = places < compressor.config.chunk
+    return vectors[mine], places[mine]
+
+
 def bounds(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
     progress: Progress = lambda count: None,
@@ -88,16 +108,15 @@ def bounds(
 
 
 def continuation(
-    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
-    store: document.Dtype = "float32", progress: Progress = lambda count: None,
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *, start: int,
+    progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
     """The same behind the last part of the text, behind its vectors, and behind those of another text.
 
     Args:
-      store: vectors are read as a file of them all would hold them.
+      made: vectors and places of each window, as `compressed` gives them; the same below.
     """
     size, tag = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE)
-    made = _as_stored([tokens_of(compressor, w.context) for w in drawn], store)
     kept = [w.context[-len(vectors) :] for (vectors, _), w in zip(made, drawn)]
     arms = {
         "keep": [reading.behind_text(k, w.following, start=start) for k, w in zip(kept, drawn)],
@@ -113,13 +132,6 @@ def continuation(
     if other is not None:
         arms["others"] = [reading.behind_vectors(made[j][0], tag, w.following, size=size) for j, w in zip(other, drawn)]
     return _losses(reader, arms, len(drawn), progress)
-
-
-def _as_stored(made: Sequence[tuple[np.ndarray, np.ndarray]], dtype: document.Dtype) -> list[tuple[np.ndarray, ...]]:
-    """Vectors and places of each window, the vectors rounded as in one file of them all."""
-    all = document.restored(document.stored(np.concatenate([vectors for vectors, _ in made]), dtype))
-    ends = np.cumsum([len(vectors) for vectors, _ in made])[:-1]
-    return [(vectors, places) for vectors, (_, places) in zip(np.split(all, ends), made)]
 
 
 def of_others(keys: Sequence[Any]) -> list[int] | None:
@@ -143,14 +155,14 @@ def _losses(
 
 
 def read_back(
-    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *,
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
     """Share of the tokens of each window's first chunk that are read back: from zeros, and from vectors."""
     size, tag, rows = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
-    for window in drawn:
+    for window, own in zip(drawn, made, strict=True):
         chunk = window.context[: compressor.config.chunk]
-        vectors, places = compressor.chunk(chunk)
+        vectors, places = _first_chunk(compressor, own)
         ends = np.append(places, len(chunk))
         rows.append(reading.behind_vectors(np.zeros_like(vectors), tag, chunk, size=size))
         rows.append(reading.behind_vectors(vectors, tag, chunk, size=size))
@@ -160,7 +172,7 @@ def read_back(
 
 
 def said_freely(
-    generate: Callable[..., Any], compressor: AutoCompressor, drawn: Sequence[Window], *,
+    generate: Callable[..., Any], compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
     """What the decoder says by itself of each window's first chunk, each token behind its own ones before.
@@ -171,8 +183,8 @@ def said_freely(
       words too.
     """
     size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
-    for window in drawn:
-        table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag])
+    for own in made:
+        table = np.concatenate([_first_chunk(compressor, own)[0], tag])
         prompts.append(auto.Prompt([*range(size, size + len(table))], table.astype(np.float32)))
     count, said = min(FREE, compressor.config.chunk, *(len(window.context) for window in drawn)), []
     for first in range(0, len(prompts), TOGETHER):

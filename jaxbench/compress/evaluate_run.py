@@ -6,6 +6,7 @@ Ratios are computed one after another, each kept as a part of --workdir: a run t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class Plan:
     ratios: tuple[int, ...]
     chunks: int  # that are read back, of the first windows
     start: int  # token that text stands behind
-    store: document.Dtype = "float32"  # what vectors are rounded to
+    store: document.Dtype = "float32"  # what all vectors are rounded to before they are read
 
 
 def run(
@@ -60,20 +61,26 @@ def run(
     floor = np.array(store.kept(workdir / "known.json", known)[0])
     floor = evaluate.mean_interval(floor, documents[: len(floor)])
     for ratio in plan.ratios:
+        own = compressor.at(ratio)
+        # once, where one of the two parts is missing; of all windows, as one file of them all holds vectors
+        compressed = functools.cache(functools.partial(evaluate.compressed, own, drawn, plan.store))
 
-        def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
+        def compute(own: AutoCompressor = own, compressed: Callable[[], Any] = compressed) -> dict[str, Any]:
+            made = compressed()
             with terminal.progress(4 * len(drawn) + 3 * plan.chunks) as advance:
-                losses = evaluate.continuation(reader, own, drawn, start=plan.start, store=plan.store, progress=advance)
-                hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
+                losses = evaluate.continuation(reader, own, drawn, made, start=plan.start, progress=advance)
+                hits = evaluate.read_back(reader, own, drawn[: plan.chunks], made[: plan.chunks], progress=advance)
             return _figures(own.ratio, bounds | losses, hits, documents)
 
-        def freely(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
+        def freely(own: AutoCompressor = own, compressed: Callable[[], Any] = compressed) -> dict[str, Any]:
+            made = compressed()[: plan.chunks]
             with terminal.progress(plan.chunks) as advance:
-                values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], progress=advance)
+                values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], made, progress=advance)
             return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
-        row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
-        row["freely"], _ = store.kept(workdir / f"freely-{ratio}.json", freely)
+        part = f"{ratio}-{plan.store}.json"  # without the store's name: an earlier version's, of unrounded vectors
+        row, was_there = store.kept(workdir / f"ratio-{part}", compute)
+        row["freely"], _ = store.kept(workdir / f"freely-{part}", freely)
         row["read_back"] = {"nothing": floor, **row["read_back"]}
         say(_line(row) + (" (finished before)" if was_there else ""))
         found.append(row)

@@ -267,7 +267,8 @@ class Transformer(eqx.Module):
         Without positions the rows have no padding and are one document each: a fused kernel then reads no mask.
 
         Raises:
-          ValueError: a cache or segments come without positions.
+          ValueError: a cache or segments come without positions; segments come with a cache; or the tokens do not fit
+            behind a `slot` that is a Python number. XLA moves a traced one that is too large back to the last fitting.
         """
         if is_plain := positions is None:
             if cache is not None or segments is not None:
@@ -276,6 +277,7 @@ class Transformer(eqx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         key_positions = positions
         if cache is not None:
+            cache.check_room(slot, tokens.shape[1], segments)
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
         spans = Spans(positions, None if is_plain else key_positions, segments, segments)
         hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)

@@ -15,10 +15,12 @@ from jaxbench import outputs, store
 from jaxbench.generation import requests, writer
 
 
-def describe(settings: writer.Settings, source: str | Path, **more: Any) -> dict[str, Any]:
-    """Everything that decides the rows by name, `run` among it: its hash."""
-    with open(source, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str, Any]:
+    """Everything that decides the rows by name, `run` among it: its hash.
+
+    content: of the file of requests, the very bytes that were parsed; a pipe can be read only once.
+    """
+    digest = hashlib.sha256(content).hexdigest()
     fields = {**settings._asdict(), "sampling": settings.sampling._asdict(), "input_sha256": digest, **more}
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return json.loads(text) | {"run": hashlib.sha256(text.encode()).hexdigest()[:12]}
@@ -41,6 +43,12 @@ def check_output(output: str | Path, read: Sequence[str | Path | None], *, overw
             "not; name another file, or pass --overwrite"
         )
     return output
+
+
+def kept(output: str | Path, *, overwrite: bool) -> str:
+    """What an interrupt says of the rows."""
+    again = "the same command without --overwrite" if overwrite else "the same command"  # with it, it starts anew
+    return f"finished rows in {output} are kept; {again} goes on"
 
 
 def finished(output: Path, wanted: dict[str, Any]) -> int:

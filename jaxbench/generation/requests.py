@@ -78,18 +78,22 @@ def check_room(ids: Sequence[int], place: str, *, new_tokens: int, context: int)
         )
 
 
-def read(path: str | Path, tokenizer: Any, *, chat: bool = False, system: str | None = None) -> list[Request]:
+def parsed(
+    content: bytes, path: str | Path, tokenizer: Any, *, chat: bool = False, system: str | None = None
+) -> list[Request]:
     """Requests of a file, one JSON object a line; blank lines are none.
 
     Args:
+      content: of the file.
+      path: of the file, for messages.
       chat: a line's prompt is a message of the user's in the model's chat template.
+      system: message in front of every chat that does not begin with one.
 
     Raises:
-      ValueError: a line is none, with its number; or the file has none at all.
-      OSError: the file cannot be read.
+      ValueError: a line is none, with its number; the file has none at all; or system is in front of none of them.
     """
     requests = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
             place = f"{path} line {number}"
             fields = _fields(line, place)
@@ -97,17 +101,42 @@ def read(path: str | Path, tokenizer: Any, *, chat: bool = False, system: str | 
             requests.append(Request(len(requests), place, fields, ids))
     if not requests:
         raise ValueError(f"{path} holds no request, wanted lines of {WANTED}")
+    if system is not None and not any(_takes_system(request.fields, chat=chat) for request in requests):
+        raise ValueError(
+            f"--system={system[:60]!r} does nothing with {path}: its {len(requests)} requests are prompts without "
+            "--chat, or messages that begin with a system message; leave it out"
+        )
     return requests
+
+
+def _takes_system(fields: dict[str, Any], *, chat: bool) -> bool:
+    """True for a request that a system message goes in front of, as `message_ids` does it."""
+    return fields["messages"][0]["role"] != "system" if "messages" in fields else chat
+
+
+class _Twice(ValueError):
+    """An object that has a key twice; the message is the key."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object of a line or inside one: Python's parser would keep the last of two values and say nothing."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(repr(next(name for name in names if names.count(name) > 1)[:60]))
+    return made
 
 
 def _fields(line: bytes, place: str) -> dict[str, Any]:
     """Object of a line; of a prompt and messages it has one."""
     try:
-        fields = json.loads(line.decode("utf-8"))
+        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 (byte {line[error.start]:#04x} at {error.start})") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    except _Twice as error:
+        raise ValueError(f"{place} has the key {error} twice, wanted once") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: JSON that cannot be read ({type(error).__name__}: {str(error)[:80]})") from error
     if not isinstance(fields, dict):

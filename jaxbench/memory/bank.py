@@ -151,6 +151,8 @@ class Bank(nnx.Module):
             self._check(state, batch_size)
         is_fresh = state is None and is_token is None
         state = self.init_state(batch_size) if state is None else state
+        if length == 0:
+            return x.astype(self.dtype), state, jnp.zeros((), state.mass.dtype)
         tokens, num_tokens = layout.left_align(x, is_token)
         if length == 1:
             read_out, state, loss = self._read_token(tokens, state, num_tokens)

@@ -157,6 +157,8 @@ class Block(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
+        if x.shape[1] == 0:
+            return self.memory(x, state.memory)[0], state
         tokens, num_tokens = layout.left_align(x, is_token)
         # A segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
         graph, params = nnx.split(self)

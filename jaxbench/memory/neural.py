@@ -227,7 +227,7 @@ class NeuralMemory(nnx.Module):
 
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum), (tokens, coeffs) = carry, inputs
-            output, weights, momentum = chunk.learn(weights, weights, momentum, tokens, self.rule, coeffs)
+            output, weights, momentum = self._learn(weights, weights, momentum, tokens, coeffs)
             return (weights, momentum), output
 
         carry, parts, whole = (weights, momentum), [], length // size * size
@@ -244,6 +244,13 @@ class NeuralMemory(nnx.Module):
         count = jnp.full((batch_size,), length - whole, jnp.int32)
         state = NeuralState(*self._split_heads(*carry, anchor), count, projected.tail)
         return self._output(read_out, projected.gate), state
+
+    def _learn(
+        self, anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, coeffs: chunk.Coefficients | None
+    ) -> tuple[Float[Array, "E C H"], Weights, Weights]:
+        """Write a chunk and read it, as chunk.learn; without its gate the momentum stays what it was, zeros."""
+        output, weights, moved = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
+        return output, weights, momentum if self.eta is None else moved
 
     def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
         """Coefficients of all chunks at once, [L E ...]: they depend on the gates alone."""
@@ -274,7 +281,7 @@ class NeuralMemory(nnx.Module):
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum, anchor), (tokens, is_begun, coeffs) = carry, inputs
             anchor = layout.select_rows(is_begun, weights, anchor)
-            output, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
+            output, weights, momentum = self._learn(anchor, weights, momentum, tokens, coeffs)
             return (weights, momentum, anchor), output
 
         inputs = (chunks, is_begun, self._coefficients(chunks))

@@ -127,6 +127,9 @@ class LocalAttention(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.check(state, len(x))
+        if x.shape[1] == 0:
+            shape = x.shape if self.o_proj is not None else (len(x), 0, self.num_heads, self.head_dim)
+            return jnp.zeros(shape, self.dtype), state
         tokens, num_tokens = layout.left_align(x, is_token)
         entries = tuple(self.split_heads(project(tokens)) for project in self.projections())
         persistent = self.persistent_keys_values()

@@ -63,7 +63,9 @@ def of_choices(choices: Sequence[str]) -> str:
         raise ValueError(f"choice: {len(choices)} texts; wanted at least one, and none empty")
     for number, each in enumerate(choices):
         _check_unicode(f"choice.{number}", each)
-    lark = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+    # JSON leaves U+007F as it is, and llguidance's lexer takes it escaped alone
+    texts = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in choices]
+    lark = "start: " + " | ".join(texts)
     return _checked("choice", _matcher().grammar_from_lark(lark))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pydantic
@@ -14,6 +14,7 @@ import pydantic
 from jaxbench.generation import requests as texts
 from jaxbench.serve import marking, protocol
 from jaxbench.serve.protocol import ChatBody, CompletionBody
+from jaxbench.serve.request import Request
 from jaxbench.serve.service import Answer, Service
 
 KEY_VARIABLE = "JAXBENCH_API_KEY"  # of the environment
@@ -188,13 +189,25 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
         made = []
         for ids, count in zip(prompts, new):
             made += body.requests(id, tuple(ids), first=len(made), new_tokens=count, grammar=grammar, **how)
-        for each in made:
-            marking.check(each, service.watermarks)
     except pydantic.ValidationError as error:
         raise _of_field(error) from error
     except ValueError as error:
         raise Bad(str(error)) from error
+    _check_marks(service, made)
     return service.submit(made)
+
+
+def _check_marks(service: Service, made: Sequence[Request]) -> None:
+    """Check that requests can be marked as they ask.
+
+    Raises:
+      Bad: one cannot.
+    """
+    try:
+        for each in made:
+            marking.check(each, service.watermarks)
+    except ValueError as error:
+        raise Bad(str(error), param=str(error).partition(":")[0]) from error
 
 
 async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody) -> str | None:

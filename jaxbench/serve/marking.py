@@ -36,7 +36,7 @@ class Watermarks(Protocol):
         """Check that a request can be marked as it asks.
 
         Raises:
-          ValueError: it cannot; the message says what was wanted.
+          ValueError: it cannot; the message begins with the field that a body has for it, and says what was wanted.
         """
 
     def marks(self, vocab_size: int) -> Marks:
@@ -53,7 +53,7 @@ def check(request: Request, watermarks: Watermarks | None) -> None:
     """Check that a request can be marked as it asks, if it asks at all.
 
     Raises:
-      ValueError: it cannot.
+      ValueError: it cannot; the message begins with the field of the body, such as `watermark: `.
     """
     if watermarks is not None:
         watermarks.check(request)

@@ -32,6 +32,7 @@ STATE, META = "state", "meta"
 MAX_LISTED = 8  # names shown of each kind of difference
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
 DAMAGED = "damaged"  # suffix that a damaged checkpoint's folder gets
+PARAMETERS = "params."  # how the names of a model's own arrays begin
 
 
 class Checkpoint(NamedTuple):
@@ -131,7 +132,8 @@ class Checkpoints:
           check_meta: raises where a checkpoint's JSON object belongs to another run.
 
         Raises:
-          ValueError: the checkpoint is of another model; the differing names and shapes are listed.
+          ValueError: the checkpoint is of another model, or check_meta takes it and its arrays are others all the
+            same; the differing names and shapes are listed.
         """
         for step in reversed(self.steps()):
             try:
@@ -142,8 +144,10 @@ class Checkpoints:
                 reason = error
             if self._is_damaged(step, reason):
                 continue
-            self._refuse_other_model(step, shapes, wanted)
-            check_meta(meta)
+            parts = _differing(shapes, wanted)
+            if not any(name.startswith(PARAMETERS) for names in parts.values() for name in names):
+                check_meta(meta)  # of the same model: settings or backend say more than an optimiser's names
+            self._refuse_other_model(step, parts)
             try:
                 arrays = self._read(step, wanted)
                 broken = [name for name in sums if _differs(arrays[name], sums[name])]
@@ -202,19 +206,8 @@ class Checkpoints:
             items = self._ocp.args.Composite(**{STATE: self._ocp.args.StandardRestore(target)})
             return dict(self._manager.restore(step, args=items)[STATE])
 
-    def _refuse_other_model(self, step: int, shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> None:
-        """Raise where names, shapes or types of a checkpoint's arrays are not the wanted ones."""
-        saved = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
-        needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
-        parts = {
-            "missing in it": sorted(needed.keys() - saved.keys()),
-            "unknown here": sorted(saved.keys() - needed.keys()),
-            "different": [
-                f"{name} is {saved[name][0]} {saved[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
-                for name in sorted(needed.keys() & saved.keys())
-                if saved[name] != needed[name]
-            ],
-        }
+    def _refuse_other_model(self, step: int, parts: Mapping[str, list[str]]) -> None:
+        """Raise where a checkpoint's arrays are not the wanted ones; parts: of `_differing`."""
         if any(parts.values()):
             listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts.items() if names)
             raise ValueError(
@@ -283,6 +276,21 @@ def _copy(value: Any) -> Any:
         return np.array(value)
     is_host = next(iter(value.sharding.device_set)).platform == "cpu"
     return value.copy() if is_host else value  # on a CPU, Orbax's copy is the array itself, which the step donates
+
+
+def _differing(shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What is not alike in names, shapes and types of a checkpoint's arrays and of the wanted ones, by its kind."""
+    saved = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+    needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
+    return {
+        "missing in it": sorted(needed.keys() - saved.keys()),
+        "unknown here": sorted(saved.keys() - needed.keys()),
+        "different": [
+            f"{name} is {saved[name][0]} {saved[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
+            for name in sorted(needed.keys() & saved.keys())
+            if saved[name] != needed[name]
+        ],
+    }
 
 
 def _differs(value: np.ndarray, wanted: Any) -> bool:

@@ -83,7 +83,8 @@ class Detector(detection.NumpyDetector):
         lists = None if lists is None else (lists[0], np.pad(lists[1], (0, extra)))
         arguments = jax.device_put((*arrays, detection.key_arrays(self.scheme, key, rows, extra), lists), self._device)
         evidence = _evidence(*arguments, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
-        return reference.Evidence(*(None if x is None else np.asarray(x)[:rows, :columns] for x in evidence))
+        found = (None if x is None else np.asarray(x)[:rows, :columns] for x in evidence)
+        return reference.Evidence(*found, reference.inputs(self.scheme, key, tokens[:rows, :columns]))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "vocab_size"))

@@ -19,6 +19,7 @@ from jaxbench.config import Base
 from jaxbench.watermark.keys import Key
 
 CONTEXT_SITE, MIN_SITE, SELF_SITE = (philox.site_id(f"watermark/{name}") for name in ("context", "min", "self"))
+INPUT_SITE, SEED_FACTOR = philox.site_id("watermark/inputs"), np.uint32(0x9E3779B1)  # any odd factor
 NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
 RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
 MAX_WIDTH = 8  # tokens of context at most
@@ -46,6 +47,7 @@ class Evidence(NamedTuple):
     words: UInt32[np.ndarray, "B T"]  # the word of each token; lists: 0 = green, RED = not
     scored: Bool[np.ndarray, "B T"]  # True at the first position of each exact (key, seed, token)
     second_words: UInt32[np.ndarray, "B T"] | None = None  # under the second key of a dual-key scheme
+    inputs: UInt32[np.ndarray, "B T"] | None = None  # of lists: what `inputs` gives
 
 
 class Text(NamedTuple):
@@ -210,7 +212,22 @@ def evidence(
     words, seeds = scheme.text_words([first for first, _ in pairs], text)
     scored = is_first(seeds, tokens, valid) if deduplicate else valid
     second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None
-    return Evidence(words, scored, second_words)
+    return Evidence(words, scored, second_words, inputs(scheme, key, tokens, seeds))
+
+
+def inputs(
+    scheme: Any, key: Keys, tokens: Int[np.ndarray, "B T"], seeds: Seeds | None = None
+) -> UInt32[np.ndarray, "B T"] | None:
+    """One number for each (key, seed, token) where words say only green or red, None for other schemes.
+
+    A randomised p-value needs a number that the score does not decide: two words are too few (significance.py). Seeds:
+    none where all are equal.
+    """
+    if not scheme.has_list_words:
+        return None
+    of_key = philox.philox4x32((0, 0, 0, INPUT_SITE), halves(key, 2))[0]
+    of_text = np.asarray(tokens).astype(np.uint32)
+    return of_key ^ (of_text if seeds is None else of_text + seeds[..., 0].astype(np.uint32) * SEED_FACTOR)
 
 
 def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:

@@ -43,7 +43,10 @@ def score(
     *,
     vocab_size: int,
 ) -> Detections:
-    """Scores and p-values of evidence about N texts; the randomised p-value is keyed by the scored words.
+    """Scores and p-values of evidence about N texts.
+
+    The randomised p-value is keyed by the scored words, or by the evidence's `inputs` where it has them: of words that
+    say only green or red, every pattern of a short text would have its own fixed number.
 
     Raises:
       ValueError: the vocabulary does not fit a unigram list.
@@ -54,7 +57,8 @@ def score(
     if statistic.is_continuous:
         p_values = (tail.upper,) * 3
     else:
-        equal, uniform = tail.upper - tail.above, randomizer(text_identity(evidence.words, evidence.scored))
+        named_by = evidence.words if evidence.inputs is None else evidence.inputs
+        equal, uniform = tail.upper - tail.above, randomizer(text_identity(named_by, evidence.scored))
         p_values = tail.upper, tail.above + 0.5 * equal, tail.above + uniform * equal
     deviation, variance = total - num_scored * statistic.moments()[0], statistic.variance(num_scored)
     z = np.where(variance > 0, deviation / np.sqrt(np.where(variance > 0, variance, 1.0)), 0.0)

@@ -24,6 +24,18 @@ def line(content: object, *wanted: str) -> Case:
     return of("--input=x.jsonl|--output=o.jsonl", "x.jsonl line 2", *wanted, x_jsonl='{"prompt": "One."}\n' + text)
 
 
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "Hello": 1}, "unk_token": "a"}
+PARTS = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+
+
+def tokenizer(words: str, *wanted: str, added: dict[str, int] | None = None, **settings: object) -> Case:
+    """Return a case whose folder has a tokenizer with these settings, added tokens, and no weights."""
+    content = {"tokenizer.json": PARTS | {"version": "1.0", "added_tokens": [], "model": WORDS}}
+    content |= {"tokenizer_config.json": settings, "added_tokens.json": added or {}}
+    files = {f"model/{name}": json.dumps(values) for name, values in content.items()}
+    return Case(("generate.py", *words.split("|"), "--model={tmp}/model"), wanted, files)
+
+
 ONE = "--prompt=Hello"
 MANY = "--input=a.jsonl|--output=o.jsonl"
 
@@ -72,6 +84,11 @@ CASES = [
     of(f"{ONE}|--model=x.gguf", "x.gguf", "not a GGUF file", x_gguf=BINARY),
     of(f"{ONE}|--model=", "names nothing"),
     of(f"{ONE}|--model={{tmp}}", "missing tokenizer.json"),
+    tokenizer(f"{ONE}|--chat", "the model's template failed: division by zero", chat_template="{{ 1 / 0 }}"),
+    tokenizer(f"{ONE}|--chat", "the model's template failed: 'bos_token' is", chat_template="{{ bos_token + 'a' }}"),
+    tokenizer(f"{ONE}|--chat", "tokenizer_config.json: chat_template is 5", "wanted a text", chat_template=5),
+    tokenizer(ONE, "added_tokens.json: the added token 'b' has id 7, and 2 in tokenizer.json", added={"b": 7}),
+    tokenizer(ONE, "tokenizer_config.json: its added tokens cannot be read", added_tokens_decoder=[1]),
     of("--input=a.jsonl", "--input=a.jsonl needs --output"),
     of("--input=none.jsonl|--output=o.jsonl", "none.jsonl", "No such file"),
     of("--input={tmp}|--output=o.jsonl", "Is a directory"),
@@ -93,6 +110,8 @@ CASES = [
     line({"prompt": ""}, "prompt is empty"),
     line({"prompt": None}, "prompt is a NoneType"),
     line({"prompt": "a", "text": "b"}, "the key 'text'", "rename it"),
+    line('{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice", "wanted once"),
+    of(f"{MANY}|--system=Be brief.", "--system='Be brief.' does nothing with a.jsonl", "2 requests", "--chat"),
     line({"messages": []}, "messages is an empty list"),
     line({"messages": [{"role": "user"}]}, "content of message 1 is missing"),
     line({"messages": [{"role": "user", "content": 5}]}, "content of message 1 is a int"),

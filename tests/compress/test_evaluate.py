@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from jaxbench import initial, prompts, transformer
-from jaxbench.compress import answer_run, artifact, auto, evaluate, evaluate_run, evaluation, reading
+from jaxbench.compress import answer_run, artifact, auto, document, evaluate, evaluate_run, evaluation, reading
 from jaxbench.compress import config as shapes
 from jaxbench.lora import layers
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import answers
+from torch_ref.compress import compressor as torch_compressor
 
 DECODER = cases.LLAMA.model_copy(update={"num_layers": 3, "max_seq_len": 1024})
 CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16})
@@ -30,13 +31,17 @@ def reader(params):
     return reading.Reader(transformer.build(DECODER, params))
 
 
-@pytest.fixture(scope="module")
-def compressor(params):
+def made_of(params, twin=None):
     held = weights.Checkpoint(DECODER, params, Path("tiny"), "tiny", "1" * 64)
     own = shapes.initial_params(CONFIG, 3, distinct=True)
     own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
     trained = artifact.Trained(CONFIG, own, held.sha256, "abc", {})
-    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32")
+    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32", twin)
+
+
+@pytest.fixture(scope="module")
+def compressor(params):
+    return made_of(params)
 
 
 def test_a_readers_losses_are_the_decoders(reader, params):
@@ -102,7 +107,8 @@ def test_windows_lie_in_one_text_and_come_from_all(reader):
 @pytest.mark.parametrize(("context", "ratio", "kept"), [(17, 2, 9), (3, 4, 1), (64, 4, 16)])
 def test_as_many_of_the_last_tokens_are_kept_as_there_are_vectors(reader, compressor, context, ratio, kept):
     drawn = evaluate.windows(TEXTS, 2, seed=0, context=context)
-    found = evaluate.continuation(reader, compressor.at(ratio), drawn, start=1)["keep"][:, 0]
+    made = evaluate.compressed(compressor.at(ratio), drawn)
+    found = evaluate.continuation(reader, compressor.at(ratio), drawn, made, start=1)["keep"][:, 0]
     rows = [reading.behind_text(w.context[context - kept :], w.following, start=1) for w in drawn]
     np.testing.assert_allclose(found, [heard.losses[: evaluate.ASKED].mean() for heard in reader(rows)], atol=1e-6)
     assert kept == len(evaluate.tokens_of(compressor.at(ratio), drawn[0].context)[0])
@@ -114,7 +120,8 @@ def test_a_window_of_few_tokens_is_said_freely_as_far_as_it_goes(compressor):
     def generate(ids, *, vectors, max_new_tokens, seed):
         return prompts.Generation(np.stack([w.context for w in drawn]), np.full(2, max_new_tokens))
 
-    np.testing.assert_array_equal(evaluate.said_freely(generate, compressor, drawn)["same"], [1, 1])
+    made = evaluate.compressed(compressor, drawn)
+    np.testing.assert_array_equal(evaluate.said_freely(generate, compressor, drawn, made)["same"], [1, 1])
 
 
 def test_what_is_said_freely_is_counted_at_its_place_and_wherever_it_stands(compressor):
@@ -129,12 +136,44 @@ def test_what_is_said_freely_is_counted_at_its_place_and_wherever_it_stands(comp
             row[: len(said)] = said
         return prompts.Generation(tokens, np.array([16, 16, 10]))
 
-    found = evaluate.said_freely(generate, compressor, drawn)
+    found = evaluate.said_freely(generate, compressor, drawn, evaluate.compressed(compressor, drawn))
     np.testing.assert_allclose(found["same"], [1, 15 / 16, 10 / 16])
     texts = [compressor.words.decode(window.context[:16].tolist()) for window in drawn]
     said = [compressor.words.decode(ids.tolist()) for ids in right]
     np.testing.assert_allclose(found["words"], [answers.f1(said[i], [texts[i]]) for i in range(3)])
     np.testing.assert_allclose(found["others"], [answers.f1(said[i], [texts[(i + 1) % 3]]) for i in range(3)])
+
+
+@pytest.mark.parametrize(("dtype", "twin"), [*((each, None) for each in document.DTYPES), ("int8", torch_compressor)])
+def test_all_that_is_read_of_a_window_is_what_one_file_of_all_windows_would_hold(params, tmp_path, dtype, twin):
+    compressor, read, said = made_of(params, twin), [], []
+    count = 33 if dtype == "pq" else 4  # product codes take 1,024 vectors at least
+    drawn = evaluate.windows(TEXTS, count, seed=0, context=CONTEXT)
+    exact = np.concatenate([evaluate.tokens_of(compressor, window.context)[0] for window in drawn])
+    kept = document.restored(document.stored(exact, dtype))
+    assert (dtype == "float32") == np.array_equal(kept, exact)
+    kept = kept.reshape(count, 4, 8, -1)  # chunks of a window
+
+    def reader(rows, *, progress):
+        read.extend(rows)
+        return [reading.Heard(np.ones(len(row.asked)), np.ones(len(row.asked), bool)) for row in rows]
+
+    def generate(ids, *, vectors, max_new_tokens, seed):
+        said.append(vectors)
+        return prompts.Generation(np.zeros((len(ids), max_new_tokens), np.int32), np.full(len(ids), max_new_tokens))
+
+    plan = evaluate_run.Plan((2,), chunks=3, start=1, store=dtype)
+    evaluate_run.run(compressor, answer_run.Side(reader, generate), drawn, plan, tmp_path, say=lambda line: None)
+    tag = compressor.tag(evaluate.RECONSTRUCT)
+    wanted = [np.concatenate([each[0], tag]) for each in kept[:3]]
+    np.testing.assert_array_equal(said[0], np.concatenate(wanted))
+    back = [row.vectors for row in read if len(row.vectors) == len(wanted[0])]
+    assert len(back) == 9
+    for i, window in enumerate(wanted):
+        zeros, side_by_side, aligned = back[3 * i : 3 * i + 3]
+        assert not zeros[:-1].any() and np.array_equal(side_by_side, window) and np.array_equal(aligned, window)
+    whole = [row.vectors for row in read if len(row.vectors) == 33][:count]
+    np.testing.assert_array_equal(np.stack(whole)[:, :-1], kept.reshape(count, 32, -1))
 
 
 def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):

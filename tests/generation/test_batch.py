@@ -34,9 +34,11 @@ def lines(path):
 
 def run(source, output, write, text, *, settings=SETTINGS, batch_size=4, overwrite=False, **more):
     output = batch.check_output(output, [source], overwrite=overwrite)
-    wanted = batch.describe(settings, source, **more)
+    content = source.read_bytes()
+    wanted = batch.describe(settings, content, **more)
     done = 0 if overwrite else batch.finished(output, wanted)
-    batch.run(requests.read(source, text), output, wanted, write(settings), batch_size=batch_size, done=done)
+    asked = requests.parsed(content, source, text)
+    batch.run(asked, output, wanted, write(settings), batch_size=batch_size, done=done)
     return lines(output)
 
 
@@ -58,6 +60,11 @@ def test_a_run_that_was_stopped_goes_on_after_its_last_whole_line(source, tmp_pa
     assert run(source, path, write, text, batch_size=2) == whole
     before = path.stat().st_mtime_ns
     assert run(source, path, write, text) == whole and path.stat().st_mtime_ns == before
+
+
+def test_what_is_kept_says_the_command_that_goes_on():
+    assert batch.kept("o.jsonl", overwrite=False) == "finished rows in o.jsonl are kept; the same command goes on"
+    assert batch.kept("o.jsonl", overwrite=True).endswith("; the same command without --overwrite goes on")
 
 
 def test_rows_of_another_run_are_not_touched(source, tmp_path, write, text):

@@ -56,6 +56,37 @@ def test_without_a_compiler_the_text_comes_with_one_line_that_says_so(folder, tm
     assert "install a C compiler" in error
 
 
+def test_a_line_that_is_no_utf_8_is_refused_alone_and_the_conversation_goes_on(folder):
+    arguments = [f"--model={folder}", "--backend=torch", "--chat", "--new_tokens=5", "--kernels=xla"]
+    done = subprocess.run(
+        [sys.executable, MAIN, *arguments], input=b"Hi\n\xff bad\nWho?\n", capture_output=True,
+        env=shell_environment(**ONE_THREAD, PYTHONIOENCODING="utf-8:strict"), timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, refusal, second = done.stderr.decode().splitlines()
+    assert first.startswith("19 prompt tokens in ") and second.startswith("55 "), done.stderr
+    assert refusal == "error: the message has a lone surrogate, which is no Unicode text: '\\udcff bad'"
+
+
+def test_a_pipe_is_read_once_and_rows_of_another_pipe_are_not_taken_for_its_own(folder, tmp_path):
+    arguments = [f"--model={folder}", "--backend=torch", "--new_tokens=2", "--kernels=xla", "--input=/dev/stdin"]
+    output = tmp_path / "out.jsonl"
+
+    def piped(text):
+        return subprocess.run(
+            [sys.executable, MAIN, *arguments, f"--output={output}"], input=text, capture_output=True, text=True,
+            env=shell_environment(**ONE_THREAD), timeout=240,
+        )  # fmt: skip
+
+    one, other = '{"prompt": "One"}\n', '{"prompt": "Two"}\n'
+    done = piped(one)
+    assert done.returncode == 0, done.stderr
+    refused(piped(other), f"--output={output} holds rows made with other input_sha256")
+    again = piped(one)
+    assert again.returncode == 0 and again.stderr == f"{output} has all 1 rows\n", again.stderr
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["One"]
+
+
 def test_a_conversation_reads_lines_and_answers_each(folder):
     arguments = [f"--model={folder}", "--backend=torch", "--chat", "--new_tokens=5", "--kernels=xla"]
     done = subprocess.run(
@@ -68,13 +99,16 @@ def test_a_conversation_reads_lines_and_answers_each(folder):
     assert refusal.startswith("error: the message has 217 tokens")
 
 
-def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, tmp_path, more):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"Number {i}"}) + "\n" for i in range(20)))
     words = [f"--model={folder}", "--backend=torch", f"--input={source}", "--new_tokens=80", "--temperature=1"]
     words += ["--batch_size=1", "--kernels=xla"]
     started = [sys.executable, MAIN, *words, f"--output={output}"]
-    process = subprocess.Popen(started, env=shell_environment(**ONE_THREAD), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*started, *more], env=shell_environment(**ONE_THREAD), stderr=subprocess.PIPE, text=True
+    )
     until = time.monotonic() + 120
     # the second row: an interrupt while the first is on its way to the disk takes it back
     while not (output.exists() and output.read_bytes().count(b"\n") > 1) and time.monotonic() < until:
@@ -83,7 +117,8 @@ def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, 
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 130, stderr
     (line,) = stderr.splitlines()
-    assert line == f"interrupted; finished rows in {output} are kept; the same command goes on"
+    again = "the same command without --overwrite" if more else "the same command"  # with it, it starts anew
+    assert line == f"interrupted; finished rows in {output} are kept; {again} goes on"
     kept = output.read_bytes()
     assert 0 < kept.count(b"\n") < 20 and kept.endswith(b"\n")
     done = command("generate.py", *words, f"--output={output}", "--batch_size=20", **ONE_THREAD)

@@ -10,7 +10,7 @@ from jaxbench.generation import requests
 def read(tmp_path, text, *lines, **how):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
-    return requests.read(path, text, **how)
+    return requests.parsed(path.read_bytes(), path, text, **how)
 
 
 def shown(text, found):
@@ -31,6 +31,17 @@ def test_chat_puts_prompts_through_the_template_and_a_system_message_in_front(tm
     assert shown(text, found) == ["[system]Be brief.[user]Hi[assistant]", "[system]Own.[user]Hi[assistant]"]
 
 
+def test_a_system_message_that_no_line_would_have_is_refused(tmp_path, text):
+    own = '{"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]}'
+    chat = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    plain = '{"prompt": "Hi"}'
+    mixed = read(tmp_path, text, plain, own, chat, system="Be brief.")
+    assert shown(text, mixed)[::2] == ["Hi", "[system]Be brief.[user]Hi[assistant]"]
+    for lines in ((plain,), (plain, own), (own,)):
+        with pytest.raises(ValueError, match=f"--system='Be brief.' does nothing with .*: its {len(lines)} requests"):
+            read(tmp_path, text, *lines, system="Be brief.")
+
+
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -49,6 +60,8 @@ def test_chat_puts_prompts_through_the_template_and_a_system_message_in_front(tm
         ('{"messages": [{"role": 1, "content": "Hi"}]}', "line 2: role of message 1 is a int"),
         ('{"prompt": "a", "ids": []}', "line 2 has the key 'ids', which the output writes; rename it"),
         ('{"prompt": ' + "[" * 50_000, "line 2: "),
+        ('{"prompt": "a", "prompt": "b"}', "line 2 has the key 'prompt' twice, wanted once"),
+        ('{"prompt": "a", "tag": [{"b": 1, "\\u0062": 1}]}', "line 2 has the key 'b' twice, wanted once"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(line, wanted, tmp_path, text):

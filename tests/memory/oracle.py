@@ -103,7 +103,7 @@ def _head(c: Any, weights: list, query: Any, key: Any, value: Any, eta: Any, the
         before, weights = weights, [(1.0 - alpha[t]) * w + s for w, s in zip(weights, momentum, strict=True)]
         answering = {"token": weights, "before": before, "chunk": anchor}[c.read]
         answers.append(forward(c, answering, query[t])[1][-1])
-    return np.stack(answers), weights, momentum
+    return np.stack(answers), weights, momentum if c.momentum else [np.zeros_like(each) for each in weights]
 
 
 def forward(c: Any, weights: list, x: np.ndarray) -> tuple[list, list]:

@@ -328,3 +328,19 @@ def test_with_initial_match_queries_and_keys_start_alike():
     for is_alike in (True, False):
         params = initial_params(TINY.model_copy(update={"initial_match": is_alike}), 0)
         assert (params["q_proj.kernel"] == params["k_proj.kernel"]).all() == is_alike
+
+
+@pytest.mark.parametrize("library", ["flax", "torch"])
+def test_a_call_without_tokens_reads_and_writes_nothing(library):
+    read, model, twin, _ = layer()
+    _, state, _ = read(stream())
+    if library == "torch":
+        model, as_array = twin, lambda x: torch.from_numpy(np.array(x))
+    else:
+        as_array = jnp.asarray
+    state = jax.tree.map(as_array, tuple(state))
+    state = type(model.init_state(1))(*state)
+    with torch.no_grad():
+        answer, after, loss = model(as_array(np.zeros((2, 0, TINY.d_model))), state)
+    assert tuple(answer.shape) == (2, 0, TINY.d_model) and float(loss) == 0.0
+    assert worst(after, state) == 0.0

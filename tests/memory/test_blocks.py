@@ -237,3 +237,16 @@ def test_what_sees_nothing_answers_zero():
         query, key = ones((1, 2, 2, 4)), ones((1, 3, 1, 4))
         mask = ones((1, 2, 3)) > 1
         assert not np.asarray(package.attend(query, key, key, mask)).any()
+
+
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_tokens_answers_none_and_changes_no_state(backend, kind):
+    block = runner(backend, kind).block
+    array = torch.from_numpy if backend == "torch" else jnp.asarray
+    none = array(stream()[:, :0])
+    with torch.no_grad():
+        for state in (None, block.init_state(ROWS)):
+            answer, after, loss = block(none, state)
+            assert tuple(answer.shape) == (ROWS, 0, 8) and float(loss) == 0.0
+            assert worst(after, block.init_state(ROWS)) == 0.0

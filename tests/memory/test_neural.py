@@ -72,6 +72,20 @@ def test_the_numpy_layer_sees_each_of_its_options():
     assert {(name, value) for name, value in options if worst(answers(**{name: value}), answers()) < 1e-4} == set()
 
 
+def test_without_momentum_the_state_holds_zeros_whatever_was_padding():
+    read, _, twin = layer(ALL.model_copy(update={"momentum": False}))
+    is_token = jnp.arange(LENGTH)[None] < jnp.array([[LENGTH - 2], [LENGTH - 3], [1]])
+    _, padded = read(stream(), None, is_token)
+    with torch.no_grad():
+        masks = (None, torch.from_numpy(np.array(is_token)))
+        twins = [as_numpy(twin(as_torch(stream()), None, is_token=mask)[1]) for mask in masks]
+    for state in (padded, read(stream())[1], *twins):
+        assert all((np.asarray(kernel) == 0).all() for kernel in state.momentum.kernels)
+    for row, count in enumerate((LENGTH - 2, LENGTH - 3, 1)):
+        _, alone = read(stream()[row : row + 1, :count])
+        assert worst(list(alone.weights.kernels), [kernel[row : row + 1] for kernel in padded.weights.kernels]) < 1e-12
+
+
 def token_by_token(read, x, state):
     """Return answers and state of single-token calls; state = None starts anew."""
     answers = []

@@ -69,6 +69,9 @@ def test_an_answer_matches_its_expression_or_is_one_of_its_choices(grammars, tok
     assert all(re.fullmatch(r"[a-f]{3}-\d{2}", text) for text in texts.values()) and len(set(texts.values())) > 1
     texts, _ = answered(grammars, tokenizer, requests(constraint.of_choices(["yes", 'no "really"']), count=8))
     assert set(texts.values()) <= {"yes", 'no "really"'}
+    odd = {chr(1) + "a", chr(127) + "a", "b\\" + chr(127)}  # control characters, one behind a backslash
+    texts, _ = answered(grammars, tokenizer, requests(constraint.of_choices(sorted(odd)), count=8))
+    assert set(texts.values()) <= odd and any(chr(127) in text for text in texts.values())
 
 
 def test_tokens_that_may_not_come_get_no_probability(grammars):

@@ -55,6 +55,13 @@ def settings(request):
     return request._replace(sampling=request.sampling.model_copy(update={"seed": 0}))
 
 
+def test_a_watermark_that_is_not_here_is_refused_by_its_field():
+    for field, value in {"watermark": "team", "watermark_payload": 3}.items():
+        refusal = asked(prompt="hi", **{field: value})
+        assert isinstance(refusal, intake.Bad) and refusal.body["error"]["param"] == "watermark", refusal
+        assert "the server has none" in str(refusal)
+
+
 @pytest.mark.parametrize(
     "name", ["n", "stream", "stop", "logit_bias", "seed", "temperature", "top_p", "max_tokens", "logprobs", "echo",
              "suffix", "best_of", "frequency_penalty", "stream_options", "user", "top_k", "stop_token_ids", "timeout"],

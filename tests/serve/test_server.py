@@ -126,9 +126,14 @@ def test_answers_are_marked_under_the_key_that_a_request_names_and_found_again(s
         assert status == 400 and len(json.loads(text)["error"]["message"]) > 10, (status, text, body)
     assert json.loads(server.post("/v1/watermark/detect", {"text": "a"})[1])["p_value"] > 1e-4
     drawing = {"prompt": "a", "watermark": "two"}
-    for body in (drawing | {"temperature": 0}, drawing | {"n": 2}):
+    unknown, payload = {"prompt": "a", "watermark": "three"}, {"prompt": "a", "watermark_payload": 3}
+    for field, body in (
+        ("temperature", drawing | {"temperature": 0}), ("n", drawing | {"n": 2}), ("watermark", unknown),
+        ("watermark_payload", payload),
+    ):  # fmt: skip
         status, text = server.post("/v1/completions", body)
-        assert status == 400 and "watermark two" in json.loads(text)["error"]["message"]
+        assert status == 400 and json.loads(text)["error"]["param"] == field, text
+        assert "watermark two" in text or field.startswith("watermark")
 
 
 def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):

@@ -148,6 +148,21 @@ def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(opened):
     assert opened.steps() == [1], "a checkpoint of another model is no damaged one"
 
 
+def test_of_the_same_model_the_caller_says_what_differs_before_an_optimiser_s_names_do(opened):
+    def refuse(meta):
+        raise ValueError(f"other run {meta['text']}")
+
+    save(opened, 1)
+    other = {name: value for name, value in ARRAYS.items() if name.startswith("params.")} | {"moments.b": np.zeros(3)}
+    with pytest.raises(ValueError, match="other run step 1"):
+        opened.restore(other, check_meta=refuse)
+    with pytest.raises(ValueError, match="of another model or optimiser; 1 missing in it: moments.b"):
+        opened.restore(other, check_meta=accept)
+    with pytest.raises(ValueError, match="of another model or optimiser; .* params.layers.1.kernel"):
+        opened.restore(other | {"params.layers.1.kernel": np.zeros(3)}, check_meta=refuse)
+    assert opened.steps() == [1]
+
+
 def test_another_run_s_checkpoint_is_refused_by_the_caller(opened):
     save(opened, 1)
 

@@ -155,9 +155,7 @@ def test_a_folder_in_use_is_refused(tmp_path, text):
 def test_another_model_seed_or_text_is_refused_and_more_steps_are_not(tmp_path, text):
     train(tmp_path, text, steps=4)
     deeper = settings().model.model_dump() | {"num_layers": 3}
-    with pytest.raises(
-        ValueError, match=r"of another model or optimiser; \d+ missing in it: moments\.0\.mu\.layers\.2"
-    ):
+    with pytest.raises(ValueError, match=r"another model or optimiser; \d+ missing in it: moments\.0\.mu\.layers\.2"):
         train(tmp_path, text, model=deeper)
     with pytest.raises(ValueError, match=r"holds another run: config\.seed was 0, is 5"):
         train(tmp_path, text, seed=5)
@@ -165,6 +163,8 @@ def test_another_model_seed_or_text_is_refused_and_more_steps_are_not(tmp_path, 
     other.write_text(TEXT[::-1])
     with pytest.raises(ValueError, match="holds another run: text_sha256 was"):
         train(tmp_path, str(other))
+    with pytest.raises(ValueError, match="holds another run: backend was flax, is torch; use another --workdir$"):
+        train(tmp_path, text, backend="torch")  # whose moments have other names
     assert train(tmp_path, text, steps=6).steps == 6
 
 

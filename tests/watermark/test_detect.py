@@ -100,6 +100,9 @@ def assert_equal(found: reference.Evidence, wanted: reference.Evidence, lengths:
     assert (found.second_words is None) == (wanted.second_words is None)
     if wanted.second_words is not None:
         assert (found.second_words[inside] == wanted.second_words[inside]).all()
+    assert (found.inputs is None) == (wanted.inputs is None)
+    if wanted.inputs is not None:
+        assert (found.inputs[inside] == wanted.inputs[inside]).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxbench.watermark import null_distributions, reference, significance
+from jaxbench.watermark import green_lists, null_distributions, reference, significance
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import synthid
@@ -26,6 +26,10 @@ SCHEMES = {
     "synthid shallow": parse_scheme({"scheme": "synthid", "depth": 3}),
     "dip": parse_scheme("dip"),
     "morphmark": parse_scheme("morphmark"),
+}
+LISTS = {  # of other toolkits
+    "kgw markllm": parse_scheme("kgw_markllm"),
+    "kgw transformers": parse_scheme("kgw_transformers"),
 }
 
 
@@ -49,6 +53,39 @@ def test_randomised_p_is_uniform_and_the_exact_one_above_it_for_texts_without_a_
     assert stats.kstest(found.randomized_p, "uniform").pvalue > 1e-3
     assert (found.p_value >= found.randomized_p).all() and (found.p_value >= found.mid_p).all()
     assert abs(found.score.mean()) < 0.2 and 0.85 < found.score.std() < 1.15
+
+
+@pytest.mark.parametrize("name", ["unigram", "kgw", "synthid shallow", "dip", *LISTS])
+def test_randomised_p_is_uniform_for_texts_of_one_to_eight_tokens(name):
+    scheme, random = (SCHEMES | LISTS)[name], np.random.default_rng(11)
+    lists = green_lists.lists_of(scheme, vocab_size=VOCAB)
+    texts = np.argsort(random.random((3000, VOCAB)), axis=1)[:, : 8 + scheme.context_length]
+    keys = [Key(int(value)) for value in random.integers(0, 2**63, len(texts))]
+    evidence = reference.evidence(scheme, keys, texts, vocab_size=VOCAB, green_lists=lists)
+    for length in range(1, 9):
+        beginning = (None if x is None else x[:, : length + scheme.context_length] for x in evidence)
+        found = significance.score(scheme, reference.Evidence(*beginning), vocab_size=VOCAB)
+        assert (found.num_scored == length).all()
+        assert stats.kstest(found.randomized_p, "uniform").pvalue > 1e-4, length
+        assert len(np.unique(found.randomized_p)) > 0.9 * min(len(texts), VOCAB)
+
+
+@pytest.mark.parametrize("name", ["unigram", "kgw markllm"])
+def test_a_lists_randomised_p_follows_the_key_and_the_tokens_but_not_what_is_not_scored(name):
+    scheme, tokens = (SCHEMES | LISTS)[name], np.arange(6)[None]
+    lists = green_lists.lists_of(scheme, vocab_size=VOCAB)
+    one = reference.evidence(scheme, Key(1), tokens, vocab_size=VOCAB, green_lists=lists)
+    first = significance.score(scheme, one, vocab_size=VOCAB).randomized_p
+    hidden = one.inputs + ~one.scored
+    assert significance.score(scheme, one._replace(inputs=hidden), vocab_size=VOCAB).randomized_p == first
+    other_key = one._replace(
+        inputs=reference.evidence(scheme, Key(2), tokens, vocab_size=VOCAB, green_lists=lists).inputs
+    )
+    other_text = one._replace(inputs=one.inputs + one.scored)
+    for other in (other_key, other_text):
+        again = significance.score(scheme, other, vocab_size=VOCAB)
+        assert again.randomized_p != first
+        assert again.p_value == significance.score(scheme, one, vocab_size=VOCAB).p_value
 
 
 def test_scoring_repeated_inputs_again_is_not_calibrated(texts):
@@ -80,6 +117,7 @@ def test_the_randomised_p_is_the_same_in_every_run_and_any_padding(scored):
         np.pad(evidence.words, pad, constant_values=9),
         np.pad(evidence.scored, pad),
         None if second is None else np.pad(second, pad),
+        None if evidence.inputs is None else np.pad(evidence.inputs, pad, constant_values=9),
     )
     again = significance.score(scheme, wider, vocab_size=VOCAB)
     for one, other in zip(found, again):

@@ -142,6 +142,8 @@ class Block(torch.nn.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
+        if x.shape[1] == 0:
+            return self.memory(x, state.memory)[0], state
         tokens, num_tokens = layout.left_align(x, is_token)
         persistent = self.attention.persistent_keys_values()
 

@@ -66,7 +66,8 @@ class Detector(detection.NumpyDetector):
         lists = None if lists is None else tuple(torch.tensor(array, device=self._device) for array in lists)
         evidence = _evidence(*arrays, lists, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
         words, scored, second = (None if x is None else x.cpu().numpy() for x in evidence)
-        return reference.Evidence(words.astype(np.uint32), scored, None if second is None else second.astype(np.uint32))
+        second = None if second is None else second.astype(np.uint32)
+        return reference.Evidence(words.astype(np.uint32), scored, second, reference.inputs(self.scheme, key, tokens))
 
 
 def _evidence(

@@ -32,6 +32,7 @@ class Scheme(Base):
     word_fields: ClassVar[tuple[str, ...]] = ("context",)  # what its words depend on; detection is compiled for these
     key_field: ClassVar[str | None] = None  # a field that is its only key, of another toolkit's lists; None: takes keys
     is_detection_only: ClassVar[bool] = False  # True: each candidate token has a list of its own
+    has_list_words: ClassVar[bool] = False  # its words are 0 and RED only, so that evidence has `inputs` too
     has_fixed_list: ClassVar[bool] = False  # one list for all contexts, `green_list(key, vocab_size)`, bool [V]
 
     @pydantic.model_validator(mode="after")

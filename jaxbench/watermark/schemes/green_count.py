@@ -38,6 +38,7 @@ class ListScheme(GreenScheme):
     """A scheme whose words say no more than whether a token is on a list: 0 and RED."""
 
     word_fields: ClassVar[tuple[str, ...]] = ()
+    has_list_words: ClassVar[bool] = True
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words make their token green."""
