@@ -143,5 +143,8 @@ def softcap(x: Float[Tensor, "..."], *, cap: float) -> Float[Tensor, "..."]:
 def layer_norm(
     x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"], *, eps: float
 ) -> Float[Tensor, "*rows D"]:
-    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias; rounded once."""
+    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias.
+
+    Differs from the twin: narrow types are rounded once, as PyTorch does, and not ahead of scale and bias.
+    """
     return F.layer_norm(x, scale.shape, scale, bias, eps)

@@ -155,11 +155,10 @@ class Launch:
             if train is None and "seconds" in answer and any((arm, load) in ready for load in loads):
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
         samples = self._rounds(stage, loads, ready)
+        samples = {key: answers for key, answers in samples.items() if key not in self.failed}  # an error stands alone
         if self.plan.suite.decode.latency:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
         for (arm, load), answers in samples.items():
-            if (arm, load) in self.failed:
-                continue  # its error stands, and not what it measured before
             answers = answers[visit.settled([sum(sample_rates.seconds_of(answer)) for answer in answers]) :]
             self.measured.append((arm, load, answers, ready[arm, load]))
             self._append_measured(*self.measured[-1])
@@ -224,6 +223,8 @@ class Launch:
             reads = tuple(self.reads[load])
             self.file.append(self._record("reads_beside", load, verdicts.median(reads), "bytes/s", samples=reads))
         for (arm, load), values in joules.items():
+            if (arm, load) in self.failed:
+                continue
             self._append(arm, "energy_j_per_token", load, values)
         return {key: answers for key, answers in samples.items() if answers}
 
@@ -235,8 +236,10 @@ class Launch:
             return
         if READER not in self.workers:  # a process of its own, whose array is in no arm's peak of memory
             log = self.plan.workdir / "logs" / f"launch{self.index}-{READER}.log"
+            log.unlink(missing_ok=True)
             self.workers[READER] = start_worker(self.plan, arm, log)
-            self._ask(READER, "start", **self._places())
+            if (answer := self._ask(READER, "start", **self._places())) is None or answer["skip"]:
+                self.lost.setdefault(READER, "cannot start")  # so that it is asked for nothing more
         if answer := self._ask(READER, "read", size=settings.read_bytes, repeats=3):
             self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
 
@@ -246,7 +249,8 @@ class Launch:
             for arm in self.order:
                 if (arm, load) in ready and (arm, load) not in self.failed and arm not in self.lost:
                     request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
-                    if answer := self._ask(arm, "token_seconds", load, **request):
+                    answer = self._ask(arm, "token_seconds", load, metric="token_s", **request)
+                    if answer and answer["seconds"]:
                         self._append(arm, "token_s", load, answer["seconds"])
 
     # Records
@@ -339,8 +343,10 @@ class Launch:
 
     # Workers
 
-    def _ask(self, arm: str, operation: str, load: Workload | None = None, **arguments) -> dict | None:
-        """Send a request; a failure becomes an error record and None."""
+    def _ask(
+        self, arm: str, operation: str, load: Workload | None = None, *, metric: str | None = None, **arguments
+    ) -> dict | None:
+        """Send a request; a failure becomes an error record and None. metric: that it is of; None = the main one."""
         if arm in self.lost:
             return None
         try:
@@ -352,7 +358,7 @@ class Launch:
             self.lost[arm] = reason
         if load is not None:
             self.failed[arm, load] = reason
-        metric = operation if load is None else sample_rates.main_metric(load)
+        metric = metric or (operation if load is None else sample_rates.main_metric(load))
         self.file.append(self._record(metric, load or Workload(), arm=arm, status="error", reason=reason))
         return None
 

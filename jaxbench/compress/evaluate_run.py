@@ -78,7 +78,8 @@ def run(
                 values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], made, progress=advance)
             return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
-        part = f"{ratio}-{plan.store}.json"  # without the store's name: an earlier version's, of unrounded vectors
+        # Of other stores than float32 an earlier version kept, without their name, what unrounded vectors gave.
+        part = f"{ratio}.json" if plan.store == "float32" else f"{ratio}-{plan.store}.json"
         row, was_there = store.kept(workdir / f"ratio-{part}", compute)
         row["freely"], _ = store.kept(workdir / f"freely-{part}", freely)
         row["read_back"] = {"nothing": floor, **row["read_back"]}

@@ -115,7 +115,8 @@ def figures(found: Sequence[Record]) -> list[dict]:
     """One row a figure: those of arms, the median of its launches, and of the whole run."""
     rows = []
     for record in found:
-        if record.metric in (STAGE, records.RUN, records.LAUNCH_DONE, "tokens") or record.value is None:
+        marks = (STAGE, records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "tokens")
+        if record.metric in marks or record.value is None:
             continue
         share = record.detail.get("share_of_roofline")
         rows.append({

@@ -192,7 +192,7 @@ def load(model: str | None, settings: Mitigation, *, is_on: bool, package: str) 
 def part_file(output: Path, source: str | Path, chosen: Sequence[Any]) -> Path:
     """Where finished lines are until all are: named by input and choices, so that no others' lines count."""
     stat = Path(source).stat()
-    identity = json.dumps([str(Path(source).resolve()), stat.st_size, stat.st_mtime_ns, *chosen])
+    identity = json.dumps([str(Path(source).resolve()), stat.st_size, stat.st_mtime_ns, ADDED, *chosen])
     return output.with_name(f"{output.name}.{hashlib.sha256(identity.encode()).hexdigest()[:12]}.part")
 
 

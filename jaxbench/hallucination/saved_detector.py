@@ -117,12 +117,13 @@ def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
 def check_settings(saved: Saved, settings: ReaderSettings, named: Collection[str]) -> None:
     """Check that reader settings which a user named say what a detector was fitted to; its own are what counts.
 
-    named: names of settings; that of the model is checked by its checksum.
+    named: names of settings; those that decide no feature, such as row_tokens, may differ, and the model is checked by
+    its checksum.
 
     Raises:
       ValueError: one says something else.
     """
-    for name in sorted({*named} - {"model"}):
+    for name in sorted({*named} & {*saved.settings.identity(), "bits"}):
         fitted, given = getattr(saved.settings, name), getattr(settings, name)
         if given != fitted:
             raise ValueError(

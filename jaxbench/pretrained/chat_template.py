@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,10 +71,15 @@ def render(
             message.update({"thinking": reasoning} | message | {"reasoning_content": reasoning})
     about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
-        return _sandbox().from_string(template).render(**{**about, **special_tokens, "messages": chat})
+        return _compiled(template).render(**{**about, **special_tokens, "messages": chat})
     except Exception as error:  # it is a stranger's code: whatever Python raises, beside jinja2's own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat: the model's template failed: {reason}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    return _sandbox().from_string(template)  # 50 ms for a template of 2 KB
 
 
 def _sandbox() -> Any:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jaxbench.measure import records, verdicts
 from jaxbench.regress.run_file import SCHEMA, check_finite
 
-SKIPPED = {records.RUN, records.LAUNCH_DONE, "digest", "parity"}
+SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "digest", "parity"}
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 ENVIRONMENT = ("about", "environment", "machine")  # keys under which a result says where it comes from
@@ -101,7 +101,7 @@ def run_of(
 def comparison(path: Path) -> Iterable[dict[str, Any]]:
     """Runs of a results.jsonl of `make compare`, one a run id."""
     rows: dict[str, list[records.Record]] = defaultdict(list)
-    for record in records.read_lines(path):
+    for record in records.RecordFile(path).read():
         rows[record.run_id].append(record)
     about = path.with_name("environment.json")
     machine = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}

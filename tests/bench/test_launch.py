@@ -156,6 +156,13 @@ def test_an_arm_that_fails_after_its_first_samples_has_an_error_and_no_rate(run_
     assert "first_token_s" not in {record.metric for record in found if record.arm == "flax"}
 
 
+@pytest.mark.parametrize("suite", [LATENCY])
+def test_an_arm_whose_latencies_fail_keeps_its_rate(run_launch):
+    found = run_launch(faults={("flax", "token_seconds"): "fails"})
+    assert pick(found, "decode_tokens_per_s").value == 4.0
+    assert pick(found, "token_s").status == "error" and pick(found, "token_s", "equinox").status == "ok"
+
+
 def test_on_a_cpu_the_roofline_comes_behind_the_last_model(run_launch):
     run_launch()
     operations = [operation for _, operation, _ in StandIn.log]

@@ -75,6 +75,7 @@ def test_a_detector_says_how_many_bits_its_reader_has_and_refuses_others(made, t
     assert again.settings.bits == 4 and saved.settings.bits is None
     saved_detector.check_settings(again, ReaderSettings(), ())
     saved_detector.check_settings(again, ReaderSettings(bits=4), ("bits",))
+    saved_detector.check_settings(again, ReaderSettings(row_tokens=64), ("row_tokens",))  # which decide no feature
     with pytest.raises(ValueError, match="fitted to a reader of bits=4, and the settings say bits=2"):
         saved_detector.check_settings(again, ReaderSettings(bits=2), ("bits",))
     with pytest.raises(ValueError, match="bits=None, and the settings say bits=4"):

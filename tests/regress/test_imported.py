@@ -78,6 +78,8 @@ def test_a_comparison_is_a_run_with_its_parity(tmp_path):
     rows = [
         Record(metric="run", detail={}, **about),
         Record(metric="parity", value=1e-15, arm="flax", detail=detail, **about),
+        Record(metric="load_s", value=9.0, unit="s", arm="flax", launch=1, **about),  # of a launch that was cut off
+        Record(metric="launch_begun", value=1.0, unit="count", launch=1, **about),
         *(Record(metric="decode_tokens_per_s", value=v, unit="tokens/s", arm="flax", workload=decode, launch=i, **about)
           for i, v in ((1, 90.0), (2, 110.0))),
         Record(metric="load_s", value=None, status="error", reason="no", arm="flax", launch=1, **about),

@@ -217,6 +217,8 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
     """
     o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
+    if not trained:
+        raise ValueError(f"optimizer_step: trained={o.trained!r} names no parameter of the model")
     kinds_of = {(o.decays(name), o.rate_ratio(name)): [] for name, _ in named}
     for name, p in named:
         kinds_of[o.decays(name), o.rate_ratio(name)].append(p)

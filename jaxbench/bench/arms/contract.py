@@ -72,7 +72,7 @@ class Arm:
         raise NotImplementedError(f"{self.name}: measure {workload.label()}")
 
     def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
-        """Seconds of each token after the first, each read on the host before the next is made."""
+        """Seconds of each token after the first, each read on the host before the next is made; none where unknown."""
         raise NotImplementedError(f"{self.name}: token_seconds {workload.label()}")
 
     def warm(self, workload: Workload, inputs: list) -> dict:

@@ -59,6 +59,10 @@ class LlamaBenchArm(contract.Arm):
         seconds = result["samples_ns"][0] / 1e9
         return {"first_s": seconds, "rest_s": 0.0} if workload.kind == "prefill" else {"rest_s": seconds}
 
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """None: its benchmarks tell no single token's time."""
+        return []
+
     def _batched(self, workload: Workload) -> dict:
         new_tokens = max(workload.new_tokens - 1, 1)
         lengths = {"npp": workload.prompt_tokens, "ntg": new_tokens, "npl": workload.batch}
