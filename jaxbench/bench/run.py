@@ -49,9 +49,9 @@ def compare(
     if profile and not suite.dtypes():
         grids = f"prefill.dtypes={list(suite.prefill.dtypes)}, decode.dtypes={list(suite.decode.dtypes)}"
         raise ValueError(f"compare: --profile traces inference, and the suite has none ({grids}); leave --profile out")
+    if resume:
+        records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
     with store.alone(workdir / records.RESULTS_NAME):
-        if resume:
-            records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
         work = plan.make_plan(suite, device=device, workdir=workdir)
         file = _begun(work, resume=resume, say=say)
         parts.parity(work, file, say)
