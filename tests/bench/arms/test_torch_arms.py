@@ -1,5 +1,8 @@
 """Compiled and packed PyTorch says what plain PyTorch says; what JAX keeps for later processes and tells of memory."""
 
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -82,12 +85,18 @@ def test_transformers_trains_without_dropout_and_generates_by_the_suite_alone(tm
     assert generated("transformers", str(tmp_path))[1][0] == plain
 
 
-def test_llama_cpp_measures_the_model_that_was_asked_for(folder):
+def test_llama_cpp_measures_the_model_that_was_asked_for(folder, monkeypatch):
+    """Not the default one; its package, which is not among the tests' own, is taken as installed."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     arm = arm_table.create("llama_cpp", device="cpu", threads=1, checkpoint=folder, file=folder)
-    assert arm.start() in (
-        f"needs a GGUF file, the model is {folder}",
-        "llama-cpp-python is not installed (pip install 'jaxbench[peers]')",
-    )
+    assert arm.start() == f"needs a GGUF file, the model is {folder}"
+    opened = []
+    llama = lambda path, **how: opened.append(path)
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=llama))
+    arm = arm_table.create("llama_cpp", device="cpu", threads=1, checkpoint=folder, file="mine.gguf")
+    assert arm.start() == ""
+    arm.load("float32", num_layers=None, train=None)
+    assert opened == ["mine.gguf"]
 
 
 @pytest.mark.parametrize("is_hit", [False, True])
