@@ -11,7 +11,7 @@ trap 'rm -rf "$out"' EXIT
 check() { # set, cases, name, flags
   instructions=$1 cases=$2 name=$3
   shift 3
-  "${CC:-cc}" -std=gnu11 -g -ffp-contract=off -fno-omit-frame-pointer -DWAIT_NS=1000000000000 "$@" -I"$src" \
+  "${CC:-cc}" -std=gnu11 -g -ffp-contract=off -fno-omit-frame-pointer -DLOSS_NS=1000000000000 "$@" -I"$src" \
     -DINSTRUCTION_SET="kernels_$instructions" "$here/kernels_check.c" "$src/$instructions.c" "$src/team.c" "$src/common.c" \
     -o "$out/check" -lpthread -lm
   echo "== $name"

@@ -21,7 +21,7 @@ CASES = 12
 # The plain loops of the portable set take a compiler long to optimise.
 OPTIMISED = {"portable": "-O0"}
 # On a machine with other work no call may go alone because it waited.
-FLAGS = ("-std=gnu11", "-ffp-contract=off", "-w", "-DWAIT_NS=1000000000000")
+FLAGS = ("-std=gnu11", "-ffp-contract=off", "-w", "-DLOSS_NS=1000000000000")
 
 
 def _sets() -> list[str]:

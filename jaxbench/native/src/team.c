@@ -4,9 +4,9 @@
  * they arrive; one that arrives late, or never, is not waited for: only a chunk that somebody has begun is. The team
  * lives until the last helper that was asked has looked in. Which thread computes a chunk decides nothing about its result.
  *
- * A helper that loses its processor in the middle of a chunk holds everybody up. Where a call waited longer than a
- * chunk can take, the next calls ask for no help for a while (see HOLD_NS): on a machine whose processors are taken one
- * thread is faster than two.
+ * A helper that loses its processor in the middle of a chunk holds everybody up. Where calls wait for helpers longer than
+ * these save, the next calls ask for no help for a while (see weigh): on a machine whose processors are taken for good one
+ * thread is faster than two. A process that takes a tenth of a processor costs no more than it takes.
  */
 
 #define _GNU_SOURCE
@@ -19,10 +19,10 @@
 #define MAX_PHASES 16
 #define MAX_THREADS 256
 #define MAX_LENT 16             /* teams at work or waiting for late helpers, each with its scratch: more get no helpers */
-#ifndef WAIT_NS
-#define WAIT_NS 300000          /* longer than that a call does not wait on a quiet machine */
+#ifndef LOSS_NS
+#define LOSS_NS 6000000         /* two turns of another process: no help is asked for after so much time lost by waiting */
 #endif
-#define HOLD_NS 20000000        /* so long, at first, no help is asked for after it; doubled up to HOLD_NS_MOST */
+#define HOLD_NS 20000000        /* so long, at first, no help is asked for; doubled up to HOLD_NS_MOST */
 #define HOLD_NS_MOST 320000000
 #define SPINS_BEFORE_YIELD 2000
 #define LINE 64
@@ -57,7 +57,7 @@ struct team {
 static pthread_mutex_t free_lock = PTHREAD_MUTEX_INITIALIZER;
 static team *free_teams;
 static int64_t num_lent; /* teams that are not free */
-static _Atomic int64_t alone_until_ns, hold_ns = HOLD_NS;
+static _Atomic int64_t alone_until_ns, hold_ns = HOLD_NS, lost_ns;
 
 static int64_t now_ns(void) {
   struct timespec t;
@@ -187,17 +187,26 @@ void team_run(team *t, chunk_function run, void *context, int64_t chunks) {
   wait_for(t, p);
 }
 
-void team_end(team *t) {
-  if (t->threads > 1) {
-    int64_t now = t->waited_ns > WAIT_NS ? now_ns() : 0; /* in a long call the last chunks of its phases take that long, too */
-    if (t->waited_ns > WAIT_NS && t->waited_ns > (now - t->began_ns) / 3) {
-      int64_t hold = atomic_load_explicit(&hold_ns, memory_order_relaxed);
-      atomic_store_explicit(&alone_until_ns, now + hold, memory_order_relaxed);
-      atomic_store_explicit(&hold_ns, hold * 2 > HOLD_NS_MOST ? HOLD_NS_MOST : hold * 2, memory_order_relaxed);
-    } else if (atomic_load_explicit(&hold_ns, memory_order_relaxed) > HOLD_NS) {
-      atomic_fetch_sub_explicit(&hold_ns, HOLD_NS / 100, memory_order_relaxed);
-    }
+/* What was lost by waiting, over all calls with helpers: n threads that never wait save (n - 1) / n of what one thread takes,
+ * so two thirds of that share of a call may be waited; what is waited beyond is lost, what is not waited makes up for losses.
+ * The sum stays at LOSS_NS after a hold, so that the next long wait asks for another, twice as long.
+ */
+static void weigh(const team *t) {
+  int64_t now = now_ns(), may_wait = (now - t->began_ns) * (t->threads - 1) * 2 / (t->threads * 3);
+  int64_t hold = atomic_load_explicit(&hold_ns, memory_order_relaxed);
+  int64_t lost = atomic_load_explicit(&lost_ns, memory_order_relaxed) + t->waited_ns - may_wait;
+  if (lost > LOSS_NS) {
+    lost = LOSS_NS;
+    atomic_store_explicit(&alone_until_ns, now + hold, memory_order_relaxed);
+    atomic_store_explicit(&hold_ns, hold * 2 > HOLD_NS_MOST ? HOLD_NS_MOST : hold * 2, memory_order_relaxed);
+  } else if (hold > HOLD_NS) {
+    atomic_fetch_sub_explicit(&hold_ns, HOLD_NS / 100, memory_order_relaxed);
   }
+  atomic_store_explicit(&lost_ns, lost > 0 ? lost : 0, memory_order_relaxed);
+}
+
+void team_end(team *t) {
+  if (t->threads > 1) weigh(t);
   atomic_store_explicit(&t->offered, -1, memory_order_release);
   drop(t);
 }
