@@ -42,10 +42,10 @@ def main() -> int:
     process_environment.ensure(VALUES.device, library="PyTorch" if config.engine.backend == "torch" else "XLA")
     if VALUES.input is not None or VALUES.output is not None:
         return answer_file(config)
-    if VALUES.replicas is not None:
-        return serve_fleet(config)
     if VALUES["overwrite"].present:
         raise ValueError(f"--overwrite={VALUES.overwrite} needs --input and --output; leave it out")
+    if VALUES.replicas is not None:
+        return serve_fleet(config)
     try:
         import uvicorn
 
@@ -133,6 +133,10 @@ def answer_file(config: Any) -> int:
     for name in ("input", "output"):
         if VALUES[name].value is None:
             raise ValueError(f"--{name} is missing: name a .jsonl file of requests, and one for the answers")
+    if VALUES.replicas is not None:
+        raise ValueError(
+            f"--replicas={VALUES.replicas} is for a server, and --input is answered by one engine; leave it out"
+        )
     from jaxbench import terminal
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.serve import batch

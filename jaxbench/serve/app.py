@@ -28,7 +28,7 @@ from jaxbench.serve import intake, jobs, protocol, stream
 from jaxbench.serve.intake import KEY_VARIABLE, Bad
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.protocol import ChatBody, CompletionBody, DetectBody, error_body
-from jaxbench.serve.service import RETRY_S, Answer, Refused, Service
+from jaxbench.serve.service import RETRY_S, Answer, Refused, Service, are_refused
 from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
@@ -126,7 +126,9 @@ def check_key(request: Request) -> None:
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which a Host header has a part in
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    given = request.headers.get("authorization", "").strip()
+    scheme, _, rest = given.partition(" ")
+    given = rest.strip() if scheme.lower() == "bearer" else given  # RFC 7235: in letters of either case
     if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
         said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         raise Bad(said, 401, code="invalid_api_key")
@@ -178,7 +180,7 @@ async def _answered(request: Request, body: CompletionBody | ChatBody, form: typ
         if not whole.done():
             raise ClientDisconnect
         value, error = whole.result()
-        if error is not None and all(answer.is_refused for answer in answers if answer.ended == "error"):
+        if error is not None and are_refused(answers):
             raise Bad(error)
         return JSONResponse(value) if error is None else JSONResponse(error_body(error, "server_error"), 500)
     finally:

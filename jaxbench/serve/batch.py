@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -22,13 +23,13 @@ import pydantic
 from jaxbench import outputs, store
 from jaxbench.serve import intake, stream
 from jaxbench.serve.protocol import ChatBody, CompletionBody, error_body, problem
-from jaxbench.serve.service import Refused, Service
+from jaxbench.serve.service import Refused, Service, are_refused
 
 URLS: dict[str, tuple[type, type[stream.Form]]] = {
     "/v1/completions": (CompletionBody, stream.Completion),
     "/v1/chat/completions": (ChatBody, stream.Chat),
 }
-ATTEMPTS = 3  # of a request whose engine died under it
+ATTEMPTS = 3  # of a request whose engine died under it, the last without others that are at theirs
 
 
 class Line(pydantic.BaseModel):
@@ -104,11 +105,12 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
     done = len(store.rows(job.part))
     advance(done)
     waiting: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
+    alone = asyncio.Lock()
     try:
         for number, line in enumerate(lines(job.source)):
             if number < done:
                 continue
-            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line)))
+            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line, alone)))
             if len(waiting) >= service.config.engine.limits.most:
                 await _written(waiting, job.part, advance)
         while waiting:
@@ -132,26 +134,41 @@ async def _written(waiting: collections.deque, part: Path, advance: Callable[[in
     advance(len(rows))
 
 
-async def _answered(service: Service, name: str, id: str, line: Line) -> dict[str, Any]:
-    """The answer to a line, as the server would give it."""
-    kind, form = URLS[line.url]
+async def _answered(service: Service, name: str, id: str, line: Line, alone: asyncio.Lock) -> dict[str, Any]:
+    """The answer to a line, as the server would give it.
+
+    alone: held by the last attempt, so that a request that the engine dies of does not use up those of all others.
+    """
     status, value = 500, error_body("the engine failed", "server_error")
     for attempt in range(ATTEMPTS):
-        try:
-            body = intake.checked(line.body, kind)
-            if body.stream:
-                raise intake.Bad(f"stream={body.stream}: a file has whole answers; leave it out")
-            answers = await _submitted(service, name, f"{id}-{attempt}", body)
-        except intake.Bad as error:
-            status, value = error.status, error.body
+        async with alone if attempt == ATTEMPTS - 1 else contextlib.nullcontext():
+            try:
+                status, value = await _attempt(service, name, f"{id}-{attempt}", line, id)
+            except intake.Bad as error:
+                status, value = error.status, error.body
+        if status != 500:
             break
-        value, error = await form(id, name, service.tokenizer, body).whole(answers)
-        if error is None:
-            status = 200
-            break
-        value = error_body(error, "server_error")
     response = {"status_code": status, "request_id": id, "body": value}
     return {"id": id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+async def _attempt(service: Service, name: str, id: str, line: Line, shown: str) -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer to a line; 500 where another attempt may end otherwise. shown: the answer's id.
+
+    Raises:
+      Bad: as _submitted, or the line asks for what a file does not have.
+    """
+    kind, form = URLS[line.url]
+    body = intake.checked(line.body, kind)
+    if body.stream:
+        raise intake.Bad(f"stream={body.stream}: a file has whole answers; leave it out")
+    answers = await _submitted(service, name, id, body)
+    value, error = await form(shown, name, service.tokenizer, body).whole(answers)
+    if error is None:
+        return 200, value
+    if are_refused(answers):  # as it would be the next time
+        raise intake.Bad(error)
+    return 500, error_body(error, "server_error")
 
 
 async def _submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Any]:

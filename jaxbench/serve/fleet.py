@@ -29,7 +29,7 @@ from jaxbench.serve.batch import URLS
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.prefix_router import PrefixRouter
 from jaxbench.serve.protocol import error_body, model_object
-from jaxbench.serve.service import RETRY_S, Refused, Service
+from jaxbench.serve.service import RETRY_S, Refused, Service, are_refused
 from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
@@ -86,7 +86,7 @@ class Replica:
                     yield 0, event
             else:
                 value, error = await made.whole(answers)
-                if error is not None and all(answer.is_refused for answer in answers if answer.ended == "error"):
+                if error is not None and are_refused(answers):
                     yield 400, error_body(error, "invalid_request_error")
                 else:
                     yield (200, value) if error is None else (500, error_body(error, "server_error"))

@@ -181,20 +181,31 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     odd = [token for token in body.logit_bias or {} if not 0 <= token < vocabulary]
     if odd:
         raise Bad(f"logit_bias of token {odd[0]}; wanted tokens from 0 to {vocabulary - 1}", param="logit_bias")
-    # the engine's seeds have 63 bits
-    seed = secrets.randbits(62) if body.seed is None else body.seed % 2**63
-    how = {"seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
+    odd = [token for token in body.stop_token_ids if not 0 <= token < vocabulary]
+    if odd:
+        said = f"stop_token_ids has token {str(odd[0])[:40]}; wanted tokens from 0 to {vocabulary - 1}"
+        raise Bad(said, param="stop_token_ids")
+    how = {"end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
     grammar = await _grammar(service, name, body)
     try:
         made = []
         for ids, count in zip(prompts, new):
-            made += body.requests(id, tuple(ids), first=len(made), new_tokens=count, grammar=grammar, **how)
+            seed = _seed(body)
+            made += body.requests(id, tuple(ids), first=len(made), new_tokens=count, seed=seed, grammar=grammar, **how)
     except pydantic.ValidationError as error:
         raise _of_field(error) from error
     except ValueError as error:
         raise Bad(str(error)) from error
     _check_marks(service, made)
     return service.submit(made)
+
+
+def _seed(body: CompletionBody | ChatBody) -> int:
+    """Seed of a prompt's answers: the one that is given, in the engine's 63 bits, or one that no other prompt has.
+
+    Prompts of a list that shared a drawn one would be answered by the same draws, the same prompt twice by one text.
+    """
+    return secrets.randbits(62) if body.seed is None else body.seed % 2**63
 
 
 def _check_marks(service: Service, made: Sequence[Request]) -> None:

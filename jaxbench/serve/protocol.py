@@ -45,6 +45,14 @@ class ResponseFormat(_Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError(
+                f"type={self.type} follows no json_schema; wanted type=json_schema, or the schema left out"
+            )
+        return self
+
 
 class StreamOptions(_Body):
     """What a stream has beside its tokens."""
@@ -60,7 +68,7 @@ class _Asked(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = pydantic.Field(default=1, ge=1)
-    temperature: float | None = pydantic.Field(default=None, ge=0, le=2)  # null = 1, as OpenAI's; 0, or from 1e-4 on
+    temperature: float | None = pydantic.Field(default=None, ge=0, le=2)  # null = 1, as OpenAI's; 0, or from 1e-6 on
     top_p: float | None = pydantic.Field(default=None, gt=0, le=1)
     top_k: int = pydantic.Field(default=0, ge=0, lt=2**31)
     min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
@@ -232,6 +240,14 @@ class ChatBody(_Asked):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @pydantic.field_validator("max_completion_tokens")
+    @classmethod
+    def _check_most(cls, most: int | None, info: pydantic.ValidationInfo) -> int | None:
+        other = info.data.get("max_tokens")
+        if most is not None and other not in (None, most):
+            raise ValueError(f"{most}, and max_tokens={other}: an answer has one length at most; leave one of them out")
+        return most
 
     @pydantic.field_validator("top_logprobs")
     @classmethod

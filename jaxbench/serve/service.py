@@ -85,6 +85,11 @@ class Answer:
             self.pieces.put_nowait(Piece("", ended=ended, error=error))
 
 
+def are_refused(answers: Sequence[Answer]) -> bool:
+    """True where all errors that answers ended with are of their requests, and none of the server."""
+    return all(answer.is_refused for answer in answers if answer.ended == "error")
+
+
 class Service:
     """Answers in progress, and the worker that computes them."""
 

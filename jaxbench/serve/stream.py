@@ -25,6 +25,7 @@ class Form:
         options = body.stream_options or protocol.StreamOptions()
         self._n = body.n  # answers to each prompt
         self._wants_usage, self._counts_on = options.include_usage, options.continuous_usage_stats
+        self._names: dict[int, tuple[str, bytes]] = {}  # of tokens that were told, which come again
         # of every event; only its choices are written anew
         self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
 
@@ -89,8 +90,16 @@ class Form:
     def _usage_text(self, answers: Sequence[Answer], count: int) -> str:
         return f',"usage":{_json(self._usage(answers, count))}'
 
-    def _shown(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _shown(self, token: int) -> tuple[str, bytes]:
+        """Text and UTF-8 of a token as it stands inside a text; of a part of a character the bytes that it has."""
+        if token not in self._names:
+            decode = self._tokenizer.decode
+            alone = decode([token])
+            # alone, and at the beginning of a text, SentencePiece's decoders leave out the space in front of a word
+            text = decode([token, token])[len(alone) :]
+            is_part = "\ufffd" in alone
+            self._names[token] = text, self._tokenizer.token_bytes(token) if is_part else text.encode()
+        return self._names[token]
 
 
 class Completion(Form):
@@ -100,7 +109,7 @@ class Completion(Form):
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         super().__init__(id, model, tokenizer, body)
-        self._begun: dict[int, int] = {}  # characters of each answer that its tokens have begun
+        self._places: dict[int, Place] = {}  # where each answer is
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """As its interface has it."""
@@ -114,22 +123,60 @@ class Completion(Form):
         """As its interface has them."""
         if not found:
             return None
-        shown = [self._shown(token) for token in tokens]
+        shown = [self._name(token) for token in tokens]
         return {
             "tokens": shown, "token_logprobs": [each.token for each in found],
-            "top_logprobs": [
-                {self._shown(other): value for other, value in each.most} | {token: each.token}
-                for token, each in zip(shown, found)
-            ],
+            "top_logprobs": [self._most(each) | {token: each.token} for token, each in zip(shown, found)],
             "text_offset": [self._offset(number, token) for token in tokens],
         }  # fmt: skip
 
+    def _most(self, found: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens by name, the first of those that share one."""
+        named: dict[str, float] = {}
+        for token, value in found.most:
+            named.setdefault(self._name(token), value)
+        return named
+
+    def _name(self, token: int) -> str:
+        """A token's text; of a part of a character its bytes, as OpenAI's interface writes them: bytes:\\xf0\\x9f."""
+        own = self._shown(token)[1]
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
     def _offset(self, number: int, token: int) -> int:
         """Character of the answer's text that its next token begins in; tokens may be parts of one."""
-        begun = self._begun.get(number, 0)
-        starts = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token)]  # of characters, in UTF-8
-        self._begun[number] = begun + sum(starts)
-        return begun if not starts or starts[0] else max(0, begun - 1)
+        is_first = number not in self._places
+        place, decode = self._places.setdefault(number, Place()), self._tokenizer.decode
+        own, alone = self._shown(token)[1], decode([token])
+        if is_first and "\ufffd" not in alone:
+            own = alone.encode()
+        if alone and not decode([token], skip_special=True):  # an end token is in no text
+            own = b""
+        return place.of(own)
+
+
+class Place:
+    """How far a text is that comes as bytes; what is no UTF-8 becomes U+FFFD, as tokenizers decode it."""
+
+    def __init__(self) -> None:
+        self._count = 0  # characters in front of `_last`
+        self._last = b""  # from the last byte on that begins a character
+
+    def of(self, data: bytes) -> int:
+        """The character that the text's next bytes begin in."""
+        if not data:
+            return self._count + _characters(self._last)
+        place = self._count + _characters(self._last + data[:1]) - 1
+        whole = self._last + data
+        begun = max((i for i, byte in enumerate(whole) if byte & 0xC0 != 0x80), default=0)
+        self._count, self._last = self._count + _characters(whole[:begun]), whole[begun:]
+        return place
+
+
+def _characters(data: bytes) -> int:
+    return len(data.decode(errors="replace"))
 
 
 class Chat(Form):
@@ -166,8 +213,8 @@ class Chat(Form):
         return {"content": content}
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
-        text = self._shown(token)
-        return {"token": text, "logprob": value, "bytes": list(self._tokenizer.token_bytes(token))}
+        text, own = self._shown(token)
+        return {"token": text, "logprob": value, "bytes": list(own)}
 
 
 async def _joined(answer: Answer) -> Piece:

@@ -69,9 +69,12 @@ def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
     _take(engine, line, events, 0 if was_busy else STATS_S)
     until = time.monotonic() + engine.limits.max_wait_ms / 1e3
     while not was_busy and engine.is_busy and (left := until - time.monotonic()) > 0:
-        if engine.scheduler.num_waiting_tokens >= engine.limits.max_batch_tokens or not _is_there(line, left):
+        if engine.scheduler.num_waiting_tokens >= engine.limits.max_batch_tokens:
             break
-        _take(engine, line, events, 0)
+        if _is_there(line, min(left, BUSY_STATS_S)):
+            _take(engine, line, events, 0)
+        elif left > BUSY_STATS_S:  # it waits, and does not hang
+            line.send(Report("events", about=engine.stats()))
     if engine.is_busy:
         events += engine.step()
     now = time.monotonic()

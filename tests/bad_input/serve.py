@@ -122,6 +122,8 @@ CASES = [
     ),
     of("--config=a.yaml", "a is there 2 times", a_yaml="alerts: {rules: [&r {name: a, figure: waiting, most: 1}, *r]}"),
     of("--overwrite", "--overwrite=True needs --input and --output"),
+    of("--replicas=2|--overwrite", "--overwrite=True needs --input and --output"),
+    of("--input=a.jsonl|--output=b.jsonl|--replicas=2", "--replicas=2", "one engine", a_jsonl="{}"),
     of("--input=a.jsonl|--output=b.jsonl", "a.jsonl is no file"),
     of("--input=a.jsonl|--output=a.jsonl", "is the input a.jsonl", a_jsonl="{}"),
     of("--input=a.jsonl|--output=b.jsonl", "line 1", "custom_id is missing", a_jsonl="{}"),

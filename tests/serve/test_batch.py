@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,10 @@ from jaxbench import store
 from jaxbench.native import library
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.serve import batch
+from jaxbench.serve.engine import Event
+from jaxbench.serve.request import Request
 from jaxbench.serve.scheduler import Limits
-from jaxbench.serve.service import Service
+from jaxbench.serve.service import Answer, Service
 from jaxbench.serve.settings import EngineConfig, ServerConfig
 from tests.generation import tiny
 from tests.test_cli import command, refused
@@ -91,6 +94,56 @@ def test_answers_come_in_the_files_order_each_with_its_status(folder):
             assert len(body["error"]["message"]) > 10
     text = [rows[i]["response"]["body"]["choices"][0]["text"] for i in (0, 15)]
     assert text[0] == text[1]  # the same request, in other company
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "attempts"),
+    [
+        ("Unfollowed: grammar: the answer cannot go on (x)", 400, "invalid_request_error", 1),
+        ("the worker ended with exit code -9", 500, "server_error", batch.ATTEMPTS),
+    ],
+)
+def test_an_answer_that_its_own_grammar_ends_is_the_requests_error_and_not_asked_for_again(
+    error, status, kind, attempts, monkeypatch
+):
+    tokenizer, asked = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), []
+
+    async def submitted(service, name, id, body):
+        asked.append(id)
+        answer = Answer(Request(id, (1,), 5), tokenizer)
+        answer.take(Event(id, None, None, "error", error))
+        return [answer]
+
+    monkeypatch.setattr(batch.intake, "submitted", submitted)
+    line = batch.Line.model_validate(request(0, regex="a"))
+    row = asyncio.run(batch._answered(SimpleNamespace(tokenizer=tokenizer), "tiny", "batch-0", line, asyncio.Lock()))
+    assert row["response"]["status_code"] == status and len(asked) == attempts
+    said = row["response"]["body"]["error"]
+    assert said["type"] == kind and said["message"] == error.removeprefix("Unfollowed: ")
+
+
+def test_a_request_that_the_engine_dies_of_costs_no_other(folder, monkeypatch):
+    tokenizer, here = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), {}
+
+    def end(answer, ended, error=None):
+        if here.pop(answer.request.id, None):
+            answer.take(Event(answer.request.id, None, None, ended, error))
+
+    async def submitted(service, name, id, body):
+        here[id] = answer = Answer(Request(id, (1,), 5), tokenizer)
+        loop = asyncio.get_running_loop()
+        if id.startswith("batch-3-"):  # and all that are computed beside it
+            loop.call_later(0.01, lambda: [end(each, "error", "the worker ended") for each in list(here.values())])
+        loop.call_later(0.02, end, answer, "length")
+        return [answer]
+
+    monkeypatch.setattr(batch.intake, "submitted", submitted)
+    job = batch.check(str(folder / "in.jsonl"), str(folder / "dies.jsonl"), [1], overwrite=False)
+    service = SimpleNamespace(tokenizer=tokenizer, config=config(folder))
+    assert asyncio.run(batch.run(service, "tiny", job, lambda rows: None)) == 3  # and two that are none
+    rows = [json.loads(row)["response"] for row in store.rows(folder / "dies.jsonl")]
+    statuses = {number: row["status_code"] for number, row in enumerate(rows) if row["status_code"] != 200}
+    assert statuses == {3: 500, 11: 400, 12: 400}
 
 
 def test_what_was_interrupted_goes_on_and_ends_the_same(folder):

@@ -4,8 +4,13 @@ import asyncio
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers.models import BPE
 
+from jaxbench.pretrained.tokenizer import Tokenizer
 from jaxbench.serve import app, intake, stream
 from jaxbench.serve.engine import Event
 from jaxbench.serve.metrics import Metrics
@@ -25,7 +30,7 @@ class Bytes:
     def encode(self, text, *, add_special=True):
         return list(text.encode())
 
-    def decode(self, ids):
+    def decode(self, ids, *, skip_special=False):
         return bytes(ids).decode(errors="replace")
 
     def token_bytes(self, token):
@@ -97,6 +102,9 @@ def test_what_changes_no_answer_is_taken(body):
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"), ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": [[]]}, "prompt"),
         ({"prompt": [""]}, "prompt"), ({"prompt": ["a"] * 9}, "prompt"), ({"prompt": ["a", "b"], "n": 5}, "prompt"),
+        ({"stop_token_ids": [256]}, "stop_token_ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"n": 9}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": None}, "unknown"),
     ],
 )  # fmt: skip
@@ -126,6 +134,12 @@ def test_several_prompts_are_several_answers_in_their_order_each_as_if_it_were_a
         assert asked(prompt=one, seed=7, max_tokens=3) == asked(prompt="ab", seed=7, max_tokens=3)
     given = asked(prompt=[[1, 2], [3]], seed=7)
     assert [each.prompt for each in given] == [(1, 2), (3,)]
+
+
+def test_prompts_of_a_list_are_drawn_by_seeds_of_their_own_where_none_is_given():
+    found = [each.sampling.seed for each in asked(prompt=["ab", "ab", "cd"], n=2, max_tokens=3)]
+    assert found[::2] == found[1::2] and len(set(found)) == 3  # choices of a prompt differ by their row of the stream
+    assert {each.sampling.seed for each in asked(prompt=["ab", "ab"], seed=7, max_tokens=3)} == {7}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +198,57 @@ def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_
     assert parts[-1]["usage"] == whole["usage"]
 
 
-def got(application, path, key="secret"):
+def spaced():
+    """A tokenizer as SentencePiece's: a space in front of a word is the word's, and goes at a text's beginning."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "the"]
+    core = tokenizers.Tokenizer(BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    core.add_special_tokens(["</s>"])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made = Tokenizer(core, eos_id=1, bos_id=None, chat_template=None)
+    return made, core.token_to_id("\u2581the"), core.token_to_id("the")
+
+
+def told(tokenizer, ids, most=(), *, form=stream.Completion, kind=CompletionBody, **body):
+    """Log-probabilities of an answer of some tokens, as an interface has them."""
+    given = {"prompt": "a", "logprobs": 5} if kind is CompletionBody else {"messages": MESSAGES, "logprobs": True}
+    made = form("r", "tiny", tokenizer, intake.checked(given | body, kind))
+    return made.logprobs(0, ids, [TokenLogprobs(-1.0, most)] * len(ids))
+
+
+def test_tokens_of_log_probabilities_have_the_spaces_of_the_text_and_stay_apart():
+    tokenizer, first, other = spaced()
+    ids = [first, first, other, first, 1]
+    found = told(tokenizer, ids, ((first, -1.0), (other, -2.0)))
+    text = tokenizer.decode(ids, skip_special=True)
+    assert text == "the thethe the" and "".join(found["tokens"]) == f" {text}</s>"
+    assert found["text_offset"] == [0, 3, 7, 10, len(text)]
+    assert found["top_logprobs"][0] == {" the": -1.0, "the": -2.0}
+    said = told(tokenizer, ids[:2], ((other, -2.0),), form=stream.Chat, kind=ChatBody, top_logprobs=1)["content"]
+    assert [bytes(each["bytes"]) for each in said] == [b" the"] * 2 and said[0]["top_logprobs"][0]["bytes"] == [*b"the"]
+
+
+def test_parts_of_characters_are_told_apart_by_their_bytes_as_openai_writes_them():
+    found = told(Bytes(), [*"é".encode()], ((0xC3, -1.0), (0xE2, -2.0), (0x41, -3.0)))
+    assert found["tokens"] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert found["top_logprobs"][0] == {r"bytes:\xc3": -1.0, r"bytes:\xe2": -2.0, "A": -3.0}
+
+
+def test_a_tokens_place_counts_the_characters_that_bytes_become_which_are_none():
+    whole = {each.encode(): [0] * len(each.encode()) for each in "aé€😀"}
+    cut = {b"\xe2\x82": [0, 0], b"\xf0\x9f\x98": [0, 0, 0], b"\xed\xbc": [0, 1]}  # of the last none is a beginning
+    odd = {b"\xff": [0], b"a\x80": [0, 1], b"a\x80\x80\x80\x80\x80": [0, 1, 2, 3, 4, 5]}
+    parts, random = [*(whole | cut | odd).items()], np.random.default_rng(0)
+    for _ in range(100):
+        data, wanted = b"", []
+        for i in random.integers(0, len(parts), 12):
+            at = wanted[-1] + 1 if wanted else 0
+            data, wanted = data + parts[i][0], [*wanted, *(at + each for each in parts[i][1])]
+        assert told(Bytes(), list(data))["text_offset"] == wanted, data
+
+
+def got(application, path, key="secret", scheme="Bearer"):
     """Status and body of a path of an application that is not started."""
     sent = []
 
@@ -196,7 +260,7 @@ def got(application, path, key="secret"):
 
     scope = {
         "type": "http", "method": "GET", "path": path, "query_string": b"", "http_version": "1.1", "root_path": "",
-        "headers": [(b"authorization", f"Bearer {key}".encode())],
+        "headers": [(b"authorization", f"{scheme} {key}".encode())],
     }  # fmt: skip
     asyncio.run(application(scope, receive, send))
     return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent[1:]))
@@ -210,6 +274,7 @@ def test_the_model_is_found_by_its_name_and_another_is_none(monkeypatch):
     (status, one), (_, every), none = (got(made, path) for path in ("/v1/models/a/b", "/v1/models", "/v1/models/c"))
     assert status == 200 and one == every["data"][0] and (one["id"], one["object"]) == ("a/b", "model")
     assert none[0] == 404 and none[1]["error"]["code"] == "model_not_found"
+    assert [got(made, "/v1/models", scheme=scheme)[0] for scheme in ("bearer", "BEARER", "Basic")] == [200, 200, 401]
     status, refused = got(made, "/v1/models/a/b", key="wrong")
     assert status == 401 and refused["error"]["code"] == "invalid_api_key"
     assert b"/v1/models/c" not in made.state.service.metrics.text()  # names are the client's: no series of each
