@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench import cli, outputs, process_environment, store, terminal
 from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
@@ -83,13 +83,16 @@ def _model() -> str | None:
     return None if VALUES.model == "default" else VALUES.model
 
 
+def _made() -> dict[str, Any]:
+    """What makes vectors: the decoder's name, the number type, the backend."""
+    twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
+    return {"model": _model(), "precision": VALUES.precision, "twin": twin}
+
+
 def _compressor(name: str) -> Any:
     from jaxbench.compress.auto import AutoCompressor
 
-    twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
-    return AutoCompressor.from_pretrained(
-        name, file=VALUES.weights, model=_model(), precision=VALUES.precision, twin=twin
-    )  # fmt: skip
+    return AutoCompressor.from_pretrained(name, file=VALUES.weights, **_made())
 
 
 def define_compress() -> None:
@@ -118,7 +121,9 @@ def compress() -> int:
     process_environment.ensure("cpu")
     compressor = _compressor(VALUES.name)
     cli.keep(f"finished parts are in {workdir}; the same command goes on", when=lambda: bulk.has_parts(workdir))
-    with terminal.progress(source.stat().st_size) as advance:
+    with store.alone(Path(VALUES.output), workdir), terminal.progress(source.stat().st_size) as advance:
+        # again: another command may have ended since
+        outputs.check_file(VALUES.output, [VALUES.input], overwrite=VALUES.overwrite)
         found = bulk.compress_file(
             compressor, source, Path(VALUES.output), sha256=f"{sha256}-{VALUES.precision}-{VALUES.backend}",
             dtype=VALUES.dtype, workdir=workdir, progress=advance,
@@ -237,9 +242,14 @@ FIGURES_OF = {  # flags that some figures do not have
 
 def evaluate() -> int:
     """Compute figures of quality: continuations of texts, answers to questions, or needles in texts."""
-    ratios = tuple(_whole(each, "--ratios") for each in VALUES.ratios)
-    outputs.check_file(VALUES.output, [VALUES.data, *VALUES.questions], overwrite=VALUES.overwrite)
+    ratios = tuple(dict.fromkeys(_whole(each, "--ratios") for each in VALUES.ratios))
+    if not ratios:
+        raise ValueError(f"--ratios={','.join(VALUES.ratios)}; wanted one at least")
     kind = "questions" if VALUES.questions else "needles" if VALUES.needles else "texts"
+    inputs = [VALUES.data, *VALUES.questions]
+    outputs.check_file(VALUES.output, inputs, overwrite=VALUES.overwrite)
+    if kind == "texts":
+        outputs.check_beside(VALUES.output, ".svg", inputs, overwrite=VALUES.overwrite)
     for name in (name for name, kinds in FIGURES_OF.items() if VALUES[name].present and kind not in kinds):
         raise ValueError(f"--{name}={VALUES[name].value}: not of figures of {kind}, which this command asks for")
     process_environment.ensure("cpu")
@@ -247,18 +257,20 @@ def evaluate() -> int:
 
     for ratio in ratios:
         auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
-    names = ("data", "needles", "windows", "tokens", "chunks", "count", "seed", "store", "adapters", "precision")
-    found = evaluation.run(
-        evaluation.How(
-            load=lambda ratio: _compressor(f"rfcc-base-{ratio}x"), model=_model(), ratios=ratios,
-            workdir=cli.workdir(f"{VALUES.output}.parts"), questions=tuple(VALUES.questions),
-            **{name: VALUES[name].value for name in names},
-        )
+    names = (
+        "data", "needles", "windows", "tokens", "chunks", "count", "seed", "store", "adapters", "precision", "backend",
     )  # fmt: skip
-    about = found.about | {"machine": environment.describe(threads=environment.usable_cores())}
-    outputs.write_json(VALUES.output, {"about": about, "rows": found.rows})
-    if found.picture is not None:
-        outputs.write_text(Path(VALUES.output).with_suffix(".svg"), found.picture)
+    how = evaluation.How(
+        load=lambda ratio: _compressor(f"rfcc-base-{ratio}x"), model=_model(), ratios=ratios,
+        workdir=cli.workdir(f"{VALUES.output}.parts"), questions=tuple(VALUES.questions),
+        **{name: VALUES[name].value for name in names},
+    )  # fmt: skip
+    with store.alone(Path(VALUES.output), how.workdir):
+        found = evaluation.run(how)
+        about = found.about | {"machine": environment.describe(threads=environment.usable_cores())}
+        outputs.write_json(VALUES.output, {"about": about, "rows": found.rows})
+        if found.picture is not None:
+            outputs.write_text(Path(VALUES.output).with_suffix(".svg"), found.picture)
     print(f"written: {VALUES.output}{'' if found.picture is None else ', and .svg beside it'}")
     return cli.EXIT_OK
 
@@ -297,7 +309,10 @@ def benchmark() -> int:
 
     text = "\n\n".join(dataset.documents(None if VALUES.data is None else Path(VALUES.data)))
     started = time.perf_counter()
-    compressor = _compressor(VALUES.name) if VALUES.num_layers is None else _untrained(VALUES.name, VALUES.num_layers)
+    untrained = VALUES.num_layers
+    compressor = (
+        _compressor(VALUES.name) if untrained is None else speed.untrained(VALUES.name, untrained, **_made())
+    )  # fmt: skip
     loaded = time.perf_counter() - started
     print(f"loaded in {loaded:.2f} s", flush=True)
     found = {"load_s": loaded, "lengths": speed.lengths(compressor, text, counts)}
@@ -312,21 +327,6 @@ def benchmark() -> int:
     outputs.write_json(VALUES.output, {"about": about, **found})
     print(f"written: {VALUES.output}")
     return cli.EXIT_OK
-
-
-def _untrained(name: str, num_layers: int) -> Any:
-    """A compressor of a decoder's first layers as they are."""
-    from jaxbench.compress import artifact, auto
-    from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
-    from jaxbench.pretrained import tokenizer, weights
-
-    held = weights.load_checkpoint(_model())
-    shape = CompressorConfig(decoder=held.config, num_layers=num_layers)
-    params = {name: each for name, each in starting_params(shape, held.params, seed=0).items() if is_trained(name)}
-    trained = artifact.Trained(shape, params, held.sha256, "untrained", {})
-    twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
-    words = tokenizer.load_tokenizer(_model())
-    return auto.AutoCompressor.of(trained, held, words, auto.check_name(name), VALUES.precision, twin)
 
 
 def _questions_asked(compressor: Any, text: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def named() -> str:
     Raises:
       ValueError: it names none, or several.
     """
-    ids = [entry.job.id for entry in held(is_written=False).entries()]
+    ids = held(is_written=False).ids()
     found = [id for id in ids if id.startswith(VALUES.job or " ")]
     if len(found) != 1:
         known = ", ".join(ids[-5:]) or "none: the queue is empty"
@@ -130,8 +130,9 @@ def list_jobs() -> int:
     """Print a line a job."""
     from rich.table import Table
 
-    entries = held(is_written=False).entries()
-    if not entries:
+    jobs = held(is_written=False)
+    ids, entries = jobs.ids(), jobs.entries()
+    if not ids:
         print(f"{VALUES.queue} holds no jobs")
         return cli.EXIT_OK
     table = Table("job", "state", "attempts", "time", "command")
@@ -140,6 +141,8 @@ def list_jobs() -> int:
             entry.job.id, entry.progress.state, str(entry.progress.attempts), _time(entry),
             entry.job.title or shlex.join(entry.job.words),
         )  # fmt: skip
+    for id in sorted(set(ids) - {entry.job.id for entry in entries}):
+        table.add_row(id, "damaged", "", "", "its files cannot be read: `show` says why, `remove` removes it")
     terminal.console().print(table)
     return cli.EXIT_OK
 

@@ -48,6 +48,25 @@ def check_file(
     return path
 
 
+def check_beside(
+    output: str | Path, suffix: str, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False,
+    flag: str = "--output",
+) -> Path:  # fmt: skip
+    """Path of what is written beside a file, under its name with another suffix, checked as `check_file` checks.
+
+    Raises:
+      ValueError: it is the file itself, or cannot be written.
+    """
+    path = Path(output).with_suffix(suffix)
+    if path == Path(output):
+        raise ValueError(f"{flag}={output} ends with {suffix}, as what is written beside it does; name it otherwise")
+    if (path.exists() or path.is_symlink()) and not overwrite:
+        raise ValueError(
+            f"{flag}={output}: {path}, which is written beside it, exists; name another {flag}, or pass --overwrite"
+        )
+    return check_file(path, inputs, overwrite=True, flag=flag)
+
+
 def check_folder(folder: str | Path, *, flag: str = "--workdir", is_written: bool = True) -> Path:
     """Path of a folder, checked that it can be written, or be made; leaves nothing behind.
 

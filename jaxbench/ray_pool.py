@@ -6,6 +6,7 @@ itself, under the same path.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,8 +48,9 @@ def start(processes: int) -> None:
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
     """Yield what `worker`, of which each of `processes` actors has a copy, makes of each item, in any order.
 
-    No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor whose
-    machine fails starts anew elsewhere; an error of the worker is raised here.
+    No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor gets items
+    once it runs: a cluster with fewer free cores than `processes` does all the work with those that it has. An actor
+    whose machine fails starts anew elsewhere; an error of the worker is raised here.
 
     Raises:
       ChildProcessError: an item ended its actor each time; those that the actor held are named.
@@ -59,26 +61,29 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)(_Actor)
     actors = [actor.remote(worker) for _ in range(processes)]
     running: dict[Any, tuple[Any, Any]] = {}  # a result to come, its actor and item; an actor's are in its own order
+    starting, left = {each.started.remote(): each for each in actors}, iter(items)
     try:
-        for number, item in enumerate(items):
-            if number < worker_pool.IN_FLIGHT * processes:
-                idle = actors[number % processes]
+        while starting or running:
+            (done,), _ = ray.wait([*starting, *running])
+            if done in starting:
+                idle, count = starting.pop(done), worker_pool.IN_FLIGHT
             else:
-                idle, found = _next(running)
+                idle, found = _result(running, done)
                 yield found
-            running[idle.work.remote(item)] = idle, item
-        while running:
-            yield _next(running)[1]
+                count = 1
+            for item in itertools.islice(left, count):
+                running[idle.work.remote(item)] = idle, item
+            if not running:  # no item is left
+                return
     finally:
         for each in actors:
             ray.kill(each)
 
 
-def _next(running: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any]:
+def _result(running: dict[Any, tuple[Any, Any]], done: Any) -> tuple[Any, Any]:
     """The actor of a result that is there, which goes from `running`, and the result."""
     import ray
 
-    (done,), _ = ray.wait(list(running))
     actor = running[done][0]
     try:
         found = ray.get(done)
@@ -105,6 +110,9 @@ class _Actor:
     def __init__(self, worker: Callable[[Any], Any]):
         os.environ.update(worker_pool.ONE_THREAD)
         self._worker = worker
+
+    def started(self) -> None:
+        """Say that this process runs."""
 
     def work(self, item: Any) -> Any:
         return self._worker(item)

@@ -105,7 +105,7 @@ class RedisCache:
         """Args: keep_s: seconds until a result goes.
 
         Raises:
-          ValueError: the package is missing, or it does not take the address.
+          ValueError: the package is missing, it does not take the address, or the address makes texts of results.
         """
         try:
             import redis
@@ -118,6 +118,8 @@ class RedisCache:
             self._redis = redis.Redis.from_url(url, **how, retry=retry)
         except (ValueError, TypeError) as error:
             raise ValueError(f"result cache: {type(error).__name__} in the address of Redis (not shown)") from None
+        if decoded := self._redis.connection_pool.connection_kwargs.get("decode_responses"):
+            raise ValueError(f"result cache: the address of Redis has decode_responses={decoded}; results are bytes")
         self._keep_s, self._errors, self._until = keep_s, (redis.RedisError, OSError), 0.0
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:

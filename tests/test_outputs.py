@@ -31,6 +31,18 @@ def test_a_file_that_is_there_needs_overwrite(tmp_path):
         outputs.check_file(tmp_path / "dangling")
 
 
+def test_what_is_written_beside_a_file_is_checked_too(tmp_path):
+    assert outputs.check_beside(tmp_path / "new.json", ".svg") == tmp_path / "new.svg"
+    (tmp_path / "there.svg").write_text("mine")
+    with pytest.raises(ValueError, match=r"there.json: .*there.svg, which is written beside it, exists; name another"):
+        outputs.check_beside(tmp_path / "there.json", ".svg")
+    assert outputs.check_beside(tmp_path / "there.json", ".svg", overwrite=True) == tmp_path / "there.svg"
+    with pytest.raises(ValueError, match="there.svg, which would be lost"):
+        outputs.check_beside(tmp_path / "there.json", ".svg", [tmp_path / "there.svg"], overwrite=True)
+    with pytest.raises(ValueError, match=r"new.svg ends with .svg, as what is written beside it does"):
+        outputs.check_beside(tmp_path / "new.svg", ".svg", overwrite=True)
+
+
 def test_an_input_is_refused_by_whatever_name(tmp_path, monkeypatch):
     path = tmp_path / "input"
     path.write_text("mine")

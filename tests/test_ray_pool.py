@@ -35,6 +35,28 @@ if __name__ == "__main__":
 """
 
 
+FEWER = """
+import ray
+from jaxbench import ray_pool
+
+def work(item):
+    return 2 * item
+
+if __name__ == "__main__":
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    print(sorted(ray_pool.results(work, range(7), processes=3)), list(ray_pool.results(work, [], processes=2)))
+"""
+
+
+def test_a_cluster_with_fewer_cores_than_processes_does_all_the_work(tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "script.py").write_text(FEWER)
+    environment = shell_environment(PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0", JAX_PLATFORMS="cpu")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout == "[0, 2, 4, 6, 8, 10, 12] []\n", done.stdout + done.stderr
+
+
 def test_an_item_that_kills_its_actor_is_given_up_and_named(tmp_path):
     pytest.importorskip("ray")
     (tmp_path / "script.py").write_text(CODE)

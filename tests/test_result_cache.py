@@ -97,6 +97,11 @@ def test_an_address_that_is_none_is_refused(url):
         ResultCacheConfig(url=url)
 
 
+def test_an_address_that_makes_texts_of_results_is_refused():
+    with pytest.raises(ValueError, match="decode_responses=true; results are bytes"):
+        RedisCache("redis://127.0.0.1:1/0?decode_responses=true", keep_s=10)
+
+
 def test_a_login_stands_in_the_environment_and_is_never_shown(tmp_path, monkeypatch):
     for login in ("redis://user:secret@host", "redis://host/0?password=secret", "unix://a.sock?db=1&username=secret"):
         with pytest.raises(ValueError, match="JAXBENCH_REDIS_PASSWORD") as caught:

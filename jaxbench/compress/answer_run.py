@@ -48,13 +48,14 @@ def run(
     compressor: AutoCompressor, tuned: Side, untuned: Side | None, asked: Sequence[questions.Question],
     ratios: Sequence[int], workdir: Path, *, shorten: Shorten | None = None, say: Callable[[str], Any] = print,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Figures by arm; those with a ratio are named by it: vectors-8.
+    """Figures by arm, and the mean positions of its prompts; arms with a ratio are named by it: vectors-8.
 
     Args:
       untuned: the decoder without adapters; None = it has none.
       shorten: (texts, ratio) -> shorter texts, by LLMLingua; None = it is not there.
     """
     found: dict[str, list[answering.Answered]] = {}
+    positions: dict[str, float] = {}
 
     def add(name: str, side: Side, prompts: Callable[[], list[Prompt]]) -> None:
         def compute() -> list[Any]:
@@ -68,8 +69,8 @@ def run(
 
         rows, was_there = store.kept(workdir / f"{name}.json", compute)
         found[name] = [answering.Answered(nats, said) for nats, said, _ in rows]
-        mean = sum(length for *_, length in rows) / len(rows)
-        say(f"{name}: {mean:.0f} positions a prompt" + (" (finished before)" if was_there else ""))
+        positions[name] = sum(length for *_, length in rows) / len(rows)
+        say(f"{name}: {positions[name]:.0f} positions a prompt" + (" (finished before)" if was_there else ""))
 
     for arm in answering.CLEAR_ARMS:
         add(arm, tuned, lambda arm=arm: answering.prompts(compressor, asked, arm))
@@ -86,7 +87,8 @@ def run(
 
         made, _ = store.kept(workdir / f"shortened-{ratio}.json", texts)
         add(f"llmlingua-{ratio}", tuned, lambda made=made: _in_clear(compressor, asked, made))
-    return answering.figures(found, asked)
+    rows = answering.figures(found, asked)
+    return {name: {"positions": positions[name], **row} for name, row in rows.items()}
 
 
 def _in_clear(compressor: AutoCompressor, asked: Sequence[questions.Question], made: Sequence[str]) -> list[Prompt]:

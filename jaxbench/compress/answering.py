@@ -1,8 +1,8 @@
 """Questions over passages, answered behind vectors, and behind what they are to be measured by.
 
-- Closed: no passage. Open: the whole of it in clear. Keep: its first 1/ratio in clear. Others: another passage's
-  vectors. All of them by the one decoder that was tuned on vectors and on passages in clear; "untuned" is the decoder
-  without its adapters, over the whole passage.
+- Closed: no passage. Open: the whole of it in clear. Keep: its first tokens in clear, as many as it has vectors.
+  Others: another passage's vectors. All of them by the one decoder that was tuned on vectors and on passages in clear;
+  "untuned" is the decoder without its adapters, over the whole passage.
 - Loss: of the first right answer, nats a token. Recovery: (closed - own) / (closed - open), of means over articles.
 - Exact match and F1 of the most probable answer, as SQuAD counts them. Retention: (own - closed) / (open - closed).
 - A question that its passage does not answer is answered by the word NO_ANSWER.
@@ -45,8 +45,8 @@ def prompts(compressor: AutoCompressor, asked: Sequence[questions.Question], arm
     if arm == "open":
         return [in_clear(compressor, each.context, each.question) for each in asked]
     if arm == "keep":
-        ratio = compressor.ratio
-        return [in_clear(compressor, each.context[: len(each.context) // ratio], each.question) for each in asked]
+        counts = [-(-len(each.context) // compressor.ratio) for each in asked]  # as many as there are vectors
+        return [in_clear(compressor, each.context[:count], each.question) for count, each in zip(counts, asked)]
     if arm not in VECTOR_ARMS:
         raise ValueError(f"answers: arm={arm!r}; wanted one of {', '.join((*CLEAR_ARMS, *VECTOR_ARMS))}")
     made = [evaluate.tokens_of(compressor, each.context)[0] for each in asked]

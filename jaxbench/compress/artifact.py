@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench import outputs
-from jaxbench.compress.config import CompressorConfig, parameter_shapes
+from jaxbench.compress.config import CompressorConfig, is_trained, parameter_shapes
 from jaxbench.pretrained import assets, safetensors_files, weights
 from jaxbench.quantization import grids
 
@@ -25,6 +25,7 @@ SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetens
 SHIPPED_SHA256 = "f1d177b4a705dec6830baae07431673f9329c38a78bf81d9ee6af8fa8fbba2e8"
 BITS, FINE_BITS = 4, 8  # of encoder and connector, of what is small
 GROUP = 192  # inputs that share a scale
+META = {"config": dict, "model_sha256": str, "about": dict}  # beside the format
 
 
 class Trained(NamedTuple):
@@ -94,16 +95,21 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
             f"compressor: {path} was trained for a decoder with SHA-256 {meta['model_sha256'][:12]}, and "
             f"{held.source} has {held.sha256[:12]}"
         )
-    config = CompressorConfig(decoder=held.config, **meta["config"])
-    params = {}
-    for name in {name.partition(":")[0] for name in tensors}:
-        value = _values(tensors, name)
+    try:
+        config = CompressorConfig(decoder=held.config, **meta["config"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"compressor: {path} is damaged, or of another version: config {meta['config']}") from error
+    shapes, params = parameter_shapes(config), {}
+    names = {name.partition(":")[0] for name in tensors}
+    odd = names ^ {name for name in shapes if is_trained(name) and (name in names or not name.startswith("local."))}
+    if odd:
+        raise ValueError(f"compressor: {path} is damaged: {len(odd)} parameters too many or too few, as {min(odd)}")
+    for name in names:
+        value = _values(tensors, name, path)
         base = held.params.get(name.removeprefix("encoder."))
+        if value.shape != shapes[name] or not np.isfinite(value).all():
+            raise ValueError(f"compressor: {path} is damaged: {name} has {value.shape}, or is not finite")
         params[name] = value if base is None else value + base
-    shapes = parameter_shapes(config)
-    bad = [name for name, value in params.items() if shapes.get(name) != value.shape or not np.isfinite(value).all()]
-    if bad:
-        raise ValueError(f"compressor: {path} is damaged: {bad[0]} has {params[bad[0]].shape}, or is not finite")
     return Trained(config, params, held.sha256, sha256[:12], meta["about"])
 
 
@@ -118,14 +124,20 @@ def _read(path: str | Path | None) -> tuple[Path, str, dict[str, Any], dict[str,
     meta, tensors = safetensors_files.annotated(path, "compressor")
     if meta.get("format") != FORMAT:
         raise ValueError(f"compressor: {path} has format {meta.get('format')}; wanted {FORMAT}")
+    bad = [name for name, kind in META.items() if not isinstance(meta.get(name), kind)]
+    if bad or not {"num_layers", "ratios"} <= set(meta["config"]):
+        raise ValueError(f"compressor: {path} is damaged: {bad or ['config']} of its metadata {sorted(meta)}")
     return path, sha256, meta, tensors
 
 
-def _values(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def _values(tensors: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
     """A stored tensor in float32; kernels as (in, out)."""
     if name in tensors:
         return tensors[name].astype(np.float32)
-    codes, scales = tensors[f"{name}:codes"], tensors[f"{name}:scales"].astype(np.float32)
+    codes, scales = (tensors.get(f"{name}:{part}", np.zeros(0)) for part in ("codes", "scales"))
+    if not (codes.ndim == scales.ndim == 2 and len(codes) == len(scales)):
+        raise ValueError(f"compressor: {path} is damaged: {name} has codes {codes.shape}, scales {scales.shape}")
+    scales = scales.astype(np.float32)
     is_packed = codes.dtype == np.uint8
     grid = grids.Grid(4 if is_packed else 8)
     matrix = grids.Quantized(grid, _unpacked(codes) if is_packed else codes, scales, None)

@@ -254,6 +254,7 @@ class StreamingCompressor:
 
     def __init__(self, compressor: AutoCompressor):
         self.compressor = compressor
+        self._is_cut = can_cut(compressor.words)
         self._pieces: list[str] = []  # text that is not tokenised
         self._ids: list[int] = []  # tokens that are not compressed
         self._starts: list[int] = []  # the character of the whole text that each begins in
@@ -265,7 +266,7 @@ class StreamingCompressor:
         """Take more text; vectors so far. A chunk is compressed when its 256 tokens are certain."""
         started = time.perf_counter()
         last = self._pieces[-1][-1:] if self._pieces else ""
-        if place := safe_cut(last + text):
+        if self._is_cut and (place := safe_cut(last + text)):
             cut = place - len(last)
             self._tokenise("".join([*self._pieces, text[:cut]]))
             self._pieces = [text[cut:]]
@@ -342,10 +343,19 @@ class StreamingCompressor:
 def safe_cut(text: str) -> int:
     """Where a text may be cut so that both parts have the tokens that it has as a whole: the last such place; 0 = none.
 
-    That is in front of a single space between two other characters: tokenizers of this kind begin a word there.
+    That is in front of a single space between two other characters: tokenizers that `can_cut` begin a word there.
     """
     at = len(text)
     while (at := text.rfind(" ", 0, at)) > 0:
         if at + 1 < len(text) and not text[at - 1].isspace() and not text[at + 1].isspace():
             return at
     return 0
+
+
+def can_cut(words: tokenizer.Tokenizer) -> bool:
+    """True where a text's parts at a `safe_cut` have the tokens of the whole.
+
+    False for SentencePiece's kind that puts a space in front of every text: a part would begin with two of them.
+    """
+    whole, *parts = (words.encode(text, add_special=False) for text in ("a b", "a", " b"))
+    return whole == sum(parts, [])

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import statistics
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxbench.compress import artifact, auto
 from jaxbench.compress.auto import AutoCompressor
+from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
 from jaxbench.measure import worker
+from jaxbench.pretrained import tokenizer, weights
 
 SPREAD = 3  # timed calls of which a median is taken, where one takes less than LONG
 LONG = 20.0  # seconds
+
+
+def untrained(
+    name: str, num_layers: int, *, model: str | None, precision: str, twin: types.ModuleType | None
+) -> AutoCompressor:
+    """A compressor of a decoder's first layers as they are, for its speed alone; the arguments of `from_pretrained`.
+
+    Raises:
+      ValueError: the name is unknown, or the decoder has fewer layers.
+    """
+    ratio, held = auto.check_name(name), weights.load_checkpoint(model)
+    shape = CompressorConfig(decoder=held.config, num_layers=num_layers)
+    params = {name: each for name, each in starting_params(shape, held.params, seed=0).items() if is_trained(name)}
+    trained = artifact.Trained(shape, params, held.sha256, "untrained", {})
+    return AutoCompressor.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, twin)
 
 
 def lengths(

@@ -131,7 +131,15 @@ def restored(tensors: Mapping[str, np.ndarray]) -> Float32[np.ndarray, "M D"]:
     return tensors["vectors"].astype(np.float32) * tensors.get("scales", np.float32(1))
 
 
-ABOUT = ("ratio", "original_length", "processing_time", "model_sha256", "compressor_id")
+# What a file says of itself beside its format and dtype, and of what type each is.
+ABOUT = {
+    "ratio": int,
+    "original_length": int,
+    "processing_time": (int, float),
+    "model_sha256": str,
+    "compressor_id": str,
+}
+OF_DTYPE = {"int8": ("vectors", "scales"), "pq": ("codes", "centroids")}  # tensors; of the others: vectors alone
 
 
 def load(path: str | Path) -> CompressionResult:
@@ -145,14 +153,46 @@ def load(path: str | Path) -> CompressionResult:
     about, tensors = safetensors_files.annotated(Path(path), "compressed_text")
     if about.get("format") != FORMAT:
         raise ValueError(f"compressed text: {path} has format {about.get('format')}; wanted {FORMAT}")
-    vectors = restored(tensors)
-    edges = tensors["edges"].astype(np.int64)
-    sizes = [len(vectors), len(edges) - 1, len(tensors["positions"])]
-    if len(set(sizes)) > 1 or not np.isfinite(vectors).all():
-        raise ValueError(f"compressed text: {path} is damaged: {sizes} vectors, spans and positions, or no numbers")
+    if fault := _fault(about, tensors):
+        raise ValueError(f"compressed text: {path} is damaged: {fault}")
+    vectors, edges = restored(tensors), tensors["edges"].astype(np.int64)
+    if not np.isfinite(vectors).all():
+        raise ValueError(f"compressed text: {path} is damaged: {vectors.shape} vectors, not all of them finite")
     return CompressionResult(
         vectors,
         np.stack([edges[:-1], edges[1:]], axis=1),
         tensors["positions"],
         **{name: about[name] for name in ABOUT},
     )
+
+
+def _fault(about: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
+    """What is wrong with a file, as far as it can be seen; nothing = ""."""
+    for name, kind in ABOUT.items():
+        if not isinstance(about.get(name), kind) or isinstance(about.get(name), bool):
+            return f"its {name} is {about.get(name)!r}"
+    if about.get("dtype") not in DTYPES or about["ratio"] < 1:
+        return f"dtype={about.get('dtype')!r} and ratio={about['ratio']}"
+    wanted = {"positions", "edges", *OF_DTYPE.get(about["dtype"], ("vectors",))}
+    if set(tensors) != wanted:
+        return f"it has {sorted(tensors)}, wanted {sorted(wanted)}"
+
+    def size(name: str, axis: int) -> int:
+        shape = tensors[name].shape if name in tensors else ()
+        return shape[axis] if axis < len(shape) else 0
+
+    count, pieces = tensors["positions"].size, size("centroids", 0)
+    shapes = {
+        "positions": (count,), "edges": (count + 1,), "vectors": (count, size("vectors", 1)), "scales": (count, 1),
+        "codes": (count, pieces), "centroids": (pieces, product.CENTROIDS, product.PIECE),
+    }  # fmt: skip
+    bad = [f"{name} {tensors[name].shape}" for name in sorted(wanted) if tensors[name].shape != shapes[name]]
+    if bad or not count:
+        return f"{count} vectors, and {', '.join(bad) or 'nothing else'}"
+    edges, positions = tensors["edges"], tensors["positions"]
+    if not (np.issubdtype(edges.dtype, np.integer) and np.issubdtype(positions.dtype, np.integer)):
+        return f"edges are {edges.dtype}, positions {positions.dtype}; wanted integers"
+    is_risen = (np.diff(edges) >= 0).all() and (np.diff(positions) > 0).all() and edges[0] >= 0 and positions[0] >= 0
+    if not is_risen or positions[-1] >= about["original_length"]:
+        return f"edges or positions do not rise, or are beyond its {about['original_length']} tokens"
+    return ""

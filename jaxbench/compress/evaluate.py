@@ -1,8 +1,8 @@
 """Figures of a compressor on texts that it was not trained on, beside what costs nothing: keeping some of the text.
 
 - Recovery of a continuation: (loss behind nothing - loss behind vectors) / (loss behind nothing - loss behind the whole
-  text), of means over windows. Direct: the tokens that follow at once. Far: those behind 64 more in clear, which say
-  what the last few tokens would have said.
+  text), of means over documents, each the mean of its windows. Direct: the tokens that follow at once. Far: those
+  behind 64 more in clear, which say what the last few tokens would have said.
 - Keep-last: the last tokens in place of vectors, as many of the one as of the other.
 - Controls: the tag alone, and vectors of another text. What these recover is no content: a tag that was trained on
   books says that a book goes on.
@@ -230,7 +230,7 @@ def share(
     with np.errstate(divide="ignore", invalid="ignore"):
         return interval(
             lambda nothing, everything, own: (nothing - own) / (nothing - everything),
-            *(_by_document(values, documents) for values in (nothing, everything, own)),
+            *(by_document(values, documents) for values in (nothing, everything, own)),
         )
 
 
@@ -252,7 +252,7 @@ def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float
     return value, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
 
 
-def _by_document(values: np.ndarray, documents: Sequence[int]) -> np.ndarray:
+def by_document(values: Float[np.ndarray, " W"], documents: Sequence[int]) -> Float[np.ndarray, " documents"]:
     """Mean of each document's values."""
     numbers = np.asarray(documents)
     return np.array([values[numbers == number].mean() for number in np.unique(numbers)])
@@ -260,4 +260,4 @@ def _by_document(values: np.ndarray, documents: Sequence[int]) -> np.ndarray:
 
 def mean_interval(values: np.ndarray, documents: Sequence[int]) -> tuple[float, float, float]:
     """Mean over documents with its 95 % interval."""
-    return interval(lambda mean: mean, _by_document(values, documents))
+    return interval(lambda mean: mean, by_document(values, documents))

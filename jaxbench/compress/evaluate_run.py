@@ -94,7 +94,8 @@ def _figures(
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
         row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
-        row[f"{name}_nats"] = {each: float(value[:, protocol].mean()) for each, value in losses.items()}
+        means = {each: evaluate.by_document(value[:, protocol], documents) for each, value in losses.items()}
+        row[f"{name}_nats"] = {each: float(mean.mean()) for each, mean in means.items()}  # what recovery is made of
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import store, terminal
-from jaxbench.compress import answer_run, document, evaluate, evaluate_run, needles, questions
+from jaxbench.compress import answer_run, answering, document, evaluate, evaluate_run, needles, questions, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import dataset
@@ -36,6 +36,7 @@ class How(NamedTuple):
     seed: int = 0
     store: document.Dtype = "float32"  # what vectors are rounded to
     adapters: bool = True  # of the decoder, where the weights have any
+    backend: str = "flax"  # that makes the vectors: flax or torch
 
 
 class Figures(NamedTuple):
@@ -50,13 +51,16 @@ def run(how: How) -> Figures:
     """Figures of quality.
 
     Raises:
-      ValueError: a file is missing or damaged, a text too short, or the folder is another run's.
+      ValueError: a file is missing or damaged, a text too short or longer than the decoder's context, or the folder is
+        another run's.
     """
     compute = _answers if how.questions else _needles if how.needles else _continuations
     return compute(how, tokenizer.load_tokenizer(how.model))
 
 
 def _continuations(how: How, words: Any) -> Figures:
+    following = evaluate.CLEAR + evaluate.ASKED
+    reading.check_room(how.tokens + following, weights.read_config(how.model).max_seq_len)
     texts, sha256 = _documents(how, words)
     drawn = evaluate.windows(texts, how.windows, seed=how.seed, context=how.tokens)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
@@ -89,9 +93,11 @@ def _answers(how: How, words: Any) -> Figures:
     names = [Path(path).name for path in how.questions]
     found = [each for path in how.questions for each in questions.of_file(path, words)]
     asked = questions.drawn(questions.split(found)[1], how.count, seed=how.seed)
+    longest = max(len(each.context) + len(each.question) for each in asked)
+    reading.check_room(1 + longest + answering.NEW_TOKENS, weights.read_config(how.model).max_seq_len)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     sums = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in how.questions]
-    workdir = _claimed(how, compressor, "questions", sums, how.count)
+    workdir = _claimed(how, compressor, "questions, beginnings as long as vectors", sums, how.count)
     rows = answer_run.of_questions(compressor, held, how.precision, asked, how.ratios, workdir)
     terminal.console().print(answer_run.table(rows))
     about = _about(how, compressor) | {
@@ -110,9 +116,13 @@ def _documents(how: How, words: Any) -> tuple[list[Any], str]:
 
 def _claimed(how: How, compressor: AutoCompressor, *what: Any) -> Path:
     """Folder of the parts, which are this run's."""
-    store.claim(how.workdir, f"{what}-{how.seed}-{compressor.id}-{how.precision}")
+    backend = "" if how.backend == "flax" else f"-{how.backend}"
+    store.claim(how.workdir, f"{what}-{how.seed}-{compressor.id}-{how.precision}{backend}")
     return how.workdir
 
 
 def _about(how: How, compressor: AutoCompressor) -> dict[str, Any]:
-    return {"compressor": compressor.id, "trained": dict(compressor.about), "precision": how.precision}
+    return {
+        "compressor": compressor.id, "trained": dict(compressor.about), "precision": how.precision,
+        "backend": how.backend,
+    }  # fmt: skip

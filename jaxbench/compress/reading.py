@@ -40,10 +40,16 @@ class Reader:
 
     def __init__(self, model: Any):
         self._model, self._size, self._width = model, model.vocab_size, model.embed.embedding.shape[1]
+        self._max_seq_len = model.max_seq_len
         self._program = jax.jit(_heard)
 
     def __call__(self, rows: Sequence[Row], *, progress: Callable[[int], Any] = lambda count: None) -> list[Heard]:
-        """Losses and hits of each row's tokens."""
+        """Losses and hits of each row's tokens.
+
+        Raises:
+          ValueError: a row is longer than the decoder's context.
+        """
+        check_room(max(map(_length, rows), default=0), self._max_seq_len)
         order = sorted(range(len(rows)), key=lambda i: _bucket(rows[i]))
         found: list[Heard | None] = [None] * len(rows)
         while order:
@@ -71,6 +77,21 @@ class Reader:
         arrays = self._program(self._model, inputs, positions, places, asked, table)
         losses, hits = map(np.asarray, arrays)
         return [Heard(losses[i, : len(row.asked)], hits[i, : len(row.asked)]) for i, row in enumerate(rows)]
+
+
+def check_room(length: int, max_seq_len: int) -> None:
+    """Check that a decoder's context has room for a row of so many positions.
+
+    Raises:
+      ValueError: it has not: behind it losses would say nothing of the decoder.
+    """
+    if length > max_seq_len:
+        raise ValueError(f"reading: a row has {length} positions; wanted at most the decoder's context, {max_seq_len}")
+
+
+def _length(row: Row) -> int:
+    """Positions that a row takes, from the first to the last."""
+    return len(row.inputs) if row.positions is None else int(row.positions.max()) + 1
 
 
 def _bucket(row: Row) -> tuple[int, int, int]:

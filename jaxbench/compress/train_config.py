@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -12,6 +12,11 @@ from jaxbench.compress.rows import RowsConfig
 from jaxbench.lora.config import LoraConfig
 from jaxbench.training import schedules
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
+
+# Settings of rows that rows of texts, and of questions, lack, with the value that says so.
+TEXTS_LACK: dict[str, Any] = {"in_clear": 0.0}
+QUESTIONS_LACK: dict[str, Any] = {"reconstruct": 0.0, "readable": 0, "dropout": 0.0, "short": 0.0, "sampled": 1}
+KIND_OF = {"rows": "texts", "questions.rows": "questions"}
 
 
 class QuestionsConfig(config.Base):
@@ -53,6 +58,7 @@ class TrainingConfig(config.Base):
         for place, rows in self._rows().items():
             if rows.batch % self.accumulation:
                 raise ValueError(f"{place}.batch={rows.batch} is not a multiple of accumulation={self.accumulation}")
+        self._check_ignored()
         if self.trained == "adapters" and self.lora is None:
             raise ValueError(f"trained={self.trained} with lora={self.lora}: nothing would learn; give lora a rank")
         schedules.learning_rate(
@@ -76,6 +82,19 @@ class TrainingConfig(config.Base):
             ):
                 raise ValueError(f"{place}.weights={list(shares)}; wanted {len(shape.ratios)} shares that add up to 1")
         return shape
+
+    def _check_ignored(self) -> None:
+        """Refuse settings of rows that rows of their kind do not have."""
+        for place, rows in self._rows().items():
+            for name, silent in (TEXTS_LACK if place == "rows" else QUESTIONS_LACK).items():
+                value, default = getattr(rows, name), RowsConfig.model_fields[name].default
+                if value not in (default, silent):
+                    raise ValueError(f"{place}.{name}={value}: not of rows of {KIND_OF[place]}; leave it out")
+        if self.distilled and self.questions is not None and self.questions.share == 1:
+            raise ValueError(
+                f"distilled={self.distilled} with questions.share={self.questions.share}: nothing is continued, and a "
+                "teacher says continuations"
+            )
 
     def _rows(self) -> dict[str, RowsConfig]:
         """Rows of each kind, by their names."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import re
 import secrets
@@ -110,14 +111,18 @@ class Queue:
             _write(made, Progress())
         return self.find(id)
 
-    def entries(self) -> list[Entry]:
-        """All jobs, the oldest first; folders that hold none are passed over."""
+    def ids(self) -> list[str]:
+        """Ids of all jobs, the damaged ones too, by the second that they were submitted in."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return sorted(name for name in names if ID.fullmatch(name))
+
+    def entries(self) -> list[Entry]:
+        """All jobs, the oldest first; damaged ones, and folders that hold none, are passed over."""
         found = []
-        for name in sorted(name for name in names if ID.fullmatch(name)):
+        for name in self.ids():
             with contextlib.suppress(FileNotFoundError, ValueError):  # removed meanwhile, or damaged
                 found.append(_read(self.folder / name))
-        return found
+        return sorted(found, key=lambda each: each.job.submitted)  # ids are alike within a second
 
     def find(self, id: str) -> Entry:
         """A job.
@@ -125,9 +130,12 @@ class Queue:
         Raises:
           ValueError: there is none of that id, or its files are damaged.
         """
+        return _read(self._folder(id))
+
+    def _folder(self, id: str) -> Path:
         if not ID.fullmatch(id) or not (self.folder / id).is_dir():
             raise ValueError(f"jobs: {id[:60]!r} is none of {self.folder}")
-        return _read(self.folder / id)
+        return self.folder / id
 
     def cancel(self, id: str) -> Entry:
         """End a job: at once where it waits, soon where it runs.
@@ -162,14 +170,13 @@ class Queue:
         return self.find(id)
 
     def remove(self, id: str) -> None:
-        """Remove a job that has ended, with all its files.
+        """Remove a job that has ended, or is damaged and run by nobody, with all its files.
 
         Raises:
-          ValueError: as `find`; or it has not ended.
+          ValueError: there is none of that id, or it has not ended.
         """
-        entry = self.find(id)
-        if not _removed(entry.folder):
-            raise ValueError(f"jobs: {id} is {entry.progress.state}; cancel it first")
+        if not _removed(folder := self._folder(id)):
+            raise ValueError(f"jobs: {id} is {_read(folder).progress.state}; cancel it first")
 
     def remove_older(self, seconds: float) -> list[str]:
         """Remove the jobs that ended longer ago; their ids."""
@@ -244,14 +251,38 @@ def postpone(entry: Entry, seconds: float, *, attempts: int, note: str = "") -> 
 def _removed(folder: Path) -> bool:
     """Remove the folder of a job that has ended, unless it was begun anew meanwhile; True where it is gone."""
     with holding(folder) as is_mine:
-        if is_mine and _read(folder).progress.state in ENDED:
+        if is_mine and not _may_run(folder):
             shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()
 
 
+def _may_run(folder: Path) -> bool:
+    """True where a job has not ended; one whose files are damaged is never run."""
+    try:
+        return _read(folder).progress.state not in ENDED
+    except ValueError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise  # nothing is known of it: a file that cannot be read now may be well
+        return False
+
+
 def _read(folder: Path) -> Entry:
-    job = Job(**outputs.read_json(folder / "job.json"))
-    return Entry(job=job, progress=Progress(**outputs.read_json(folder / "state.json")), folder=folder)
+    """A job's files.
+
+    Raises:
+      ValueError: one is missing or damaged.
+    """
+    job, progress = _content(folder / "job.json", Job), _content(folder / "state.json", Progress)
+    return Entry(job=job, progress=progress, folder=folder)
+
+
+def _content(path: Path, kind: type[Any]) -> Any:
+    try:
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        said = str(error).splitlines()[0]
+        raise ValueError(f"jobs: {path} is damaged ({said}); the job is never run, and can be removed") from error
 
 
 def _write(folder: Path, progress: Progress) -> None:

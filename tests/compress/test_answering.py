@@ -80,12 +80,13 @@ def test_each_arm_has_its_passage_in_front_of_the_question(compressor, asked):
         question, passage = each.question.tolist(), each.context.tolist()
         assert found["closed"][i].ids == [SIZE, *question]
         assert found["open"][i].ids == [SIZE, *passage, *question]
-        assert found["keep"][i].ids == [SIZE, *passage[: len(passage) // 4], *question]
+        assert found["keep"][i].ids == [SIZE, *passage[: -(-len(passage) // 4)], *question]
         own, other = found["vectors"][i], found["others"][i]
         assert len(own.vectors) == -(-len(passage) // 4) + 1 and own.ids == [
             *range(SIZE, SIZE + len(own.vectors)),
             *question,
         ]
+        assert len(found["keep"][i].ids) == len(own.ids), "as many positions as vectors have"
         for prompt in (own, other, found["closed"][i]):
             np.testing.assert_array_equal(prompt.vectors[-1], compressor.tags[answering.ANSWER])
     np.testing.assert_array_equal(found["others"][0].vectors, found["vectors"][2].vectors)
@@ -138,6 +139,7 @@ def test_a_run_keeps_each_arm_and_goes_on(compressor, side, held, asked, tmp_pat
     run = (compressor, side, plain, asked, [4], tmp_path)
     rows = answer_run.run(*run, say=said.append)
     assert list(rows) == ["closed", "open", "untuned", "keep-4", "others-4", "vectors-4"]
+    assert rows["vectors-4"]["positions"] == rows["keep-4"]["positions"] < rows["open"]["positions"]
     again = []
     assert repr(answer_run.run(*run, say=again.append)) == repr(rows)
     assert all("finished before" in line for line in again) and len(again) == len(said) == 6

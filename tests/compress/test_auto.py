@@ -76,6 +76,25 @@ def test_a_safe_cut_gives_both_parts_the_tokens_of_the_whole(compressor, text):
     )
 
 
+def test_a_tokenizer_that_puts_a_space_in_front_of_every_text_has_the_same_tokens_in_pieces(held, trained):
+    import tokenizers
+    from tokenizers import models, normalizers
+
+    text = "The mill by the river turned slowly said Ann"
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", *sorted({"\u2581", *text})])}
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    words = tokenizer.Tokenizer(core, eos_id=None, bos_id=None, chat_template=None)
+    compressor = auto.AutoCompressor.of(trained, held, words, 4, "float32")
+    stream = auto.StreamingCompressor(compressor)
+    for first in range(0, len(text), 7):
+        stream.add_chunk(text[first : first + 7])
+    pieces, whole, [other] = stream.finish(), compressor.compress(text), compressor.compress_all([text], batch=1)
+    assert pieces.original_length == whole.original_length == compressor.count_tokens(text)
+    np.testing.assert_array_equal(pieces.vectors, whole.vectors)
+    np.testing.assert_array_equal(whole.vectors, other.vectors)
+
+
 def test_vectors_come_before_the_text_has_ended_and_no_text_is_refused(compressor):
     stream = auto.StreamingCompressor(compressor)
     assert stream.add_chunk(TEXT) >= 4
@@ -136,6 +155,54 @@ def test_a_damaged_or_foreign_file_is_named(compressor, tmp_path):
         document.load(path)
     with pytest.raises(ValueError, match="dtype=int4; wanted one of float32, bfloat16, int8, pq"):
         document.save(path, compressor.compress(TEXT), dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, about: tensors.pop("edges"), "wanted .*'edges'"),
+        (lambda tensors, about: tensors.pop("scales"), "wanted .*'scales'"),
+        (lambda tensors, about: about.pop("ratio"), "its ratio is None"),
+        (lambda tensors, about: about.update(model_sha256=3), "its model_sha256 is 3"),
+        (lambda tensors, about: about.update(dtype="int4"), "dtype='int4'"),
+        (lambda tensors, about: about.update(original_length=3), "beyond its 3 tokens"),
+        (lambda tensors, about: tensors.update(vectors=tensors["vectors"].reshape(-1)), "vectors"),
+        (lambda tensors, about: tensors.update(edges=tensors["edges"][::-1].copy()), "do not rise"),
+        (lambda tensors, about: tensors.update(positions=tensors["positions"] / np.float32(2)), "wanted integers"),
+        (
+            lambda tensors, about: tensors.update({name: value[:0] for name, value in tensors.items()}),
+            "0 vectors",
+        ),
+    ],
+)  # fmt: skip
+def test_a_compressed_text_that_lacks_something_is_damaged(compressor, tmp_path, change, words):
+    from safetensors.numpy import save_file
+
+    from jaxbench.pretrained import safetensors_files
+
+    path = tmp_path / "a.safetensors"
+    document.save(path, compressor.compress(TEXT), dtype="int8")
+    about, tensors = safetensors_files.annotated(path, "compressed_text")
+    change(tensors, about)
+    save_file(tensors, path, {"compressed_text": json.dumps(about)})
+    with pytest.raises(ValueError, match=rf"a.safetensors is damaged: .*{words}"):
+        document.load(path)
+
+
+@pytest.mark.parametrize("gone", ["config", "about", "model_sha256", "tags.embedding", ":codes", ":scales"])
+def test_weights_that_lack_something_are_damaged(held, trained, tmp_path, gone):
+    from safetensors.numpy import save_file
+
+    from jaxbench.pretrained import safetensors_files
+
+    path = tmp_path / "w.safetensors"
+    artifact.save(path, CONFIG, trained.params, held, about={})
+    about, tensors = safetensors_files.annotated(path, "compressor")
+    about.pop(gone, None)
+    tensors.pop(next((name for name in tensors if name.endswith(gone)), None), None)
+    save_file(tensors, path, {"compressor": json.dumps(about)})
+    with pytest.raises(ValueError, match=r"w.safetensors is damaged: "):
+        artifact.load(path, held)
 
 
 def test_weights_are_stored_as_few_bits_of_what_training_changed(held, trained, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from jaxbench import cli, initial, process_environment
+from jaxbench import cli, initial, process_environment, store
 from jaxbench.compress import artifact, auto, bulk, document
 from jaxbench.compress import config as shapes
 from jaxbench.parity import cases
@@ -153,7 +153,9 @@ def test_a_text_without_tokens_leaves_nothing_behind(compressor, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_an_interrupt_names_parts_only_where_there_are_some(compressor, monkeypatch, tmp_path):
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """compress.py's compress, of a.txt into a.safetensors."""
     command = runpy.run_path(str(ROOT / "experiments/compress.py"))["compress"]
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     values = SimpleNamespace(
@@ -164,6 +166,22 @@ def test_an_interrupt_names_parts_only_where_there_are_some(compressor, monkeypa
     monkeypatch.setitem(command.__globals__, "_compressor", lambda name: None)
     monkeypatch.setattr(cli, "workdir", lambda _: tmp_path / "a.parts")
     monkeypatch.setattr(process_environment, "ensure", lambda device: None)
+    return command
+
+
+def test_a_file_that_another_command_writes_or_wrote_meanwhile_is_not_lost(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(bulk, "compress_file", lambda *_, **__: pytest.fail("nothing may be written"))
+    with store.alone(tmp_path / "a.safetensors"), pytest.raises(ValueError, match="another process writes .*a.safeten"):
+        command()
+    written = tmp_path / "a.safetensors"
+    monkeypatch.setitem(command.__globals__, "_compressor", lambda name: written.write_text("theirs"))
+    with pytest.raises(ValueError, match="a.safetensors exists; name another --output, or pass --overwrite"):
+        command()
+    assert written.read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "a.txt"]
+
+
+def test_an_interrupt_names_parts_only_where_there_are_some(command, compressor, monkeypatch, tmp_path):
     said, real = [], bulk.compress_file
     where = (compressor, tmp_path / "a.txt", tmp_path / "a.safetensors")
     how = {"sha256": "5" * 64, "dtype": "bfloat16", "workdir": tmp_path / "a.parts", "part": PART}

@@ -71,6 +71,19 @@ def test_vectors_that_are_token_embeddings_read_as_those_tokens(reader, params):
     assert np.abs(reader([moved])[0].losses - one.losses).max() > 1e-4
 
 
+def test_no_row_is_longer_than_the_decoders_context(reader):
+    most, few = DECODER.max_seq_len, np.zeros(8, np.int32)
+    rows = [reading.behind_text(np.zeros(most - 8 + more, np.int32), few, start=0) for more in (0, 1)]
+    assert len(reader(rows[:1])[0].losses) == 8
+    spread = reading.behind_vectors(
+        np.zeros((2, 32), np.float32), np.zeros((1, 32), np.float32), few, size=DECODER.vocab_size,
+        places=np.array([0, 9, most]),
+    )  # fmt: skip
+    for row in (rows[1], spread):
+        with pytest.raises(ValueError, match=rf"a row has 10(25|32) positions; wanted at most .* context, {most}"):
+            reader([rows[0], row])
+
+
 def test_a_decoder_with_adapters_reads_with_them(params):
     from jaxbench.lora.config import LoraConfig
 
@@ -178,7 +191,7 @@ def test_all_that_is_read_of_a_window_is_what_one_file_of_all_windows_would_hold
 
 def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):
     side = answer_run.side(DECODER, params, compressor.words, "float32")
-    drawn, said = evaluate.windows(TEXTS, 6, seed=0, context=CONTEXT), []
+    drawn, said = evaluate.windows(TEXTS, 7, seed=0, context=CONTEXT), []  # one text has a window more
     plan = evaluate_run.Plan((2, 4), chunks=3, start=1)
     rows = evaluate_run.run(compressor, side, drawn, plan, tmp_path, say=said.append)
     again = evaluate_run.run(compressor, side, drawn, plan, tmp_path, say=said.append)
@@ -190,6 +203,9 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params,
     assert evaluate.recovery(bounds, "none", documents, 1)[0] == 0.0
     assert list(rows[0]["far"]) == ["keep", "tag", "others", "vectors", "aligned"]
     assert all(0 <= rows[0]["freely"][name][0] <= 1 for name in ("same", "words", "others"))
+    nats = rows[0]["far_nats"]
+    recovered = (nats["none"] - nats["vectors"]) / (nats["none"] - nats["full"])
+    assert recovered == pytest.approx(rows[0]["far"]["vectors"][0])
     value, low, high = rows[0]["read_back"]["vectors"]
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}
@@ -223,6 +239,12 @@ def test_figures_go_on_with_the_texts_that_they_began_with(tmp_path, kind):
     (tmp_path / "parts").mkdir()
     drawn = evaluation.run(how).picture
     assert kind != "texts" or "<svg" in drawn  # one text: means without intervals
+    with pytest.raises(ValueError, match="holds the work of configuration"):
+        evaluation.run(how._replace(backend="torch"))  # whose vectors differ by rounding
+    longer = {"texts": {"tokens": DECODER.max_seq_len - 191}, "questions": {}, "needles": {}}[kind]
+    if longer:
+        with pytest.raises(ValueError, match="a row has 1025 positions; wanted at most the decoder's context, 1024"):
+            evaluation.run(how._replace(**longer))
     write("mall")  # as many tokens
     with pytest.raises(ValueError, match="holds the work of configuration"):
         evaluation.run(how)

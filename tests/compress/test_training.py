@@ -171,6 +171,20 @@ def test_a_run_on_another_text_is_refused(whole, held):
         run(held, whole[2], texts=[TEXTS[0][1:]])
 
 
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ({"rows": {"in_clear": 0.5}}, "rows.in_clear=0.5: not of rows of texts"),
+        ({"questions": {"rows": {"short": 0.5}}}, "questions.rows.short=0.5: not of rows of questions"),
+        ({"questions": {"rows": {"dropout": 0.3}}}, "questions.rows.dropout=0.3: not of rows of questions"),
+        ({"questions": {"share": 1.0}, "distilled": 4}, "distilled=4 with questions.share=1.0: nothing is continued"),
+    ],
+)
+def test_settings_that_nothing_would_follow_are_refused(update, words):
+    with pytest.raises(ValueError, match=words):
+        TrainingConfig.model_validate(update)
+
+
 def test_a_ratio_that_is_not_there_is_refused(held):
     with pytest.raises(ValueError, match="ratio=5; wanted one of 2, 4, 8, 16, 32"):
         SETTINGS.model_copy(update={"held_out_ratio": 5}).shape(DECODER)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,6 +168,31 @@ def test_a_damaged_job_is_passed_over_and_named_where_it_is_asked_for(tmp_path):
         with pytest.raises(ValueError, match=r"state\.json|state"):
             held.find(bad.job.id)
     assert claim(held) == good.job.id
+
+
+def test_jobs_are_listed_in_the_order_of_their_submission_within_a_second_too(tmp_path):
+    held = Queue(tmp_path)
+    ids = [held.submit(WORDS).job.id for _ in range(12)]
+    assert [entry.job.id for entry in held.entries()] == ids and held.ids() == sorted(ids)
+
+
+def test_a_damaged_job_is_listed_and_removed_where_nobody_holds_it(tmp_path, monkeypatch):
+    held = Queue(tmp_path)
+    bad, good = held.submit(WORDS), held.submit(WORDS)
+    (bad.folder / "state.json").write_text("")
+    assert held.ids() == sorted([bad.job.id, good.job.id])
+    with queue.holding(bad.folder), pytest.raises(ValueError, match=r"state\.json is damaged .*can be removed"):
+        held.remove(bad.job.id)
+    held.remove(bad.job.id)
+    assert held.ids() == [good.job.id]
+
+    def broken(path, **how):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", broken)  # such a file may be well: nothing is removed
+    with pytest.raises(ValueError, match="Permission denied"):
+        held.remove(good.job.id)
+    assert good.folder.is_dir()
 
 
 def _take_all(folder: str, taken: multiprocessing.SimpleQueue) -> None:

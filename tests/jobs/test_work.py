@@ -207,6 +207,9 @@ def test_the_command_line_runs_a_job_from_its_submission_to_its_removal(tmp_path
     assert "written: " in call("show", place, f"--job={good}")
     assert call("retry", place, f"--job={bad}") == f"{bad} waiting\n"
     assert call("cancel", place, f"--job={bad}") == f"{bad} cancelled\n"
+    (tmp_path / "queue" / bad / "state.json").write_text("")
+    assert "damaged" in call("list", place)
+    assert call("show", place, f"--job={bad}", code=2) == "", "the error says which file"
     for id in (good, bad):
         assert call("remove", place, f"--job={id}") == f"{id} removed\n"
     assert call("list", place).endswith("holds no jobs\n")
