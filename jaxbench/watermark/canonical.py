@@ -17,8 +17,9 @@ from typing import NamedTuple
 INVISIBLE = (
     "\u00ad\u034f\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
 )
-# Removed after Latin text only: other scripts and emoji need joiners and variation selectors.
+# Removed after Latin text and typographic punctuation only: other scripts and emoji need them.
 JOINERS = "\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"
+PUNCTUATION = "\u2010-\u2027\u2030-\u203b\u203d-\u2048\u204a-\u205e"  # without the two that are emoji
 SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
 STYLED = "\uff01-\uff5e\U0001d400-\U0001d7ff"  # full-width forms, mathematical letters and digits
 LATIN_END = 0x250  # code points below are Latin, digits and punctuation
@@ -28,6 +29,7 @@ _invisible = re.compile(f"[{INVISIBLE}]")
 _joiners = re.compile(f"[{JOINERS}]+")
 _spaces = re.compile(f"[{SPACES}]")
 _styled = re.compile(f"[{STYLED}]+")
+_punctuation = re.compile(f"[{PUNCTUATION}]")
 _not_ascii = re.compile("[^\\x00-\\x7f]")
 _word = re.compile(r"[^\W\d_]+")
 
@@ -53,12 +55,12 @@ def canonicalize(text: str) -> Canonical:
     """
     if text.isascii() or _suspicious().isdisjoint(_not_ascii.findall(text)):
         return Canonical(text, 0, 0, 0)
-    visible = _joiners.sub(_kept_joiners, _invisible.sub("", text))
-    spaced, spaces = _spaces.subn(" ", visible)
+    spaced, spaces = _spaces.subn(" ", _invisible.sub("", text))
     styled = sum(len(letters) for letters in _styled.findall(spaced))
-    plain = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), spaced)
+    unstyled = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), spaced)
+    plain = _joiners.sub(_kept_joiners, unstyled)  # behind a styled letter, too
     latin = _latinize(plain)
-    return Canonical(latin, sum(map(operator.ne, plain, latin)), len(text) - len(visible), spaces + styled)
+    return Canonical(latin, sum(map(operator.ne, plain, latin)), len(text) - len(plain), spaces + styled)
 
 
 @functools.cache
@@ -89,7 +91,8 @@ def _suspicious() -> frozenset[str]:
 
 def _kept_joiners(match: re.Match[str]) -> str:
     before = match.string[match.start() - 1] if match.start() else "a"
-    return match.group() if ord(before) >= LATIN_END and before not in look_alikes() else ""
+    is_latin = ord(before) < LATIN_END or before in look_alikes() or _punctuation.match(before)
+    return "" if is_latin else match.group()
 
 
 def _latinize(text: str) -> str:
@@ -105,7 +108,8 @@ def _latinize(text: str) -> str:
 
     def whole(match: re.Match[str]) -> str:
         word = match.group()
-        is_symbol = len(word) == 1 and unicodedata.name(word).startswith("GREEK")
+        # a capital that looks like a Latin one is no symbol: it is an initial
+        is_symbol = len(word) == 1 and word.islower() and unicodedata.name(word).startswith("GREEK")
         return replaced(word) if all(letter in table for letter in word) and not is_symbol else word
 
     # Mixed words first: what they turn into tells whether the text is Latin, however many letters were replaced.

@@ -111,7 +111,10 @@ def _evidence(
     scored = valid & _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
     if len(pairs) == 1:
         return words.T, scored.T, None
-    return words.T, scored.T, mark.text_words(pairs[1], text)[0].T
+    second_words, seeds = mark.text_words(pairs[1], text)
+    if reference.has_seeds_of_each_key(form):
+        scored &= _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
+    return words.T, scored.T, second_words.T
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:

@@ -81,14 +81,15 @@ def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: 
     """Strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
 
     Raises:
-      ValueError: strings without a tokenizer, or a tokenizer whose vocabulary is larger than the detector's.
+      ValueError: strings without a tokenizer, a tokenizer whose vocabulary is larger than the detector's, or a text
+        that is no list of ids.
     """
     if isinstance(texts_or_ids, Ragged):
         return texts_or_ids
     if isinstance(texts_or_ids, str):
         raise ValueError(f"detect: got one string of {len(texts_or_ids)} characters, wanted a list of texts")
     if getattr(texts_or_ids, "ndim", 0) == 2:
-        return Ragged.from_array(_whole(texts_or_ids))
+        return Ragged.from_array(_whole(texts_or_ids, ndim=2))
     texts_or_ids = list(texts_or_ids)
     if any(isinstance(item, str) for item in texts_or_ids):
         if tokenizer is None:
@@ -272,12 +273,13 @@ def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
     return scheme
 
 
-def _whole(ids: Any) -> np.ndarray:
-    """Token ids as an array."""
+def _whole(ids: Any, ndim: int = 1) -> np.ndarray:
+    """Token ids as an array of so many axes: a batch of one text is no text."""
     array = np.asarray(ids)
     fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
-    if not array.ndim or (array.size and not fits):
-        raise ValueError(f"detect: got {str(ids)[:60]} as a text, wanted a list of token ids, or a string")
+    if array.ndim != ndim or (array.size and not fits):
+        shape = f" of shape {array.shape}" if array.ndim > 1 else ""
+        raise ValueError(f"detect: got {str(ids)[:60]}{shape} as a text, wanted a list of token ids, or a string")
     return array.astype(np.int32, copy=False)
 
 

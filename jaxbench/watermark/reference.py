@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
     """What a text says about a key, position by position."""
 
     words: UInt32[np.ndarray, "B T"]  # the word of each token; lists: 0 = green, RED = not
-    scored: Bool[np.ndarray, "B T"]  # True at the first position of each exact (key, seed, token)
+    scored: Bool[np.ndarray, "B T"]  # True at the first position of each exact (key, seed, token), of both keys
     second_words: UInt32[np.ndarray, "B T"] | None = None  # under the second key of a dual-key scheme
     inputs: UInt32[np.ndarray, "B T"] | None = None  # of lists: what `inputs` gives
 
@@ -76,6 +76,11 @@ def halves(key: Keys, ndim: int) -> Halves:
 def is_dual_key(scheme: Any) -> bool:
     """True where a share `dual_key_alpha` of the steps uses a second key."""
     return getattr(scheme, "dual_key_alpha", 0.0) > 0
+
+
+def has_seeds_of_each_key(scheme: Any) -> bool:
+    """True where contexts that share a seed under one key may not under another, so that two keys repeat apart."""
+    return scheme.context.kind == "min"
 
 
 def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
@@ -192,7 +197,7 @@ def evidence(
 
     A position is scored when it lies in the text and after the prompt, has a full context (prompt tokens serve as
     context; not for vLLM's function, whose contexts start with the continuation), and its exact (key, seed, token) did
-    not occur at an earlier scored position.
+    not occur at an earlier one; of two keys, neither's.
 
     Args:
       lengths: tokens of each row; what lies behind is ignored. Unset: all of them.
@@ -211,7 +216,11 @@ def evidence(
     pairs = [generation_keys(scheme, each) for each in ([key] if isinstance(key, Key) else key)]
     words, seeds = scheme.text_words([first for first, _ in pairs], text)
     scored = is_first(seeds, tokens, valid) if deduplicate else valid
-    second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None
+    second_words = None
+    if is_dual_key(scheme):
+        second_words, second_seeds = scheme.text_words([second for _, second in pairs], text)
+        if deduplicate and has_seeds_of_each_key(scheme):
+            scored = scored & is_first(second_seeds, tokens, valid)
     return Evidence(words, scored, second_words, inputs(scheme, key, tokens, seeds))
 
 

@@ -14,7 +14,7 @@ from jaxbench import config, outputs
 from jaxbench.generation import decoder
 from jaxbench.pretrained import weights
 from jaxbench.text import lines
-from jaxbench.watermark import detection, identify, localize, significance
+from jaxbench.watermark import detection, identify, localize, reference, significance
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
@@ -173,7 +173,9 @@ def detect_text(
         console.print(f"payload {payload}, the likeliest of {number:,}; every p is corrected for all, z is its own")
     _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
     if judge is not None:
-        verdict = judge(scheme, ids, evidence)
+        # the null passages have no prompt: a text whose first tokens never count is not one of their kind
+        behind = (None if column is None else column[:, prompt_tokens:] for column in evidence)
+        verdict = judge(scheme, ids[prompt_tokens:], reference.Evidence(*behind))
         line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
         console.print(f"{line}; the exact p above decides)")
     spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level, num_payloads=number)[0].spans

@@ -20,7 +20,7 @@ from jaxbench.watermark.keys import Key
 from jaxbench.watermark.significance import Detections
 from jaxbench.watermark.texts import Ragged
 
-FORMAT = 2  # of entries and of what is behind them; a change of any score is another number
+FORMAT = 3  # of entries and of what is behind them; a change of any score is another number
 _NUMBERS = struct.Struct("<d3q4d")  # the fields of Detections but the reason
 _FLOATS = (0, 4, 5, 6, 7)  # among these fields
 

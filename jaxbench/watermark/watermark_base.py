@@ -204,11 +204,16 @@ def _check_generation(scheme: Scheme, vocab_size: int, green_lists: GreenLists |
     """Check that a scheme can mark text with these green lists.
 
     Raises:
-      ValueError: the scheme is for detection only, or its green lists are missing or of another vocabulary.
+      ValueError: the scheme is for detection only, or its lists are empty, missing or of another vocabulary.
     """
     name = scheme.scheme
     if vocab_size < 2:
         raise ValueError(f"watermark {name}: vocab_size={vocab_size}, wanted at least 2")
+    if scheme.has_list_words and int(scheme.gamma * vocab_size) == 0:
+        raise ValueError(
+            f"watermark {name}: gamma={scheme.gamma:g} of {vocab_size} tokens is a list of none, which marks nothing; "
+            f"wanted at least {1 / vocab_size:.3g}"
+        )
     if scheme.key_field is None:
         return
     if green_lists is None:

@@ -28,6 +28,18 @@ def test_invisible_characters_vanish_from_latin_text(sign):
     assert found.invisible == found.num_changed == len(PLAIN) - 1
 
 
+@pytest.mark.parametrize("sign", ["\u200b", "\u200c", "\u200d", "\u2060", "\ufeff", "\ufe0f"])
+def test_invisible_characters_vanish_behind_typographic_punctuation_and_styled_letters(sign):
+    text = "\u201cIt\u2019s late\u2026\u201d \u2014 she said \u2013 to the caf\u00e9\u2019s owner"
+    assert canonical.canonicalize(sign.join(text)).text == text
+    found = canonical.canonicalize(f"\uff21{sign}\U0001d41b{sign}c\u3000{sign}d")
+    assert (found.text, found.invisible, found.compatibility) == ("Abc d", 3, 3)
+
+
+def test_capital_initials_that_look_latin_are_latin():
+    assert canonical.canonicalize("Said \u039d. \u03a5. P. Co.").text == "Said N. Y. P. Co."
+
+
 def test_styled_letters_and_unusual_spaces_become_plain():
     found = canonical.canonicalize(
         "\uff28\uff45\uff4c\uff4c\uff4f\u00a0\U0001d430\U0001d428\U0001d42b\U0001d425\U0001d41d"
@@ -43,6 +55,7 @@ def test_styled_letters_and_unusual_spaces_become_plain():
         "Привет, мир. Это обычный русский текст.",
         "Το ποτάμι είναι μεγάλο",
         "The parameter α lies between β and γ.",
+        "Look \u203c\ufe0f and \u2049\ufe0f",  # emoji of the punctuation's block
         "Family: \U0001f468\u200d\U0001f469\u200d\U0001f467, heart: \u2764\ufe0f",
         "می\u200cخواهم",  # Persian needs its non-joiner
         "“Quotes” — dashes… naïve café, Straße, ½",

@@ -28,6 +28,10 @@ def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
         ({"scheme": "dip", "alpha": 0.6}, "alpha=0.6"),
         ({"scheme": "kgw", "context": {"width": 9}}, "context.width=9"),
         ({"scheme": "gumbel", "context": {"kind": "self", "width": 4}}, "gumbel: context.kind=self is for kgw only"),
+        ({"scheme": "kgw", "delta": 1e6}, "delta=1000000.0: input should be less than or equal to 1000"),
+        ({"scheme": "unigram", "delta": 1e39}, "delta=1e\\+39"),
+        ({"scheme": "kgw_transformers", "bias": 1e6}, "bias=1000000.0"),
+        ({"scheme": "gumbel", "dual_key_alpha": 1e-9}, "dual_key_alpha=1e-09, wanted 0, 1, or a share of 0.0001"),
         ({"scheme": "gumbel", "prf": "vllm", "payload_bits": 3}, "prf=vllm knows .* payload_bits=3"),
     ],
 )

@@ -247,6 +247,9 @@ def test_bad_input_is_named(backend):
         module.detect_batch([[1, 2]], scheme, Key(1), vocab_size=99_999_999_999)
     with pytest.raises(ValueError, match=r"got 1 as a text, wanted a list of token ids"):
         module.detect_batch([1, 2, 3], scheme, Key(1), vocab_size=VOCAB)
+    for batched in ([np.ones((1, 4), int)], np.ones((2, 1, 4), int), [[[1, 2]]]):  # a batch of one text each
+        with pytest.raises(ValueError, match=r"of shape \(1, \d\) as a text, wanted a list of token ids"):
+            module.detect_batch(batched, scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"got \[1.5\] as a text"):
         module.detect_batch([[1.5]], scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"got \[1099511627776\] as a text"):

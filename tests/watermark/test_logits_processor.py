@@ -284,6 +284,8 @@ def test_bad_input_is_named(marks):
         marks.Watermark("kgw_markllm", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="tables of 150 tokens for a model of 151"):
         marks.Watermark("kgw_markllm", vocab_size=151, green_lists=Lists("time", 1))
+    with pytest.raises(ValueError, match="gamma=0.005 of 150 tokens is a list of none, .* at least 0.00667"):
+        marks.Watermark({"scheme": "unigram", "gamma": 0.005}, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="'gumbell' is unknown, the nearest is gumbel"):
         marks.Watermark("gumbell", vocab_size=VOCAB)
 

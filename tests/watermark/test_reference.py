@@ -190,6 +190,18 @@ def test_dual_keys_give_two_words_under_vllms_derivation():
         np.testing.assert_array_equal(words, single.words)
 
 
+@pytest.mark.parametrize("kind", ["left", "min"])
+def test_a_repeat_under_either_of_two_keys_is_not_scored(kind):
+    scheme = config.Gumbel(dual_key_alpha=0.5, context={"kind": kind, "width": 4})
+    tokens = np.random.default_rng(3).zipf(1.3, (8, 80)) % VOCAB
+    found = reference.evidence(scheme, KEY, tokens, vocab_size=VOCAB)
+    for label in ("key_a", "key_b"):
+        seeds = reference.context_seeds(scheme.context, KEY.derive(label), tokens)
+        for row in range(len(tokens)):
+            used = [(*seeds[row, i], tokens[row, i]) for i in np.flatnonzero(found.scored[row])]
+            assert 20 < len(used) == len(set(used))
+
+
 def test_texts_shorter_than_their_context_have_no_scored_position():
     for scheme, length in itertools.product(SCHEMES[:2] + SCHEMES[5:], (0, 1, 2)):
         found = reference.evidence(scheme, KEY, TEXT[:, :4], np.array([length]), vocab_size=VOCAB)

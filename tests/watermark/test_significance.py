@@ -20,6 +20,9 @@ SCHEMES = {
     "gumbel": parse_scheme("gumbel"),
     "gumbel vllm": parse_scheme({"scheme": "gumbel", "prf": "vllm"}),
     "gumbel dual": parse_scheme({"scheme": "gumbel", "dual_key_alpha": 0.1}),
+    "gumbel dual min": parse_scheme(
+        {"scheme": "gumbel", "dual_key_alpha": 0.9, "context": {"kind": "min", "width": 8}}
+    ),
     "synthid weighted": parse_scheme("synthid"),
     "synthid mean": parse_scheme({"scheme": "synthid", "score": "mean"}),
     "synthid bayesian": parse_scheme({"scheme": "synthid", "score": "bayesian"}),

@@ -91,7 +91,10 @@ def _evidence(
     scored = valid & _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
     if len(pairs) == 1:
         return words, scored, None
-    return words, scored, mark.text_words(pairs[1], text)[0]
+    second_words, seeds = mark.text_words(pairs[1], text)
+    if reference.has_seeds_of_each_key(form):
+        scored &= _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
+    return words, scored, second_words
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

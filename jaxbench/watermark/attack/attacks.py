@@ -202,7 +202,8 @@ def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place
     if isinstance(attack, Rewrite):
         if tools.rewrite is None:
             raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")
-        return tools.rewrite(attack, texts, seed=seed, indices=numbers)
+        own = (seed + (place << 32)) % 2**64  # 32 bits apart, as a rewriter counts its own steps on from a seed
+        return tools.rewrite(attack, texts, seed=own, indices=numbers)
     out = []
     for text, row in zip(texts, numbers):
         draws = Draws(seed, step=place, site=SITE + attack.attack, row=row)

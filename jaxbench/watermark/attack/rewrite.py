@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench import philox, sample
+from jaxbench import sample
 from jaxbench.generation import decoder, flax_decoder
 from jaxbench.pretrained import tokenizer
 from jaxbench.watermark.attack.attacks import Rewrite
@@ -61,7 +61,7 @@ class Rewriter:
         replies = words
         for place, instruction in enumerate(steps):
             prompts = [instruction.replace("{text}", text.strip()) for text in replies]
-            said = self._answer(prompts, replies, row_ids, seed=seed + place, temperature=attack.temperature)
+            said = self._answer(prompts, replies, row_ids, seed=(seed + place) % 2**64, temperature=attack.temperature)
             replies = [new or old for new, old in zip(said, replies)]
         for (row, i), new, old in zip(chosen, replies, words):
             pieces[row][i] = old[: len(old) - len(old.lstrip())] + new.strip()
@@ -74,12 +74,13 @@ class Rewriter:
         generator = self._generator(temperature)
         messages = [self._tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ids = [self._tokenizer.encode(message, add_special=False) for message in messages]
-        lengths = [len(own) for own in self._tokenizer.encode_batch(originals, add_special=False)]
+        encoded = self._tokenizer.encode_batch(originals, add_special=False)
+        limits = [16 * -(-int(GROWTH * len(own) + 1) // 16) for own in encoded]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         replies = [""] * len(ids)
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
-            limit = 16 * -(-int(GROWTH * max(lengths[i] for i in batch) + 1) // 16)
+            limit = max(limits[i] for i in batch)
             longest, row = len(ids[batch[-1]]), row_ids[batch[-1]] // MAX_BLOCKS
             if longest + limit > self._model.max_seq_len:
                 raise ValueError(
@@ -89,11 +90,12 @@ class Rewriter:
             made = generator(
                 [ids[i] for i in batch],
                 max_new_tokens=limit,
-                seed=seed & philox.MASK32,
+                seed=seed,
                 row_ids=[row_ids[i] & 0x7FFFFFFF for i in batch],
             )
             for i, tokens, length in zip(batch, made.tokens, made.lengths):
-                replies[i] = clean(self._tokenizer.decode(tokens[:length], skip_special=True))
+                own = tokens[: min(length, limits[i])]  # a longer block beside it lengthens no reply
+                replies[i] = clean(self._tokenizer.decode(own, skip_special=True))
         return replies
 
     @functools.cached_property

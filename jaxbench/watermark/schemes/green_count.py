@@ -13,6 +13,8 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import RED, Evidence, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
+MAX_BIAS = 1000.0  # nats: red tokens are as good as banned from 100 on; float32 still tells green logits 1e-4 apart
+
 
 class GreenScheme(Scheme):
     """A scheme with a share `gamma` of green tokens, each green on its own: its word lies below a threshold."""

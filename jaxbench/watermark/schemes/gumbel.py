@@ -20,6 +20,7 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
+LEAST_SHARE = 1e-4  # of either key; the exact tail of a smaller one is a series of up to billions of terms
 CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B  # of vLLM's function
 
 
@@ -29,7 +30,7 @@ class Gumbel(Scheme):
     scheme: Literal["gumbel"] = "gumbel"
     context: ContextRule = ContextRule(kind="left", width=4)
     prf: Literal["jaxbench", "vllm"] = "jaxbench"  # vllm: bit-compatible with vLLM's philox4x32-10-v1
-    dual_key_alpha: float = Field(default=0.0, ge=0, le=1)  # share of steps that use the second key, 0 = one key
+    dual_key_alpha: float = Field(default=0.0, ge=0, le=1)  # share of steps with the second key, 0 = one key
     deduplicate: bool = True  # a context used before in a row draws with ordinary randomness
     payload_bits: int = Field(default=0, ge=0, le=16)  # a message of this many bits, 0 = none
 
@@ -43,6 +44,11 @@ class Gumbel(Scheme):
             raise ValueError(
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
                 f"payload_bits={self.payload_bits}"
+            )
+        if self.dual_key_alpha not in (0.0, 1.0) and not LEAST_SHARE <= self.dual_key_alpha <= 1.0 - LEAST_SHARE:
+            raise ValueError(
+                f"gumbel: dual_key_alpha={self.dual_key_alpha:g}, wanted 0, 1, or a share of "
+                f"{LEAST_SHARE} to {1 - LEAST_SHARE}"
             )
         return self
 

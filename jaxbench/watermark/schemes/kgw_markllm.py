@@ -13,7 +13,7 @@ from pydantic import Field
 
 from jaxbench.watermark import green_lists
 from jaxbench.watermark.reference import MAX_WIDTH
-from jaxbench.watermark.schemes.green_count import ToolkitScheme
+from jaxbench.watermark.schemes.green_count import MAX_BIAS, ToolkitScheme
 
 
 class MarkLlmKgw(ToolkitScheme):
@@ -21,7 +21,7 @@ class MarkLlmKgw(ToolkitScheme):
 
     scheme: Literal["kgw_markllm"] = "kgw_markllm"
     gamma: float = Field(default=0.5, gt=0, lt=1)  # share of green tokens
-    delta: float = Field(default=2.0, ge=0)  # bias on green logits, nats
+    delta: float = Field(default=2.0, ge=0, le=MAX_BIAS)  # bias on green logits, nats
     hash_key: int = Field(default=15485863, ge=1)
     prefix_length: int = Field(default=1, ge=1, le=MAX_WIDTH)  # tokens of context
     f_scheme: Literal["time", "additive", "skip", "min"] = "time"

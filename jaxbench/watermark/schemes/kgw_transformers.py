@@ -16,7 +16,7 @@ from pydantic import Field
 from jaxbench import philox
 from jaxbench.watermark import green_lists
 from jaxbench.watermark.reference import MAX_WIDTH
-from jaxbench.watermark.schemes.green_count import ToolkitScheme
+from jaxbench.watermark.schemes.green_count import MAX_BIAS, ToolkitScheme
 
 HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
 
@@ -26,7 +26,7 @@ class TransformersKgw(ToolkitScheme):
 
     scheme: Literal["kgw_transformers"] = "kgw_transformers"
     greenlist_ratio: float = Field(default=0.25, gt=0, lt=1)  # share of green tokens
-    bias: float = Field(default=2.0, ge=0)  # bias on green logits, nats
+    bias: float = Field(default=2.0, ge=0, le=MAX_BIAS)  # bias on green logits, nats
     hashing_key: int = Field(default=15485863, ge=1)
     seeding_scheme: Literal["lefthash", "selfhash"] = "lefthash"  # selfhash: detection only
     context_width: int = Field(default=1, ge=1, le=MAX_WIDTH)  # tokens of context

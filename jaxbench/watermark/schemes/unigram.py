@@ -17,7 +17,7 @@ from jaxbench import philox
 from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.reference import Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes.green_count import GreenCount, ListScheme, list_words
+from jaxbench.watermark.schemes.green_count import MAX_BIAS, GreenCount, ListScheme, list_words
 
 
 class Unigram(ListScheme):
@@ -25,7 +25,7 @@ class Unigram(ListScheme):
 
     scheme: Literal["unigram"] = "unigram"
     gamma: float = Field(default=0.5, gt=0, lt=1)  # share of green tokens
-    delta: float = Field(default=2.0, ge=0)  # bias on green logits, nats
+    delta: float = Field(default=2.0, ge=0, le=MAX_BIAS)  # bias on green logits, nats
 
     device: ClassVar[str] = "unigram"
     has_fixed_list: ClassVar[bool] = True

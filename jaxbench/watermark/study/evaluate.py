@@ -130,11 +130,14 @@ class Evaluation:
         return self.parts_of(f"generate/{arm}/", s.batch_size, s.prompts, compute)
 
     def _generate(self, generator: sample.Generator, processor: Any, arm: str, rows: range) -> dict[str, list]:
-        states = None if processor is None else (processor.state([self.parts.key(arm, row) for row in rows]),)
+        s, states = self.settings, None
+        if processor is not None:
+            keys = [self.parts.key(arm, row) for row in rows]
+            states = (processor.state(keys, seed=s.seed, row_ids=list(rows)),)
         output = generator(
             [self.material.prompts[row] for row in rows],
-            max_new_tokens=self.settings.generate.new_tokens,
-            seed=self.settings.seed,
+            max_new_tokens=s.generate.new_tokens,
+            seed=s.seed,
             row_ids=list(rows),
             processor_states=states,
         )

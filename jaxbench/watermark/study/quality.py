@@ -163,7 +163,8 @@ class Scorer:
             state, changed = processor.apply(given, logits, tokens, length, t)
             plain = jax.nn.log_softmax(logits / temperature, axis=-1)
             marked = jax.nn.log_softmax(changed / temperature, axis=-1)
-            divergence = jnp.sum(jnp.exp(marked) * (marked - plain), axis=-1)
+            is_possible = marked > -jnp.inf  # a banned token adds nothing, and 0 times -inf is no number
+            divergence = jnp.sum(jnp.where(is_possible, jnp.exp(marked) * (marked - plain), 0.0), axis=-1)
             return (state, total + jnp.where(is_scored[:, t], divergence, 0.0)), None
 
         zeros = jnp.zeros(tokens.shape[0], jnp.promote_types(hidden.dtype, jnp.float32))

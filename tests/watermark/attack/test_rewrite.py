@@ -77,6 +77,23 @@ def test_a_rewritten_text_depends_on_seed_and_index_and_not_on_its_batch(rewrite
     assert other.texts[0] != alone.texts[0]
 
 
+def test_a_reply_is_as_long_beside_a_longer_block_as_alone_and_follows_all_bits_of_the_seed(rewriter):
+    attack, tools = {"attack": "paraphrase", "block_words": 100}, attacks.Tools(rewrite=rewriter)
+    short = "the object is a list of values."
+    alone = attacks.apply(attack, [short], seed=1, tools=tools, indices=[4]).texts[0]
+    assert alone == attacks.apply(attack, [short, WORDS], seed=1, tools=tools, indices=[4, 5]).texts[0]
+    assert alone != attacks.apply(attack, [short], seed=1 + 2**32, tools=tools, indices=[4]).texts[0]
+
+
+def test_a_rewriting_step_has_draws_of_its_own_in_each_place_of_a_chain():
+    seeds = []
+    tools = attacks.Tools(rewrite=lambda attack, texts, *, seed, indices: seeds.append(seed) or list(texts))
+    chain = {"attack": "chain", "steps": [{"attack": "paraphrase"}, {"attack": "back_translate"}] * 2}
+    attacks.apply(chain, ["a text"], seed=7, tools=tools)
+    attacks.apply({"attack": "paraphrase"}, ["a text"], seed=7, tools=tools)
+    assert seeds[0] == seeds[4] == 7 and len(set(seeds)) == 4
+
+
 def test_strength_is_the_share_of_blocks(rewriter):
     tools = attacks.Tools(rewrite=rewriter)
     text = "".join(f"Sentence number {i} is here and it has some more words in it. " for i in range(12))

@@ -1,14 +1,19 @@
 """The neural detector: twins, masking, evidence on one scale, files, and training that learns."""
 
+import io
 import json
+import re
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import torch_ref.watermark.detector.neural
-from jaxbench.watermark import config, reference
+from jaxbench.watermark import config, identify, reference, run
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.detector import features, neural, neural_detection, train_detector, training_data
 from jaxbench.watermark.keys import Key
 from tests.watermark import vocabulary
@@ -158,6 +163,28 @@ def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kep
     (tmp_path / "calibration.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"calibration.npy cannot be read .*run train-detector"):
         neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
+
+
+def test_the_network_reads_what_stands_behind_the_prompt(tmp_path):
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+
+    def said(text, prompt_tokens):
+        split = SimpleNamespace(
+            vocab_size=VOCAB,
+            decode=lambda ids: " ",
+            encode_batch=lambda texts, **how: [list(map(int, text.split())) for text in texts],
+        )
+        job = bulk_detection.Job((identify.Candidate("kgw", config.parse_scheme("kgw"), Key(5)),), canonicalize=False)
+        screen = Console(file=io.StringIO(), width=100)
+        run.detect_text(
+            text, job, tokenizer=split, console=screen, level=0.01, prompt_tokens=prompt_tokens, neural=tmp_path
+        )
+        return re.search("neural p = .*", screen.file.getvalue())[0]
+
+    whole = " ".join(map(str, np.random.default_rng(4).integers(0, VOCAB, 60)))
+    assert "4000 null scores" in said(whole, 40) and "first 20 tokens" in said(whole, 40)
+    assert "first 0 tokens, 0 null scores" in said(whole, 60)
 
 
 def test_parameters_of_another_shape_are_refused(tmp_path):

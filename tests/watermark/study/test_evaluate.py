@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,6 +171,17 @@ def test_pieces_of_a_text_are_the_text_even_within_a_character(monkeypatch):
     pieces = evaluate.pieces(own, ids)
     assert "".join(pieces) == text and len(pieces) == len(ids) and "\ufffd" not in "".join(pieces)
     assert " and" in pieces
+
+
+def test_the_seed_and_a_rows_own_number_decide_which_of_two_keys_marks_a_step():
+    seen, made = [], SimpleNamespace(tokens=np.zeros((2, 3), int), lengths=[0, 0])
+    end = SimpleNamespace(end_ids=(0,), decode=str)
+    parts = SimpleNamespace(key=lambda arm, row: (arm, row), tokenizer=end)
+    own = SimpleNamespace(settings=Evaluate(schemes={"a": "gumbel"}, seed=9), parts=parts)
+    own.material = SimpleNamespace(prompts=[[row] for row in range(6)])
+    processor = SimpleNamespace(state=lambda keys, **how: seen.append((keys, how)))
+    evaluate.Evaluation._generate(own, lambda prompts, **how: made, processor, "a", range(4, 6))
+    assert seen == [([("a", 4), ("a", 5)], {"seed": 9, "row_ids": [4, 5]})]
 
 
 def test_another_configuration_in_the_same_folder_is_refused(finished):

@@ -7,8 +7,9 @@ import pytest
 
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.watermark import config, keys
+from jaxbench.watermark import config, keys, reference
 from jaxbench.watermark.logits_processor import Watermark
+from jaxbench.watermark.schemes import morphmark
 from jaxbench.watermark.study import quality
 
 VOCAB = 97
@@ -88,6 +89,20 @@ def test_the_divergence_of_a_bias_is_that_of_numpy(scorer, log_probabilities, te
         expected = (np.exp(marked) * (marked - plain)).sum(1).mean()
         np.testing.assert_allclose(scores.divergence[row], expected, rtol=1e-4)
     assert scores.divergence[1] == pytest.approx(0, abs=1e-6)
+
+
+def test_tokens_that_a_mark_bans_leave_the_divergence_a_number(scorer, log_probabilities):
+    scheme, key = config.parse_scheme({"scheme": "morphmark", "form": "linear", "k": 100.0, "p_0": 0.0}), keys.Key(5)
+    watermark = Watermark(scheme, vocab_size=VOCAB)
+    found = scorer(TEXTS[:1], processor=watermark, states=lambda rows: watermark.state([key] * len(rows)))
+    expected = []
+    for logs, ids in zip(log_probabilities[0][:-1], TEXTS[0]):
+        texts = np.stack([np.full(VOCAB, ids), np.arange(VOCAB)], axis=1)
+        words = reference.evidence(scheme, key, texts, vocab_size=VOCAB).words[:, 1]
+        marked = morphmark.reweight(np.exp(logs), scheme.is_green(words), scheme)
+        assert (marked == 0).any()
+        expected.append(sum(p * (np.log(p) - log) for p, log in zip(marked, logs) if p > 0))
+    np.testing.assert_allclose(found.divergence[0], np.mean(expected), rtol=1e-4)
 
 
 def test_a_watermark_diverges_more_with_a_larger_bias(scorer):
