@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxbench import functional, nn
 from jaxbench.memory import layout
-from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.bank_config import ROUNDING, BankConfig
 
 
 class BankState(NamedTuple):
@@ -144,9 +144,14 @@ class Bank(nnx.Module):
           reaches the compression alone (Rae et al. 2019, algorithm 2).
 
         Raises:
-          ValueError: the state is of another model or batch size.
+          ValueError: x, attention_out or is_token has another shape, or the state is of another model or batch size.
         """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"bank: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
         batch_size, length, _ = x.shape
+        heads = (batch_size, length, self.num_heads, self.head_dim)
+        if attention_out is not None and tuple(attention_out.shape) != heads:
+            raise ValueError(f"bank: attention_out is {tuple(attention_out.shape)}, wanted {heads}")
         if state is not None:
             self._check(state, batch_size)
         is_fresh = state is None and is_token is None
@@ -307,7 +312,8 @@ class Bank(nnx.Module):
         """Slots of a compressed block, filled from the left, and their number in each row.
 
         Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
-        where its surprise, 1 - cosine to the state before it, is above min_surprise; a slot is the mean of its run.
+        where its surprise, 1 - cosine to the state before it, is above min_surprise by more than rounding; a slot is
+        the mean of its run.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -317,7 +323,8 @@ class Bank(nnx.Module):
         squares = jnp.sum(fixed * fixed, axis=-1)
         lengths = lax.rsqrt(jnp.maximum(squares[:, 1:] * squares[:, :-1], jnp.finfo(wide).tiny))
         surprise = 1.0 - jnp.sum(fixed[:, 1:] * fixed[:, :-1], axis=-1) * lengths
-        place = jnp.cumsum((surprise > self.min_surprise).astype(jnp.int32), axis=1)
+        limit = self.min_surprise + ROUNDING * jnp.finfo(wide).eps
+        place = jnp.cumsum((surprise > limit).astype(jnp.int32), axis=1)
         place = jnp.pad(place, ((0, 0), (1, 0)))
         is_in = (place[:, :, None] == jnp.arange(few)[None, None, :]).astype(fine.dtype)
         share = is_in / jnp.maximum(jnp.sum(is_in, axis=1, keepdims=True), 1.0)

@@ -15,6 +15,8 @@ from jaxbench.config import Base
 from jaxbench.memory import config
 from jaxbench.memory.config import Arrays
 
+# Limit of a cosine's rounding, in units of the type's eps: those of equal states of width 2,048 were up to 5 from 1.
+ROUNDING = 16
 AGE_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # blocks; the last bin is open
 
 

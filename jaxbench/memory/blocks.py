@@ -62,7 +62,7 @@ class Block(nnx.Module):
         self.input_norm = norm() if c.kind == "mal" else None
         self.answer_norm = norm() if c.kind in ("mac", "mag") else None
         self.memory_norm = norm() if c.kind in ("mac", "mag") else None
-        self.kind, self.dtype = c.kind, dtype
+        self.kind, self.d_model, self.dtype = c.kind, c.d_model, dtype
 
     def __call__(
         self,
@@ -84,8 +84,10 @@ class Block(nnx.Module):
           The output, the state behind the last token, and the bank's reconstruction loss, 0 without a bank.
 
         Raises:
-          ValueError: the state is of another model or batch size.
+          ValueError: x or is_token has another shape, or the state is of another model or batch size.
         """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"block: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
         if state is not None:
             self._check(state)
         run = {"mac": self._as_context, "mag": self._as_gate, "mal": self._as_layer, "lmm": self._alone}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -24,8 +24,8 @@ class DecoderMemory(Base):
     kind: Literal["mac", "mag", "mal", "lmm", "bank"]  # of block; it stands in place of the layer's attention
     layers: tuple[int, ...] | None = None  # which layers, from 0; None = all
     insert: bool = False  # lmm beside the layer's own attention, through a gate that is 0 at the start: identity
-    window: int | None = Field(default=None, gt=0)  # tokens that the block's attention sees; mac: a segment
-    num_persistent: int = Field(default=0, ge=0)  # learned tokens that it always sees
+    window: int | None = Field(default=None, gt=0)  # tokens that the block's attention sees, not of lmm; mac: a segment
+    num_persistent: int = Field(default=0, ge=0)  # learned tokens that it always sees, not of lmm
     neural: NeuralMemoryConfig | None = None  # of mac, mag, mal, lmm
     bank: BankConfig | None = None  # of bank; lmm takes either
     max_documents: int = Field(default=1, ge=1)  # in a row; each has a memory of its own, and costs as much as a row
@@ -57,14 +57,37 @@ class MemoryTransformerConfig(TransformerConfig):
                 f"memory: kind={m.kind} has an attention of its own, which does not normalise queries and keys; with "
                 "qk_norm=true use kind=lmm, or set qk_norm=false"
             )
-        others = {name: getattr(self, name) for name in ("qkv_bias", "attention_softcap", "global_every")}
-        others = {name: value for name, value in others.items() if value}
-        if self.query_scale != 1.0:
-            others["query_scale"] = self.query_scale  # of yarn, or of query_pre_attn_scalar
-        if others and m.kind != "lmm":
-            raise ValueError(f"memory: kind={m.kind} has an attention of its own, which has no {others}; use kind=lmm")
+        if m.kind != "lmm":
+            self._check_attention()
+        self._check_parts()
         self.block()
         return self
+
+    def _check_attention(self) -> None:
+        """Refuse what the decoder's attention has and the blocks' own has not."""
+        names = ("use_bias", "qkv_bias", "attention_softcap", "global_every")
+        others: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.query_scale != 1.0:
+            others["query_scale"] = self.query_scale  # of yarn, or of query_pre_attn_scalar
+        if self.rope_scaling is not None:
+            others["rope_scaling"] = self.rope_scaling.kind
+        if self.position != "rotary":
+            others["position"] = self.position
+        if others:
+            raise ValueError(
+                f"memory: kind={self.memory.kind} has an attention of its own, which has no {others}; use kind=lmm"
+            )
+
+    def _check_parts(self) -> None:
+        """Refuse settings of parts that the memory has not."""
+        m = self.memory
+        if m.kind == "lmm" and (m.window is not None or m.num_persistent):
+            raise ValueError(
+                f"memory: kind=lmm has no attention of its own: wanted window=null and num_persistent=0 (a neural "
+                f"memory's learned tokens are neural.num_persistent), got {m.window} and {m.num_persistent}"
+            )
+        if m.bank is None and m.loss_weight != 1.0:
+            raise ValueError(f"memory: loss_weight={m.loss_weight} is of a bank's compression, and bank is unset")
 
     def has_memory(self, index: int) -> bool:
         """True where the layer of this index has memory."""

@@ -36,9 +36,15 @@ def select_rows(condition: Bool[Array, " E"], new: Any, old: Any) -> Any:
 def left_align(
     x: Float[Array, "B T D"], is_token: Bool[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T D"], Int[Array, " B"]]:
-    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
+    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row.
+
+    Raises:
+      ValueError: is_token is of other rows or tokens.
+    """
     if is_token is None:
         return x, jnp.full((len(x),), x.shape[1], jnp.int32)
+    if tuple(is_token.shape) != tuple(x.shape[:2]):
+        raise ValueError(f"memory: is_token is {tuple(is_token.shape)}, wanted {tuple(x.shape[:2])} (rows, tokens)")
     order = jnp.argsort(~is_token, axis=1, stable=True)
     return gathered(x, order), jnp.sum(is_token, axis=1).astype(jnp.int32)
 

@@ -142,7 +142,7 @@ class NeuralMemory(nnx.Module):
           within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
 
         Raises:
-          ValueError: x has another width, or the state is of another model or batch size.
+          ValueError: x or is_token has another shape, or the state is of another model or batch size.
         """
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"memory: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")

@@ -33,7 +33,8 @@ def grow_slots(state: BankState, number: int) -> BankState:
 def shrink_slots(state: BankState, number: int) -> BankState:
     """Remove `number` slots from a bank's state: empty ones first, then those with the least attention mass.
 
-    While only empty ones are removed, its read-outs do not change by a bit.
+    The newest, which nothing has attended to yet, go last. While only empty ones are removed, the bank's read-outs do
+    not change by a bit.
 
     Raises:
       ValueError: number is negative or not below the number of slots.
@@ -43,7 +44,10 @@ def shrink_slots(state: BankState, number: int) -> BankState:
         raise ValueError(f"shrink_slots: number={number} is outside [0, {capacity}), the bank has {capacity} slots")
     num_recent, left = state.recent.shape[1], capacity - number
     is_filled = jnp.arange(capacity)[None, :] < state.num_slots[:, None]
-    mass = jnp.where(is_filled, state.mass[:, num_recent:], jnp.asarray(-1.0, state.mass.dtype))
+    mass = state.mass[:, num_recent:]
+    # Nothing has attended to the newest slots yet, so that their mass of 0 says nothing.
+    mass = jnp.where(state.age == 0, jnp.asarray(jnp.inf, mass.dtype), mass)
+    mass = jnp.where(is_filled, mass, jnp.asarray(-1.0, mass.dtype))
     # The slots of the most mass in their old order; of equal mass the later ones.
     best = jnp.argsort(mass[:, ::-1], axis=1, stable=True, descending=True)[:, :left]
     kept = jnp.sort(capacity - 1 - best, axis=1)

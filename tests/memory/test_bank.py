@@ -88,6 +88,15 @@ def test_a_surprise_limit_that_nothing_stays_under_changes_no_bit():
         assert worst(found, tuple(wanted(as_torch(stream())))) < 1e-12
 
 
+def test_equal_states_share_a_slot_whatever_the_cosine_rounds_to():
+    config = TINY.model_copy(update={"block_size": 8, "ratio": 1, "memory_slots": 8, "min_surprise": 0.0})
+    _, model, twin, _ = layer(config, "float32")
+    x = np.random.default_rng(0).standard_normal((64, 1, TINY.d_model)).astype("float32")
+    x = np.repeat(x, 8, axis=1) * np.linspace(0.3, 3.0, 8, dtype="float32")[:, None]  # of one direction
+    assert np.asarray(jax.jit(model._allocate_slots)(x)[1]).tolist() == [1] * 64
+    assert twin._allocate_slots(torch.from_numpy(x))[1].tolist() == [1] * 64
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bank_answers_what_lists_answer(kind):
     config = kind_of(kind)
@@ -223,13 +232,29 @@ def test_shrinking_a_full_bank_keeps_the_slots_of_most_mass_in_order():
     read, _, twin, _ = layer()
     _, state, _ = read(stream())
     mass = state.mass.at[:, 8:].set(jnp.asarray([[0.3, 0.1, 0.2, 0.4], [0.1, 0.1, 0.0, 0.2]]))
-    state = state._replace(mass=mass)
+    state = state._replace(mass=mass, age=state.age + 1)
     less = resize.shrink_slots(state, 2)
     kept = np.asarray([[0, 3], [1, 3]])
     assert worst(less.slots, layout.gathered(state.slots, jnp.asarray(kept))) == 0.0
     assert less.num_slots.tolist() == [2, 2] and less.evicted.tolist() == [6, 6]
     np.testing.assert_array_equal(less.mass[:, 8:], [[0.3, 0.4], [0.1, 0.2]])
     assert worst(torch_resize.shrink_slots(as_torch(state), 2), less) == 0.0
+
+
+def test_shrinking_keeps_the_newest_slots_which_nothing_has_attended_to_yet():
+    _, _, twin, _ = layer()
+    with torch.no_grad():
+        state = twin(as_torch(stream()))[1]
+    assert state.age.tolist() == [[1, 1, 0, 0]] * 2 and not state.mass[:, 10:].any()
+    for found in (torch_resize.shrink_slots(state, 2), resize.shrink_slots(jax_state(state), 2)):
+        assert found.age.tolist() == [[0, 0]] * 2
+        assert worst(found.slots, state.slots[:, 2:]) == 0.0
+    for found in (torch_resize.shrink_slots(state, 1), resize.shrink_slots(jax_state(state), 1)):
+        assert worst(found.mass[:, 8:9], state.mass[:, 8:10].amax(dim=1, keepdim=True)) == 0.0
+
+
+def jax_state(state):
+    return bank.BankState(*(jnp.asarray(x.numpy()) for x in state))
 
 
 def test_nothing_is_compiled_again_as_the_bank_fills():
@@ -308,6 +333,17 @@ def test_a_state_of_another_batch_or_capacity_is_refused():
             module.shrink_slots(state, 4)
         with pytest.raises(ValueError, match="number=-1 is negative"):
             module.grow_slots(state, -1)
+
+
+def test_arrays_that_are_not_of_the_streams_shape_are_refused():
+    _, model, twin, _ = layer()
+    for each, ones in ((model, jnp.ones), (twin, torch.ones)):
+        with pytest.raises(ValueError, match=r"bank: x is \(2, 3, 9\), wanted .* d_model=10"):
+            each(ones((2, 3, 9)))
+        with pytest.raises(ValueError, match=r"attention_out is \(2, 1, 2, 6\), wanted \(2, 3, 2, 6\)"):
+            each(ones((2, 3, 10)), attention_out=ones((2, 1, 2, 6)))
+        with pytest.raises(ValueError, match=r"is_token is \(2, 2\), wanted \(2, 3\)"):
+            each(ones((2, 3, 10)), is_token=ones((2, 2)) > 0)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,19 @@ def test_wrong_shapes_and_states_are_refused_with_their_values():
             block(x, block.init_state(2))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("package", [blocks, torch_blocks], ids=["flax", "torch"])
+def test_a_stream_or_a_mask_of_another_shape_is_refused(package, kind):
+    shape = shape_of(kind)
+    block = package.build(shape, block_config.initial_params(shape, 0))
+    ones = jnp.ones if package is blocks else torch.ones
+    with pytest.raises(ValueError, match=r"block: x is \(2, 3, 7\), wanted .* d_model=8"):
+        block(ones((2, 3, 7)))
+    for wrong in ((2, 2), (1, 3)):  # a token short, which left out the last one; one row for all
+        with pytest.raises(ValueError, match=rf"is_token is \({wrong[0]}, {wrong[1]}\), wanted \(2, 3\)"):
+            block(ones((2, 3, 8)), is_token=ones(wrong) > 0)
+
+
 @pytest.mark.parametrize("package", [blocks, torch_blocks], ids=["flax", "torch"])
 def test_a_state_of_another_kind_of_block_or_memory_is_refused(package):
     ones = jnp.ones if package is blocks else torch.ones

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jaxbench import config, initial, sharding
-from jaxbench.config import TransformerConfig
+from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory import decoder, placement
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
@@ -278,6 +278,21 @@ def test_bad_memories_are_refused_with_their_values():
             ValueError, match=f"kind={kind} has an attention of its own, which has no .'qkv_bias': True"
         ):
             with_memory(PLAIN.model_copy(update={"qkv_bias": True}), memory(kind))
+        for update, message in (
+            ({"rope_scaling": RotaryScaling(kind="llama3", factor=8.0)}, "'rope_scaling': 'llama3'"),
+            ({"rope_scaling": RotaryScaling(kind="linear", factor=2.0)}, "'rope_scaling': 'linear'"),
+            ({"use_bias": True, "position": "learned"}, "'use_bias': True, 'position': 'learned'"),
+        ):
+            with pytest.raises(ValueError, match=f"kind={kind} has an attention of its own, which has no .{message}"):
+                with_memory(PLAIN.model_copy(update=update), memory(kind))
+            with_memory(PLAIN.model_copy(update=update), memory("insert-neural"))
+    for update, message in (
+        ({"window": 4}, "window=null and num_persistent=0 .* got 4 and 0"),
+        ({"num_persistent": 2}, "window=null and num_persistent=0 .* got None and 2"),
+        ({"loss_weight": 2.0}, "loss_weight=2.0 is of a bank's compression, and bank is unset"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_memory(PLAIN, memory("lmm", **update))
     with pytest.raises(ValueError, match="which has no .'query_scale': 0.5"):
         with_memory(PLAIN.model_copy(update={"query_pre_attn_scalar": 32.0}), memory("mag"))
     with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got some of kind 'mag'"):

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.bank_config import ROUNDING, BankConfig
 from torch_ref import functional, nn
 from torch_ref.memory import layout
 
@@ -119,7 +119,12 @@ class Bank(torch.nn.Module):
 
         Arguments, results and errors are the twin's.
         """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"bank: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
         batch_size, length, _ = x.shape
+        heads = (batch_size, length, self.num_heads, self.head_dim)
+        if attention_out is not None and tuple(attention_out.shape) != heads:
+            raise ValueError(f"bank: attention_out is {tuple(attention_out.shape)}, wanted {heads}")
         if state is not None:
             self._check(state, batch_size)
         is_fresh = state is None and is_token is None
@@ -281,7 +286,8 @@ class Bank(torch.nn.Module):
         """Slots of a compressed block, filled from the left, and their number in each row.
 
         Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
-        where its surprise, 1 - cosine to the state before it, is above min_surprise; a slot is the mean of its run.
+        where its surprise, 1 - cosine to the state before it, is above min_surprise by more than rounding; a slot is
+        the mean of its run.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -291,7 +297,8 @@ class Bank(torch.nn.Module):
         squares = (fixed * fixed).sum(dim=-1)
         lengths = torch.rsqrt((squares[:, 1:] * squares[:, :-1]).clamp(min=torch.finfo(wide).tiny))
         surprise = 1.0 - (fixed[:, 1:] * fixed[:, :-1]).sum(dim=-1) * lengths
-        place = torch.cumsum((surprise > self.min_surprise).to(torch.int32), dim=1, dtype=torch.int32)
+        limit = self.min_surprise + ROUNDING * torch.finfo(wide).eps
+        place = torch.cumsum((surprise > limit).to(torch.int32), dim=1, dtype=torch.int32)
         place = torch.nn.functional.pad(place, (1, 0))
         is_in = (place[:, :, None] == torch.arange(few, device=fine.device)[None, None, :]).to(fine.dtype)
         share = is_in / is_in.sum(dim=1, keepdim=True).clamp(min=1.0)

@@ -55,7 +55,7 @@ class Block(torch.nn.Module):
         self.input_norm = norm() if c.kind == "mal" else None
         self.answer_norm = norm() if c.kind in ("mac", "mag") else None
         self.memory_norm = norm() if c.kind in ("mac", "mag") else None
-        self.kind, self.dtype = c.kind, dtype
+        self.kind, self.d_model, self.dtype = c.kind, c.d_model, dtype
 
     def forward(
         self,
@@ -69,6 +69,8 @@ class Block(torch.nn.Module):
 
         Arguments, results and errors are the twin's.
         """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"block: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
         if state is not None:
             self._check(state)
         run = {"mac": self._as_context, "mag": self._as_gate, "mal": self._as_layer, "lmm": self._alone}

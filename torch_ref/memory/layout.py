@@ -43,9 +43,14 @@ def select_rows(condition: Bool[Tensor, " E"], new: Any, old: Any) -> Any:
 def left_align(
     x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " B"]]:
-    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
+    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row.
+
+    Arguments, results and errors are the twin's.
+    """
     if is_token is None:
         return x, torch.full((len(x),), x.shape[1], dtype=torch.int32, device=x.device)
+    if tuple(is_token.shape) != tuple(x.shape[:2]):
+        raise ValueError(f"memory: is_token is {tuple(is_token.shape)}, wanted {tuple(x.shape[:2])} (rows, tokens)")
     order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
     return gathered(x, order), is_token.sum(dim=1).to(torch.int32)
 

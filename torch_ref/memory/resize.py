@@ -32,6 +32,8 @@ def grow_slots(state: BankState, number: int) -> BankState:
 def shrink_slots(state: BankState, number: int) -> BankState:
     """Remove `number` slots from a bank's state: empty ones first, then those with the least attention mass.
 
+    The newest, which nothing has attended to yet, go last.
+
     Arguments, results and errors are the twin's.
     """
     capacity = state.slots.shape[1]
@@ -39,7 +41,8 @@ def shrink_slots(state: BankState, number: int) -> BankState:
         raise ValueError(f"shrink_slots: number={number} is outside [0, {capacity}), the bank has {capacity} slots")
     num_recent, left = state.recent.shape[1], capacity - number
     is_filled = torch.arange(capacity, device=state.slots.device)[None, :] < state.num_slots[:, None]
-    mass = state.mass[:, num_recent:].masked_fill(~is_filled, -1.0)
+    # Nothing has attended to the newest slots yet, so that their mass of 0 says nothing.
+    mass = state.mass[:, num_recent:].masked_fill(state.age == 0, torch.inf).masked_fill(~is_filled, -1.0)
     # The slots of the most mass in their old order; of equal mass the later ones.
     best = torch.argsort(mass.flip(1), dim=1, stable=True, descending=True)[:, :left]
     kept = (capacity - 1 - best).sort(dim=1).values
