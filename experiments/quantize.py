@@ -120,7 +120,7 @@ def _recipe(recipe: Any, grid: Any, is_gguf: bool) -> Any:
 def quantized(made: Any) -> Any:
     """--model by a recipe."""
     from jaxbench.pretrained import tokenizer, weights
-    from jaxbench.quantization import quantize
+    from jaxbench.quantization import folder_export, quantize
     from jaxbench.quantization.study import windows
     from jaxbench.text import packing
 
@@ -129,6 +129,8 @@ def quantized(made: Any) -> Any:
         texts = packing.load_text(VALUES.data)
         tokens = windows.rows_of(tokenizer.load_tokenizer(spec), texts, VALUES.rows, VALUES.length)
     held = weights.load_checkpoint(spec)
+    if not VALUES.output.endswith(".gguf"):
+        folder_export.check_model(held.config)
     if made.needs_calibration:
         if VALUES.length > held.config.max_seq_len:
             raise ValueError(f"--length={VALUES.length}, the model has {held.config.max_seq_len} positions")

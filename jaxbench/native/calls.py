@@ -76,7 +76,9 @@ def linear(
     out = jax.ShapeDtypeStruct((rows.shape[0], weights.outputs), jnp.float32)
     ints = (weights.inputs, weights.outputs, formats.FORMATS.index(weights.format), settings.planes, settings.threads)
     call = jax.ffi.ffi_call("jaxbench_linear", out)
-    product = call(rows, weights.data, _empty() if bias is None else bias, ints=np.array(ints, np.int64))
+    product = call(
+        rows, weights.data, _empty() if bias is None else bias.astype(jnp.float32), ints=np.array(ints, np.int64)
+    )
     return product.reshape(*x.shape[:-1], weights.outputs)
 
 
@@ -150,8 +152,11 @@ def blocks(
       configs: of each layer (TransformerConfig.at_layer).
 
     Raises:
-      ValueError: more than library.MAX_ROWS rows.
+      ValueError: more than library.MAX_ROWS rows, not a position and a line of the table for each, or pages of a type
+        that no cache has.
     """
+    library.check_rows(x.shape[0], positions.shape[0], table.shape[0], cache[0][0].dtype.name)
+    x, positions, table = x.astype(jnp.float32), positions.astype(jnp.int32), table.astype(jnp.int32)
     arrays: tuple[list, ...] = ([], [], [], [])
     for weights, config, *cached in zip(layers, configs, *cache, strict=True):
         used = local_angles if config.is_local else angles
@@ -173,8 +178,6 @@ def _block(
 ) -> tuple[Float[Array, "B D"], tuple[Array, ...]]:
     """One layer: a custom call that writes its tokens into the pages, which are its results too."""
     register()
-    if x.shape[0] > library.MAX_ROWS:
-        raise ValueError(f"blocks: {x.shape[0]} rows, native kernels take at most {library.MAX_ROWS} at once")
     ints = (
         config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window or 0,
         library.ACTIVATIONS.index(config.activation), settings.planes, settings.threads,

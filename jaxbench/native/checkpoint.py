@@ -23,7 +23,7 @@ from jaxbench.quantization import blocks, grids
 from jaxbench.quantization.recipe import QuantizedModel
 
 FILE = "file"  # weights stay as the file has them
-CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values
+CACHE_TYPES = library.CACHE_TYPES
 PLANES = {"float32": 3, "int8": 1, "bfloat16": 1}  # of activations: integers of 24 or 8 bits, or bfloat16
 WEIGHTS = (FILE, *formats.FORMATS)
 

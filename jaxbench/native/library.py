@@ -18,6 +18,7 @@ from jaxbench.process_environment import usable_cores
 NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
+CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values; places are the numbers of src/native.h
 MAX_ROWS = 4096  # of a block
 ALIGNMENT = 64  # bytes: XLA:CPU takes a host array as it lies from this alignment on
 
@@ -105,6 +106,26 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     library.jaxbench_decode.argtypes = (pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
     library.jaxbench_decode.restype = ctypes.c_char_p
     return library
+
+
+def check_rows(rows: int, positions: int, lines: int, dtype: str) -> None:
+    """Check what a call of blocks is given, which C would read past its end.
+
+    Args:
+      positions, lines: as many as there are, of the page table the latter.
+      dtype: of the pages.
+
+    Raises:
+      ValueError: they are not as many as the rows, these are too many, or no cache has pages of this type.
+    """
+    if rows > MAX_ROWS:
+        raise ValueError(f"blocks: {rows} rows, native kernels take at most {MAX_ROWS} at once")
+    if positions != rows or lines != rows:
+        raise ValueError(
+            f"blocks: {positions} positions and {lines} lines of a page table for {rows} rows, wanted one each"
+        )
+    if dtype not in CACHE_TYPES:
+        raise ValueError(f"blocks: cache of {dtype}, wanted one of {', '.join(CACHE_TYPES)}")
 
 
 _is_off = contextvars.ContextVar("is_off", default=False)

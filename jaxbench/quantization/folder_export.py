@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs
+from jaxbench.config import TransformerConfig
 from jaxbench.pretrained import compressed_tensors, hf_config, weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.quantization.recipe import QuantizedModel
@@ -27,15 +28,24 @@ def check(folder: str | Path, source: str | Path | None) -> None:
     outputs.check_folder(path, flag="--output")
 
 
+def check_model(config: TransformerConfig) -> None:
+    """Check, before anything is computed, that the layout has a place for a model's family.
+
+    Raises:
+      ValueError: it has none: GPT-2's matrices are no linear layers.
+    """
+    family = hf_config.config_to_hf(config)["model_type"]
+    if family == "gpt2":
+        raise ValueError(f"--output: the layout is for linear layers, {family} has Conv1D in their place")
+
+
 def save(folder: str | Path, model: QuantizedModel, source: str | Path | None, *, tokenizer: Any = None) -> Path:
     """Write a model's integers, its other parameters in float32, and its tokenizer: that of its source, if not given.
 
     Raises:
       ValueError: the layout has no place for the model's grids, or its family's matrices are no linear layers (GPT-2).
     """
-    family = hf_config.config_to_hf(model.config)["model_type"]
-    if family == "gpt2":
-        raise ValueError(f"--output: the layout is for linear layers, {family} has Conv1D in their place")
+    check_model(model.config)
     grid = next(iter(model.matrices.values())).grid
     described = compressed_tensors.described(grid, model.activations)
     matrices = {}

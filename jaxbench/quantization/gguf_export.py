@@ -162,8 +162,11 @@ def _write(
 
     reader = gguf.GGUFReader(str(file.path))
     writer = gguf.GGUFWriter(path, arch=file.metadata["general.architecture"])
+    if gguf.Keys.General.ALIGNMENT in reader.fields:  # the writer lays tensors out by it; a plain key would not do
+        writer.add_custom_alignment(reader.alignment)
+    own = ("general.architecture", "general.file_type", gguf.Keys.General.ALIGNMENT)
     for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+        if not field.name.startswith("GGUF.") and field.name not in own:
             kind = field.types[0]
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)

@@ -155,6 +155,8 @@ def ranges(
         raise ValueError(f"quantize: rule={rule!r} is not one of {', '.join(RULES)}")
     groups = weights.astype(np.float32).reshape(len(weights), -1, grid.group_size or weights.shape[1])
     low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise ValueError(f"quantize: weights from {low.min()} to {high.max()}, wanted finite ones")
     if rule == "percentile":
         low, high = (np.quantile(groups, q, axis=2, keepdims=True) for q in (1 - PERCENTILE, PERCENTILE))
     if rule == "mse":

@@ -23,10 +23,13 @@ def matmul(
 
     Args:
       input_range: the |x| that becomes the type's largest value (static); None = the largest of each row (dynamic).
+
+    A row with a NaN is NaN throughout: no integer stands for it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).astype(jnp.float32), LIMITS[kernel.dtype.name]
-    largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True) if input_range is None else jnp.float32(input_range)
-    step = jnp.where(largest > 0, largest, limit) / limit
+    largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)  # NaN where one is
+    bound = largest if input_range is None else jnp.where(jnp.isnan(largest), largest, jnp.float32(input_range))
+    step = jnp.where(bound == 0, limit, bound) / limit
     is_int = kernel.dtype == jnp.int8
     codes = jnp.clip(jnp.round(rows / step) if is_int else rows / step, -limit, limit).astype(kernel.dtype)
     wide = jnp.int32 if is_int else jnp.float32

@@ -37,7 +37,8 @@ class InputStatistics(NamedTuple):
         """The statistics of both sets of tokens."""
         largest = np.maximum(self.largest, other.largest)
         sums = (getattr(self, name) + getattr(other, name) for name in ("count", "second_moment", "absolute"))
-        return InputStatistics(*sums, largest, self.histogram + other.histogram)
+        counts = self.histogram.astype(np.int64) + other.histogram  # 32 bits are full after 2e9 inputs of one size
+        return InputStatistics(*sums, largest, counts)
 
 
 def edges() -> Float[np.ndarray, " bins"]:

@@ -39,7 +39,7 @@ static void run_linear(const matrix *w, const float *x, int64_t rows, const floa
 static void run_block(const block_call *c, int64_t threads) {
   int64_t bytes = INSTRUCTION_SET.block_scratch(c);
   team *t = team_begin(threads, bytes, own_pool_schedule, (void *)(intptr_t)threads);
-  memset(team_scratch(t), 0xff, (size_t)bytes);
+  if (bytes) memset(team_scratch(t), 0xff, (size_t)bytes); /* rows that are all padding need none */
   INSTRUCTION_SET.block(c, t);
   team_end(t);
 }

@@ -15,6 +15,7 @@ import pytest
 
 from jaxbench.native import build
 
+REAL_SOURCES = build.SOURCES
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 ASK = "import ctypes; from jaxbench.native import build; print(ctypes.CDLL(str(build.library_path())).answer())"
 
@@ -181,3 +182,13 @@ def test_the_variable_names_the_set_or_is_refused(monkeypatch):
     monkeypatch.setenv("JAXBENCH_INSTRUCTIONS", "sse9")
     with pytest.raises(ValueError, match=re.escape("JAXBENCH_INSTRUCTIONS='sse9' is not one of avx512bf16, ")):
         build.library_path()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["portable", "team", "common", "plain"])
+def test_every_function_that_the_sources_call_is_declared(name):
+    strict = ["-std=gnu11", "-fsyntax-only", "-Werror=implicit-function-declaration"]  # clang and zig take no other
+    define = "-DINSTRUCTION_SET=kernels_portable"
+    command = [*build.compilers()[0], *strict, define, str(REAL_SOURCES / f"{name}.c")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxbench import initial, sample, transformer
 from jaxbench.config import TransformerConfig
@@ -180,8 +181,8 @@ def test_nan_in_one_row_shows_there_and_nowhere_else():
     assert np.isnan(dirty[1]).all() and np.array_equal(dirty[[0, 2]], clean[[0, 2]])
 
 
-def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,))):
-    pages, none = jnp.zeros((3, config.num_kv_heads, 64, 16), jnp.float32), jnp.zeros((0,), jnp.float32)
+def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,)), dtype="float32"):
+    pages, none = jnp.zeros((3, config.num_kv_heads, 64, 16), dtype), jnp.zeros((0,), jnp.float32)
     keys = pages.swapaxes(2, 3)
     angles = (jnp.ones((len(x), config.head_dim // 2)), jnp.zeros((len(x), config.head_dim // 2)))
     return calls.blocks(
@@ -231,3 +232,56 @@ def test_the_default_model_packs_its_own_numbers():
     found = {matrix.format for matrix in packed.matrices.values()}
     assert found == {"q4_1", "q8_0"} and packed.config.num_layers == 30
     assert 95e6 < packed.weight_bytes < 98.5e6
+
+
+def test_positions_of_64_bits_are_the_positions_they_say(tokens):
+    model = native_model.build(packed_of("llama"))
+    positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
+    wanted = np.asarray(model.features(tokens, positions)[0])
+    with jax.enable_x64(True):
+        found = model.features(jnp.asarray(tokens), jnp.asarray(positions.astype(np.int64)))[0]
+    assert np.array_equal(np.asarray(found), wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "message"),
+    [
+        (2, "float16", "cache of float16, wanted one of float32, bfloat16, int8"),
+        (1, "float32", "12 positions and 6 lines of a page table for 12 rows"),
+        (3, "float32", "12 positions and 18 lines of a page table for 12 rows"),
+    ],
+)
+@pytest.mark.parametrize("package", ["jaxbench", "torch_ref"])
+def test_a_cache_of_another_type_or_batch_is_refused_by_both_twins(package, rows, dtype, message):
+    model = importlib.import_module(f"{package}.native.model").build(packed_of("llama"))
+    cache = importlib.import_module(f"{package}.native.paged").empty(LLAMA, rows, 64, dtype)
+    tokens, positions = np.ones((2, 6), np.int32), np.tile(np.arange(6, dtype=np.int32), (2, 1))
+    if package == "torch_ref":
+        tokens, positions = torch.tensor(tokens), torch.tensor(positions)
+    with pytest.raises(ValueError, match=message):
+        model.features(tokens, positions, cache=cache)
+
+
+def test_pages_of_another_type_are_refused_by_the_handler_itself(monkeypatch):
+    packed = packed_of("llama")
+    layer = native_model.build(packed).weights.layers[0]
+    monkeypatch.setattr(library, "check_rows", lambda *sizes: None)
+    x = np.zeros((3, packed.config.d_model), np.float32)
+    with pytest.raises(Exception, match="pages are not float32, bfloat16 or int8"):
+        jax.block_until_ready(_block(layer, packed.config, x, dtype="float16"))
+
+
+def test_two_threads_run_two_models_in_pytorch():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch_ref.native import model as torch_model
+
+    models = [torch_model.build(packed_of(family), threads=1) for family in ("llama", "qwen2")]
+    tokens, positions = torch.ones((2, 40), dtype=torch.int32), torch.arange(40).expand(2, 40)
+    wanted = [model.features(tokens, positions)[0] for model in models]
+
+    def is_same(i: int) -> bool:
+        return all(torch.equal(models[i].features(tokens, positions)[0], wanted[i]) for _ in range(30))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(is_same, (0, 1))) == [True, True]

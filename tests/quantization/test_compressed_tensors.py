@@ -179,6 +179,14 @@ def test_what_has_no_place_in_the_layout_is_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_family_without_a_place_in_the_layout_is_refused_before_its_matrices_are_rounded():
+    from jaxbench.parity import cases
+
+    folder_export.check_model(CONFIG)
+    with pytest.raises(ValueError, match="gpt2 has Conv1D in their place"):
+        folder_export.check_model(cases.GPT2)
+
+
 def test_transformers_gives_a_folders_logits(tmp_path):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     import transformers

@@ -88,6 +88,29 @@ def test_bad_settings_are_named(small, tmp_path, arguments, message):
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_a_file_of_another_alignment_keeps_it(small, tmp_path):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "aligned.gguf", arch="llama")
+    writer.add_custom_alignment(128)
+    names = ("odd", "even")
+    for name in names:
+        writer.add_tensor(name, np.full(5, len(name), np.float32))  # 20 bytes: the next begins at 128
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    file = gguf_file.read(tmp_path / "aligned.gguf")
+    made = gguf_export._write(
+        file, tmp_path / "out.gguf", lambda name: (gguf_export._raw(file, name), "F32", None), 0, lambda line: None
+    )
+    reader = gguf.GGUFReader(str(tmp_path / "out.gguf"))
+    assert made == {} and reader.alignment == 128
+    for tensor in reader.tensors:
+        np.testing.assert_array_equal(tensor.data, np.full(5, len(tensor.name)))
+    read = gguf_file.read(tmp_path / "out.gguf")
+    assert [read.tensor(name)[0] for name in names] == [3, 4] and read.tensors["even"].offset % 128 == 0
+
+
 def test_the_input_is_never_written_over(small):
     before = small.read_bytes()
     with pytest.raises(ValueError, match="is the input"):

@@ -109,6 +109,15 @@ def test_a_grid_that_does_not_fit_is_refused(grid, inputs, message):
         grids.check(grid, inputs, "it")
 
 
+@pytest.mark.parametrize("rule", grids.RULES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_weight_that_is_not_finite_is_refused_by_every_rule(rule, value):
+    weights = np.random.default_rng(0).normal(size=(1, 4096)).astype(np.float32)  # percentile leaves four out
+    weights[0, 7] = value
+    with pytest.raises(ValueError, match="wanted finite ones"):
+        grids.nearest(weights, grids.NAMED["int8"], rule=rule)
+
+
 def test_weights_without_a_finite_scale_are_refused():
     with pytest.raises(ValueError, match="no finite scale in float16"):
         grids.nearest(np.full((1, 32), 3e38, np.float32), grids.NAMED["q8_0"])

@@ -184,6 +184,24 @@ def test_a_product_in_eight_bits_is_the_product_of_its_codes(kind):
         np.testing.assert_allclose(twin.numpy(), found, rtol=1e-4, atol=np.abs(wanted).max() * 2e-3)
 
 
+@pytest.mark.parametrize("input_range", [None, 1.5])
+def test_a_row_with_a_nan_input_has_no_finite_product_in_eight_bits(input_range):
+    x, kernel, scale = np.ones((2, 32), np.float32), np.ones((32, 8), np.int8), np.ones(8, np.float32)
+    x[1, 3] = np.nan
+    found = np.asarray(products.matmul(jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(scale), input_range))
+    twin = torch_ref.quantization.products.matmul(*map(torch.tensor, (x, kernel, scale)), input_range).numpy()
+    for out in (found, twin):
+        assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+def test_counts_of_inputs_are_not_full_after_two_thousand_million():
+    counts = np.zeros(statistics.BINS, np.int32)
+    counts[200], counts[300] = 1_500_000_000, 1000
+    one = statistics.InputStatistics(1, np.eye(1), np.ones(1), np.full(1, 1e6), counts)
+    assert (one + one).histogram[200] == 3_000_000_000
+    assert statistics.static_range(one + one, "percentile") == statistics.static_range(one, "percentile")
+
+
 def test_what_is_not_calibrated_is_the_same_whoever_asks(model):
     config, params = model
     found = [quantize.quantize(config, params, Recipe(bits=4)) for _ in range(2)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -55,7 +56,7 @@ class _Steps(NamedTuple):
     threads: int
 
 
-_steps: dict[int, _Steps] = {}  # of the last cache, by the handle that the operator takes
+_steps = threading.local()  # `last`: of the thread's last cache; the operator takes what its thread has prepared
 
 
 @functools.cache
@@ -81,7 +82,7 @@ def register() -> None:
     )
     operators.define(
         "decode(Tensor x, Tensor positions, Tensor table, Tensor? cosine, Tensor? sine, Tensor? local_cosine, "
-        "Tensor? local_sine, int steps) -> Tensor"
+        "Tensor? local_sine) -> Tensor"
     )
     functions = {
         "linear": _linear, "embed": _embed, "norm": _norm, "largest": _largest, "draw": _draw, "decode": _decode,
@@ -191,8 +192,8 @@ def _draw(handlers, logits, key, step, row_ids, temperature, top_p, min_p, top_k
     return out
 
 
-def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sine, steps) -> Tensor:
-    prepared, out = _steps[steps], x.clone()
+def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sine) -> Tensor:
+    prepared, out = _steps.last, x.clone()
     angles = (ctypes.c_void_p * 4)(*map(_pointer, (cosine, sine, local_cosine, local_sine)))
     problem = handlers.jaxbench_decode(
         prepared.calls, prepared.is_local, len(prepared.calls), out.data_ptr(), len(out), positions.data_ptr(),
@@ -206,7 +207,6 @@ def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sin
 def _prepare(layers, cache, table, configs, settings) -> _Steps:
     """Calls of all blocks on one cache."""
     calls = (library.BlockCall * len(layers))()
-    kinds = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
     for i, (call, weights, config) in enumerate(zip(calls, layers, configs, strict=True)):
         _fill_sizes(call, config, settings)
         for name, (scale, bias) in zip(library.NORMS, weights.norms, strict=True):
@@ -219,11 +219,16 @@ def _prepare(layers, cache, table, configs, settings) -> _Steps:
             setattr(call, name, library.Matrix(_pointer(weights.matrices[j]), *sizes[j], format))
             setattr(call, name.replace("_proj", "_bias"), _pointer(weights.biases[j]))
         keys = cache[0][i]
-        pointers = (_pointer(kind[i]) if kind[i].numel() else None for kind in cache)
-        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[3], table.shape[1], kinds[keys.dtype])
+        kind = library.CACHE_TYPES.index(_dtype_name(keys))
+        pointers = (_pointer(arrays[i]) if arrays[i].numel() else None for arrays in cache)
+        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[3], table.shape[1], kind)
     flags = (ctypes.c_uint8 * len(layers))(*(config.is_local for config in configs))
     first = (weakref.ref(layers[0].matrices[0]), weakref.ref(cache[0][0]))
     return _Steps(calls, flags, *first, (settings, table.shape[1]), _threads(settings))
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _fill_sizes(call: library.BlockCall, config: TransformerConfig, settings: Settings) -> None:
@@ -250,13 +255,14 @@ def blocks(
     Differs from the twin, which calls block by block: between two of them PyTorch would spend longer than in them.
 
     Raises:
-      ValueError: more than library.MAX_ROWS rows.
+      ValueError: more than library.MAX_ROWS rows, not a position and a line of the table for each, or pages of a type
+        that no cache has.
     """
-    if x.shape[0] > library.MAX_ROWS:
-        raise ValueError(f"blocks: {x.shape[0]} rows, native kernels take at most {library.MAX_ROWS} at once")
-    last = _steps.get(0)
+    library.check_rows(x.shape[0], positions.shape[0], table.shape[0], _dtype_name(cache[0][0]))
+    last = getattr(_steps, "last", None)
     is_same = last is not None and last.weights() is layers[0].matrices[0] and last.pages() is cache[0][0]
     if not is_same or last.settings != (settings, table.shape[1]):
-        _steps[0] = _prepare(layers, cache, table, configs, settings)
+        _steps.last = _prepare(layers, cache, table, configs, settings)
     pairs = (*(angles or (None, None)), *(local_angles or (None, None)))
-    return torch.ops.jaxbench.decode(x.contiguous(), positions.int().contiguous(), table, *pairs, 0), cache
+    rows = (x.float().contiguous(), positions.int().contiguous(), table.int().contiguous())
+    return torch.ops.jaxbench.decode(*rows, *pairs), cache

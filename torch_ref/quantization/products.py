@@ -24,13 +24,13 @@ def matmul(
 
     Args:
       input_range: the |x| that becomes the type's largest value (static); None = the largest of each row (dynamic).
+
+    A row with a NaN is NaN throughout: no integer stands for it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).float(), LIMITS[kernel.dtype]
-    if input_range is None:
-        largest = rows.abs().amax(dim=1, keepdim=True)
-    else:
-        largest = torch.tensor(input_range, dtype=torch.float32, device=x.device)
-    step = torch.where(largest > 0, largest, limit) / limit
+    largest = rows.abs().amax(dim=1, keepdim=True)  # NaN where one is
+    bound = largest if input_range is None else torch.where(torch.isnan(largest), largest, input_range)
+    step = torch.where(bound == 0, limit, bound) / limit
     is_int = kernel.dtype == torch.int8
     codes = torch.clamp(torch.round(rows / step) if is_int else rows / step, -limit, limit).to(kernel.dtype)
     if is_int:

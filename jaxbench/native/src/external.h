@@ -88,7 +88,7 @@ static void NAME(external_part)(void *context, int64_t part) {
           NAME(add_strip)(states + column, c->width, room + r * c->tokens, count[r], hidden + r * c->width + column,
                           c->width - column < STRIP ? c->width - column : STRIP, sums[r]);
     for (int64_t r = 0; r < rows; r++) {
-      float length = sqrtf(sums[r][1]) * sqrtf(sums[r][2]);
+      float length = __builtin_sqrtf(sums[r][1]) * __builtin_sqrtf(sums[r][2]);
       c->out[row * c->slots + first + r] = length > 0 ? sums[r][0] / length : 0;
     }
   }

@@ -104,6 +104,42 @@ static void read_block(const XLA_FFI_CallFrame *f, const int64_t *ints, const do
   }
 }
 
+static int64_t count_of(const XLA_FFI_Buffer *b) {
+  int64_t count = 1;
+  for (int64_t d = 0; d < b->rank; d++) count *= b->dims[d];
+  return count;
+}
+
+/* Types are not converted here: what has another one would be read past its end. */
+static const char *check_types(const XLA_FFI_CallFrame *f) {
+  XLA_FFI_DataType pages = argument(f, 5)->dtype;
+  if (pages != XLA_FFI_DataType_F32 && pages != XLA_FFI_DataType_BF16 && pages != XLA_FFI_DataType_S8)
+    return "jaxbench block: pages are not float32, bfloat16 or int8";
+  for (int i = 0; i < BLOCK_ARGUMENTS; i++) {
+    int is_index = i == 1 || i == 2, is_page = i == 5 || i == 6, is_packed = i >= 19 && i < 26;
+    XLA_FFI_DataType wanted = is_index ? XLA_FFI_DataType_S32 : is_page ? pages : is_packed ? XLA_FFI_DataType_U8 : XLA_FFI_DataType_F32;
+    if (argument(f, i)->dtype != wanted) return "jaxbench block: an argument has another type than its place";
+  }
+  if (argument(f, 0)->rank != 2 || argument(f, 1)->rank != 1 || argument(f, 2)->rank != 2 || argument(f, 5)->rank != 4 || argument(f, 6)->rank != 4)
+    return "jaxbench block: an argument has another rank than its place";
+  return NULL;
+}
+
+/* Angles, scales of pages, norms and biases must be as long as the call reads them, or empty. */
+static const char *check_vectors(const XLA_FFI_CallFrame *f, const block_call *c) {
+  int64_t query = c->num_heads * c->head_dim, kv = c->num_kv_heads * c->head_dim, d = c->d_model, ff = c->d_ff;
+  int64_t angles = c->rows * (c->head_dim / 2), slots = c->cache.num_pages * c->num_kv_heads * c->cache.page_size;
+  int64_t wanted[BLOCK_ARGUMENTS] = {[3] = angles, angles, [7] = slots, slots, d, d, d, d, d, d, d, d, c->head_dim, c->head_dim,
+                                     [26] = query, kv, kv, d, ff, ff, d};
+  for (int i = 3; i < BLOCK_ARGUMENTS; i++) {
+    int64_t count = count_of(argument(f, i));
+    if (wanted[i] && count && count != wanted[i]) return "jaxbench block: angles, scales, norms or biases do not have the size of their place";
+  }
+  if (!c->cosine != !c->sine) return "jaxbench block: cosine or sine alone";
+  if (c->cache.kind == CACHE_INT8 && (!c->cache.key_scales || !c->cache.value_scales)) return "jaxbench block: an 8-bit cache without scales";
+  return NULL;
+}
+
 /* The packed bytes must be those of the shape: a wrong format would be read past its end. */
 static const char *check_bytes(const XLA_FFI_Buffer *b, const matrix *m) {
   if (check_matrix(m)) return check_matrix(m);
@@ -119,15 +155,17 @@ EXPORT XLA_FFI_Error *jaxbench_xla_block(XLA_FFI_CallFrame *frame) {
   const double *floats = attribute(frame, "floats", BLOCK_FLOATS);
   if (frame->args.size != BLOCK_ARGUMENTS || frame->rets.size != 5 || !ints || !floats)
     return failed(frame, "jaxbench block: wrong number of arguments, results or attributes");
+  if (check_types(frame)) return failed(frame, check_types(frame));
   block_call call;
   read_block(frame, ints, floats, &call);
   const XLA_FFI_Buffer *keys = argument(frame, 5), *values = argument(frame, 6);
-  if (keys->rank != 4 || values->rank != 4 || keys->dims[1] != call.num_kv_heads || keys->dims[2] != (call.head_dim + 15) / 16 * 16 ||
+  if (keys->dims[1] != call.num_kv_heads || keys->dims[2] != (call.head_dim + 15) / 16 * 16 ||
       keys->dims[0] != values->dims[0] || keys->dims[1] != values->dims[1] || keys->dims[2] != values->dims[3] || keys->dims[3] != values->dims[2])
     return failed(frame, "jaxbench block: pages do not have the heads of the model");
   if (argument(frame, 1)->dims[0] != call.rows || argument(frame, 2)->dims[0] != call.rows)
     return failed(frame, "jaxbench block: positions and page table do not have a line for each row");
   const char *problem = check_block(&call);
+  if (!problem) problem = check_vectors(frame, &call);
   const matrix *matrices = &call.q_proj;
   for (int i = 0; i < 7 && !problem; i++)
     if (i != 4 || call.activation != ACTIVATION_GELU) problem = check_bytes(argument(frame, 19 + i), matrices + i);
@@ -152,6 +190,9 @@ EXPORT XLA_FFI_Error *jaxbench_xla_linear(XLA_FFI_CallFrame *frame) {
   int planes = (int)ints[3];
   if (planes != 1 && planes != 3) return failed(frame, "jaxbench linear: activations have 1 or 3 planes");
   if (x->rank != 2 || x->dims[1] != w.inputs) return failed(frame, "jaxbench linear: rows are not as wide as the weights");
+  const XLA_FFI_Buffer *bias = argument(frame, 2);
+  if (x->dtype != XLA_FFI_DataType_F32 || bias->dtype != XLA_FFI_DataType_F32) return failed(frame, "jaxbench linear: rows or bias are not float32");
+  if (count_of(bias) && count_of(bias) != w.outputs) return failed(frame, "jaxbench linear: the bias is not as long as the outputs");
   team *t = team_begin(threads_of(frame, ints[4]), INSTRUCTION_SET.linear_scratch(&w, x->dims[0], planes), schedule, frame);
   if (!t) return failed(frame, "jaxbench linear: not enough memory");
   INSTRUCTION_SET.linear(&w, x->data, x->dims[0], data_of(frame, 2), planes, result(frame, 0)->data, t);
@@ -178,7 +219,10 @@ EXPORT XLA_FFI_Error *jaxbench_xla_norm(XLA_FFI_CallFrame *frame) {
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
   const double *floats = attribute(frame, "floats", 1);
   if (frame->args.size != 3 || frame->rets.size != 1 || !floats) return failed(frame, "jaxbench norm: wrong arguments or attributes");
-  const XLA_FFI_Buffer *x = argument(frame, 0);
+  const XLA_FFI_Buffer *x = argument(frame, 0), *scale = argument(frame, 1), *bias = argument(frame, 2);
+  if (x->rank != 2 || x->dtype != XLA_FFI_DataType_F32 || scale->dtype != XLA_FFI_DataType_F32 || bias->dtype != XLA_FFI_DataType_F32 ||
+      count_of(scale) != x->dims[1] || (count_of(bias) && count_of(bias) != x->dims[1]))
+    return failed(frame, "jaxbench norm: rows, scale or bias are not float32 of one width");
   team *t = team_begin(x->dims[0] > 2 ? threads_of(frame, 0) : 1, 0, schedule, frame);
   if (!t) return failed(frame, "jaxbench norm: not enough memory");
   norm n = {data_of(frame, 1), data_of(frame, 2)};
