@@ -86,15 +86,39 @@ def make_loss(
       scale: loss scale of the step, None = 1.
 
     Decoders with dropout are refused where the plan is made (mesh_checks.py).
+
+    Raises (the loss, where it is traced):
+      ValueError: dropout is on, of adapters for instance; or layers hand on a loss of their own, which is no mean over
+        the targets, so that the devices' shares are unknown.
     """
 
-    def loss(model: Any, batch: train.Batch, *, dropout: None = None) -> Float[Array, ""]:
+    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+        refuse_dropout(plan, dropout)
+        if loss_fn is train.loss_fn and model.auxiliary_weight:
+            raise ValueError(
+                f"parallel: gradient_type={plan.config.gradient_type} adds up means over targets, and layers' own loss "
+                f"of weight {model.auxiliary_weight} is none; use gradient_type=full"
+            )
         graph, params = parameters.split(model)
         by_params = lambda loss: lambda params, batch: loss(parameters.merge(graph, params), batch)
         run = functools.partial(_loss_and_gradients, plan, by_params(loss_fn))
         return differentiated(run, by_params(plain_loss))(params, batch, scale)
 
     return loss
+
+
+def refuse_dropout(plan: Plan, dropout: tuple[Array, Array] | None) -> None:
+    """Refuse a stream of dropout masks, which are drawn by a row's place in the whole batch: no device here knows it.
+
+    Raises:
+      ValueError: there is one.
+    """
+    if dropout is not None:
+        raise ValueError(
+            f"parallel: dropout (model.dropout={plan.model.dropout}, or that of adapters) is not supported with "
+            f"gradient_type={plan.config.gradient_type} and micro_batches={plan.config.micro_batches}; use dropout 0, "
+            "or gradient_type=full without micro-batches"
+        )
 
 
 def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., Array]) -> Callable[..., Array]:

@@ -50,7 +50,8 @@ def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
     rules = [(pattern.replace(r"\.kernel", HELD), spec) for pattern, spec in table]
     places = sharding.parameter_shardings({name: leaf.shape for name, leaf in named.items()}, rules, mesh)
     # XLA:GPU looks a single row up by a slice: of a table that is split by its rows it would first gather all.
-    places["embed.embedding"] = NamedSharding(mesh, P(None, MODEL))
+    is_even = config.d_model % mesh.size == 0
+    places["embed.embedding"] = NamedSharding(mesh, P(None, MODEL) if is_even else P())
     for name, leaf in named.items():
         if name.endswith((".scales", ".zeros")) and leaf.shape[0] == 1:  # one for all inputs, however these are split
             codes = places[f"{name.rpartition('.')[0]}.codes"].spec
@@ -59,11 +60,21 @@ def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
 
 
 class Generator(sample.Generator):
-    """A generator of a decoder that `split` placed."""
+    """A generator of a decoder that `split` placed.
 
-    @property
-    def _mesh(self) -> Mesh:
-        return next(leaf.sharding.mesh for leaf in self._leaves if isinstance(leaf.sharding, NamedSharding))
+    Raises:
+      ValueError: no array of the decoder lies on a mesh.
+    """
+
+    def __init__(self, model: transformer.Transformer, **options: Any):
+        super().__init__(model, **options)
+        placed = (getattr(leaf, "sharding", None) for leaf in self._leaves)
+        meshes = [place.mesh for place in placed if isinstance(place, NamedSharding)]
+        if not meshes:
+            raise ValueError(
+                f"decoding: none of the decoder's {len(self._leaves)} arrays lies on a mesh; call decoding.split first"
+            )
+        self._mesh = meshes[0]
 
     def _place(self, shapes: Callable[[], sample.DecodeState]) -> Any:
         state, whole, by_head = shapes(), NamedSharding(self._mesh, P()), NamedSharding(self._mesh, P(MODEL))

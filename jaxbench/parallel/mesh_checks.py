@@ -31,7 +31,8 @@ def check(
         )
     parts = sizes[SEQUENCE] * (sizes[out] if parallel.sequence_parallel else 1)
     if tokens % parts:
-        raise ValueError(f"parallel: rows of {tokens} tokens do not split into the {parts} parts of axis sequence")
+        by = f"sequence={sizes[SEQUENCE]}" + (f" * {out}={sizes[out]}" if parallel.sequence_parallel else "")
+        raise ValueError(f"parallel: rows of {tokens} tokens do not split into the {parts} parts of {by}")
     if stages > 1 or micro > 1:
         _check_pipeline(model, parallel, sizes, tokens=tokens)
     elif parallel.gradient_type != "full":

@@ -3,7 +3,7 @@
 Every device runs one program (shard_map): a scan over ticks in which stage s works on its micro-batches, then hands
 activations to s + 1 and gradients to s - 1 (ppermute). What a stage has nothing to do for is skipped by lax.cond. A
 stage keeps the inputs of the micro-batches under way and computes its forward again in its backward pass; the last
-stage does only that.
+stage does only that. Rematerialisation of blocks (step.remat) plays no part here.
 
 The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
 stream towards the first, one a tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import functional, parameters, sharding, train
 from jaxbench.attention import Context, Spans
 from jaxbench.mesh import DATA, FSDP, MODEL, STAGE, ParallelConfig
-from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, whole
+from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, refuse_dropout, whole
 from jaxbench.parallel.pipeline_schedule import timing
 from jaxbench.parallel.step_plan import Plan
 
@@ -246,9 +246,16 @@ def make_loss(
       scale: loss scale of the step, None = 1; see data_parallel.py.
 
     Decoders with dropout are refused where the plan is made (mesh_checks.py).
+
+    Raises (the loss, where it is traced):
+      ValueError: dropout is on.
     """
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Scalar:
+        refuse_dropout(plan, dropout)
+        if batch.positions is None:  # a micro-batch's integers travel with it
+            index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+            batch = batch._replace(positions=jnp.broadcast_to(index, batch.tokens.shape))
         layer, _ = nnx.split(model.layers[0])
         ends, _ = nnx.split(nnx.Dict({name: getattr(model, name) for name in ENDS}))
         sizes = plan.mesh.shape

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LOCK = ".lock"  # in the folder of a run
+MAX_PORT = 65535
 VISIBLE_TRIES, VISIBLE_PAUSE = 50, 0.2  # seconds between looks for the first process's lock
 
 
@@ -141,7 +142,9 @@ def check_place(coordinator: str | None, count: int | None, index: int | None) -
     if missing:
         return
     host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise ValueError(f"--coordinator={coordinator} is not host:port of the first process")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+        raise ValueError(
+            f"--coordinator={coordinator} is not host:port of the first process, port from 1 to {MAX_PORT}"
+        )
     if not 0 <= index < count:
         raise ValueError(f"--process_id={index} is not from 0 to num_processes - 1 = {count - 1}")

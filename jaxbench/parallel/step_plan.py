@@ -35,10 +35,15 @@ class Plan:
         return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
 
     def elements_per_chip(self) -> tuple[int, int]:
-        """Elements of parameters that one chip stores, and that it uses once they are gathered."""
-        shapes = initial.parameter_shapes(self.model).items()
-        stored, used = (
-            sum(math.prod(where[name].shard_shape(shape)) for name, shape in shapes)
-            for where in (self.params, self.used)
-        )
-        return stored, used
+        """Elements of parameters that one chip stores, and that it uses once they are gathered.
+
+        In a pipeline a chip uses its stage's layers, and whole what is no layer (pipeline.py).
+        """
+        shapes = initial.parameter_shapes(self.model)
+        count = lambda where, names: sum(math.prod(where[name].shard_shape(shapes[name])) for name in names)
+        stored = count(self.params, shapes)
+        if not self.is_pipelined:
+            return stored, count(self.used, shapes)
+        layers = [name for name in shapes if name.startswith("layers.")]
+        ends = sum(math.prod(shape) for name, shape in shapes.items() if name not in set(layers))
+        return stored, count(self.used, layers) // self.mesh.shape[STAGE] + ends

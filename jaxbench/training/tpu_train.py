@@ -45,7 +45,7 @@ class Lowered(NamedTuple):
     lowered: Any  # jax.stages.Lowered
     sizes: Mapping[str, int]  # of the mesh axes
     stored: int  # parameters that one chip stores
-    used: int  # parameters that one chip computes with
+    used: int  # parameters that one chip computes with; in a pipeline its stage's, and embedding and head
 
 
 # The step, from shapes alone
@@ -95,7 +95,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
     state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
-    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
+    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if settings.has_dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
     step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=step_config))
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
@@ -154,12 +154,10 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     useful = tokens * whole / topology.num_chips
     done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole)
     repeats = 3 if done > useful else 2  # forward, again, backward
-    stages, micro = step.sizes[STAGE], settings.parallel.micro_batches * settings.step.accumulation
-    ends = model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
-    used = step.used if stages == 1 else (step.used - ends) / stages + ends
+    micro = settings.parallel.micro_batches * settings.step.accumulation
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
     width = dtype_bytes(precision.POLICIES[settings.step.precision].compute)
-    traffic = repeats * micro * width * used + OPTIMIZER_BYTES * step.stored + logits
+    traffic = repeats * micro * width * step.used + OPTIMIZER_BYTES * step.stored + logits
     times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
     seconds = times[f"{bound}_s"]
     peak = chip.flops_per_s * seconds

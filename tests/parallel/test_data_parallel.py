@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import initial, sharding
+from jaxbench import initial, sharding, train, transformer
+from jaxbench.lora import config as lora
+from jaxbench.lora import layers
 from jaxbench.measure import hlo
 from jaxbench.mesh import ParallelConfig
 from jaxbench.parallel import data_parallel, mesh_plan
-from jaxbench.parity import meshes
+from jaxbench.parity import memory_meshes, meshes
 
 LLAMA = meshes.LLAMA
 SHAPES = initial.parameter_shapes(LLAMA)
@@ -128,3 +130,31 @@ def test_where_gradients_cannot_be_added_up_by_hand_is_said(settings, message):
         mesh_plan.make_plan(model, case(gradient_type="float16", data=8).parallel, **how)
     with pytest.raises(ValueError, match="gradient_type"):
         ParallelConfig(gradient_type="int8")
+
+
+ADAPTED = lora.with_lora(LLAMA, lora.LoraConfig(dropout=0.5))
+BANK = next(one for one in memory_meshes.FORMS if one.id == "bank")
+
+
+@pytest.mark.parametrize(
+    ("config", "extension", "dropout", "message"),
+    [
+        (
+            ADAPTED,
+            layers.extension(ADAPTED.lora),
+            (np.zeros(2, np.uint32), 0),
+            "or that of adapters.* is not supported",
+        ),
+        (BANK.model, BANK.extension, None, "gradient_type=float16 adds up means over targets, and layers' own loss"),
+    ],
+    ids=["adapters' dropout", "a bank's loss"],
+)
+def test_what_a_device_cannot_compute_from_its_rows_alone_is_refused(config, extension, dropout, message):
+    model = transformer.build(config, initial.initial_params(config, 0), make_layer=extension.make_layer)
+    how = {"batch": meshes.BATCH, "tokens": meshes.TOKENS, "devices": jax.devices()[:2], "extension": extension}
+    plan = mesh_plan.make_plan(config, case(gradient_type="float16", data=2).parallel, **how)
+    batch = jax.tree.map(jnp.asarray, meshes.batch_of(0, config))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: mesh_plan.loss_on(plan)(model, batch, dropout=dropout))
+    whole = mesh_plan.loss_on(mesh_plan.make_plan(config, case(data=2).parallel, **how))  # in full it goes
+    assert jax.eval_shape(lambda: whole(model, batch)) == jax.eval_shape(lambda: train.loss_fn(model, batch))

@@ -99,3 +99,17 @@ def test_prompts_of_sizes_that_are_known_trace_nothing_again(monkeypatch):
 def test_heads_that_the_devices_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="num_kv_heads=4 over 3 devices"):
         decoding.split(transformer.build(CONFIG, initial.initial_params(CONFIG, 0)), CONFIG, jax.devices()[:3])
+
+
+def test_a_width_that_the_devices_do_not_divide_leaves_the_embedding_whole(x64):
+    odd = CONFIG.model_copy(update={"d_model": 33, "d_ff": 65, "num_layers": 1})
+    alone, together = generators(odd, 2)
+    (embedding,) = [leaf for leaf in together._leaves if leaf.shape == (odd.vocab_size, odd.d_model)]
+    assert embedding.sharding.mesh.size == 2 and embedding.sharding.is_fully_replicated
+    assert (tokens_of(alone) == tokens_of(together)).all()
+
+
+def test_a_generator_of_a_decoder_that_is_not_split_is_refused():
+    model = transformer.build(CONFIG, initial.initial_params(CONFIG, 0))
+    with pytest.raises(ValueError, match="arrays lies on a mesh; call decoding.split first"):
+        decoding.Generator(model, eos_id=None, sampling=sample.SamplingParams())

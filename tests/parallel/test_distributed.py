@@ -172,6 +172,8 @@ def test_a_batch_systems_signal_ends_a_process_that_has_joined_a_coordinator(tmp
         (("node0:1234", None, None), "--num_processes and --process_id are missing beside --coordinator=node0:1234"),
         ((None, 2, 0), "--coordinator are missing"),
         (("node0", 2, 0), "--coordinator=node0 is not host:port"),
+        (("node0:99999", 2, 0), "--coordinator=node0:99999 is not host:port .* port from 1 to 65535"),
+        (("node0:\u00b2", 2, 0), "is not host:port"),
         (("node0:1234", 2, 2), "--process_id=2 is not from 0 to num_processes - 1 = 1"),
     ],
 )

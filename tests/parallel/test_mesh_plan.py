@@ -143,6 +143,22 @@ def test_stages_store_a_part_of_every_layer_and_of_the_embedding():
     assert held["embed.embedding"] == (64, 2) and held["layers.3.mlp.up_proj.kernel"] == (2, 32)
 
 
+@pytest.mark.parametrize(
+    ("settings", "layers", "ends"),
+    [
+        ({"stage": 2, "micro_batches": 2, "model": 2}, 2, 1),  # two layers of four, halved; embedding and norm whole
+        ({"micro_batches": 2, "model": 2}, 4, 1),
+        ({"model": 2}, 4, 2),
+    ],
+)
+def test_a_chip_of_a_pipeline_uses_its_stages_layers_and_the_whole_embedding(settings, layers, ends):
+    one = meshes.form("here", **settings)
+    how = {"batch": 32, "tokens": 8, "devices": jax.devices()[: one.num_devices]}
+    _, used = mesh_plan.make_plan(LLAMA, one.parallel, **how).elements_per_chip()
+    kernels = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32  # of a layer, split over model; its two norms are not
+    assert used == layers * (kernels // 2 + 2 * 16) + 64 * 16 // ends + 16
+
+
 def test_the_state_is_used_up_and_stays_where_it_was():
     plan = plan_of(fsdp=4, model=2)
     state = mesh_plan.place_state(plan, meshes.initial_state(LLAMA, "float32"))
@@ -234,7 +250,8 @@ def test_tensor_parallelism_moves_activations_only():
         ({"stage": 8, "micro_batches": 8}, "num_layers=4 do not split evenly into stage=8"),
         ({"stage": 4, "data": 2, "micro_batches": 6, "batch": 24}, "micro_batches=6 is not a multiple of stage=4"),
         ({"stage": 2, "sequence": 4, "micro_batches": 2}, "goes with data, fsdp and model only, not with sequence=4"),
-        ({"sequence": 8, "tokens": 12}, "rows of 12 tokens do not split into the 8 parts"),
+        ({"sequence": 8, "tokens": 12}, "rows of 12 tokens do not split into the 8 parts of sequence=8"),
+        ({"data": 4, "model": 2, "sequence_parallel": True, "tokens": 7}, "2 parts of sequence=1 \\* model=2"),
         ({"data": 3}, "data=3 needs 3 devices, there are 8; possible: data=8"),
     ],
 )

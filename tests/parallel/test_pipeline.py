@@ -117,10 +117,11 @@ def test_micro_batches_are_stored_split_over_the_stages():
     assert len({str(shard.index) for shard in tokens.addressable_shards}) == 8
 
 
-def test_a_loss_without_gradient_and_a_batch_without_segments_work_too():
+@pytest.mark.parametrize("left_out", [("segments",), ("segments", "positions")])
+def test_a_loss_without_gradient_and_a_batch_without_segments_or_positions_work_too(left_out):
     how = meshes.form("here", stage=2, data=1, micro_batches=4).parallel
     plan = mesh_plan.make_plan(LLAMA, how, batch=32, tokens=8, devices=jax.devices()[:2])
-    batch = meshes.batch_of(0, LLAMA)._replace(segments=None)
+    batch = meshes.batch_of(0, LLAMA)._replace(**dict.fromkeys(left_out))
     model = transformer.build(LLAMA, initial.initial_params(LLAMA, 0, distinct=True))
     loss = mesh_plan.loss_on(plan)
     alone = float(jax.jit(lambda: train.loss_fn(model, batch))())

@@ -112,6 +112,8 @@ def test_a_pipeline_waits_for_its_slowest_stage():
     # Every stage computes its forward again, the last one only in its backward pass.
     assert found["flops_done_per_chip"] == pytest.approx(found["flops_per_chip"] + layers / 3 / 4 * 3 / 4)
     assert found["mfu"] == pytest.approx(found["flops_per_chip"] / longest)
+    logits = 16 * tokens * 49152 / 16
+    assert found["traffic_bytes"] == pytest.approx(3 * 8 * 2 * 10**9 + 32 * 10**8 + logits)  # weights three times
 
 
 def test_what_a_step_needs_is_named():
