@@ -272,19 +272,22 @@ class Launch:
 
     def _append_measured(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
         """Records of a workload's samples; a second call replaces the first one's."""
-        self._append_rates(arm, load, answers, weight_bytes=facts.get("weight_bytes"))
+        self._append_rates(arm, load, answers, facts)
         if load.kind == "train" and self.plan.suite.train.form == "run":
             self._append_mfu(arm, load, answers, facts["device_kind"])
 
-    def _append_rates(self, arm: str, load: Workload, answers: list[dict], *, weight_bytes: int | None = None) -> None:
+    def _append_rates(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
+        products = {"single_row": facts["single_row"]} if load.kind == "decode" and "single_row" in facts else {}
         for metric, values in sample_rates.rates(load, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
                 read = verdicts.median(self.reads[load]) if self.reads[load] else self.rates.read_bytes_per_s
                 limits = self.rates._replace(read_bytes_per_s=read)
-                share = roofline.share(config, load, verdicts.median(values), limits, weight_bytes=weight_bytes)
-                detail = {} if share is None else {"share_of_roofline": share}
+                share = roofline.share(
+                    config, load, verdicts.median(values), limits, weight_bytes=facts.get("weight_bytes")
+                )
+                detail = products | ({} if share is None else {"share_of_roofline": share})
             self._append(arm, metric, load, values, **detail)
 
     def _append_mfu(self, arm: str, load: Workload, answers: list[dict], device_kind: str) -> None:

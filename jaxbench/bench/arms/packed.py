@@ -5,17 +5,27 @@ that oneDNN, in the same wheel, reaches there; for narrow types it is oneDNN's, 
 layout at every call. Inductor packs weights too (`freezing`), but as constants, so that every layer has a program of
 its own. So the twin's linear layers call the operators that Inductor calls, in eager and compiled code.
 
-What it is worth: docs/comparison.md, "The rival at its best" (arm torch_plain is the control); on an
-Intel Xeon one row of float32 is slower so, and several are faster ("Another processor").
+What it is worth: docs/comparison.md, "The rival at its best" (arm torch_plain is the control). On an Intel Xeon one row
+of float32 is slower so and several are faster ("Another processor"), so a single row's product is tried both ways.
 """
 
 from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_ref import nn
+from torch_ref import functional, nn
+
+Product = Callable[[Tensor], Tensor]
+
+TRIAL_BYTES = 2**27  # of weights that a trial reads: more than a cache holds
+TRIAL_ROUNDS = 9
+LEAST_GAIN = 1.1  # below it a second form of every weight is not worth its memory
 
 _weights: list[Tensor] = []  # in oneDNN's layout, which a compiled program cannot take as an argument
 _library = torch.library.Library("jaxbench_packed", "DEF")
@@ -37,11 +47,37 @@ def pack(model: torch.nn.Module) -> int:
     before = len(_weights)
     for module in model.modules():
         if isinstance(module, nn.Linear):
+            module.packed_index = len(_weights)
             module.forward = _product(module.kernel.detach().T, module.bias)
             module.kernel = torch.nn.Parameter(module.kernel.new_empty(0), requires_grad=False)
     if getattr(model, "head", None) is None:
         model.embed.attend = _product(model.embed.embedding.detach(), None)
     return len(_weights) - before
+
+
+def hold_both_forms(model: torch.nn.Module) -> bool:
+    """Have a packed model multiply single rows by plain weights, if that is faster here; whether it is.
+
+    Tried on the model's own layers, as many as no cache holds, both ways by turns. Where plain products win by a tenth,
+    every layer gets its kernel back beside the packed weight, which several rows go on taking.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tried, read = [], 0
+    for layer in layers:
+        if read < TRIAL_BYTES:
+            weight = _weights[layer.packed_index].to_dense()
+            read += weight.numel() * weight.element_size()
+            tried.append(
+                (layer.forward, _plain_product(weight.T.contiguous(), layer.bias), weight.new_ones(1, weight.shape[1]))
+            )
+    if _gain(tried) < LEAST_GAIN:
+        return False
+    for layer in layers:
+        layer.kernel = torch.nn.Parameter(_weights[layer.packed_index].to_dense().T.contiguous(), requires_grad=False)
+        layer.forward = _by_rows(_plain_product(layer.kernel, layer.bias), layer.forward)
+    if getattr(model, "head", None) is None:
+        model.embed.attend = _by_rows(type(model.embed).attend.__get__(model.embed), model.embed.attend)
+    return True
 
 
 def release() -> None:
@@ -60,6 +96,28 @@ def _product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None):
         return _linear(x, packed, bias)
 
     return product
+
+
+def _plain_product(kernel: Float[Tensor, "I O"], bias: Float[Tensor, " O"] | None) -> Product:
+    return lambda x: functional.linear(x, kernel, bias)
+
+
+def _by_rows(plain: Product, packed: Product) -> Product:
+    return lambda x: plain(x) if x.numel() == x.shape[-1] else packed(x)
+
+
+def _gain(tried: list[tuple[Product, Product, Tensor]]) -> float:
+    """Median over rounds of the time of packed products over that of plain ones, one row each."""
+
+    def seconds(which: int) -> float:
+        start = time.perf_counter()
+        for products in tried:
+            products[which](products[2])
+        return time.perf_counter() - start
+
+    with torch.inference_mode():
+        ratios = [seconds(0) / seconds(1) for _ in range(TRIAL_ROUNDS + 1)]
+    return statistics.median(ratios[1:])
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

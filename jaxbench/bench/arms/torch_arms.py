@@ -112,6 +112,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
     attention = "fused"  # scaled_dot_product_attention
     torch_compile = ""  # Compute.torch_compile of its decoder
     is_packed = True  # in inference, where oneDNN can
+    single_row: str | None = None  # products that a single row takes, "packed" or "plain"; None = not tried
 
     def start(self) -> str:
         """Import the twin's modules."""
@@ -128,15 +129,27 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
             return model
         model.eval().requires_grad_(False)
         params.clear()  # the model has copies; the file's mapped pages go before others are made
-        if self.is_packed and self.packed.is_possible(self.dtype, self.torch_device):
+        self.single_row = None
+        if self._packs():
             self.packed.pack(model)
         return model
+
+    def _packs(self) -> bool:
+        return self.is_packed and self.packed.is_possible(self.dtype, self.torch_device)
 
     def prepare(self, workload: Workload) -> dict:
         """Make the engine of a run's step; other eager code has nothing to compile."""
         if self.run_settings is None:
-            return {}
+            return self._try_single_row(workload)
         return self._make_engine(torch_compile=bool(self.torch_compile), device=self.torch_device)
+
+    def _try_single_row(self, workload: Workload) -> dict:
+        """Which products single rows take, tried once a load and before anything is compiled."""
+        if workload.kind == "train" or not self._packs():
+            return {}
+        if self.single_row is None:
+            self.single_row = "plain" if self.packed.hold_both_forms(self.model) else "packed"
+        return {"single_row": self.single_row}
 
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
         """Logits of the token after one row, without a cache."""
@@ -198,13 +211,14 @@ class CompiledArm(EagerArm):
 
     def prepare(self, workload: Workload) -> dict:
         """Compile by running: torch.compile has no ahead-of-time call; the time is the compiler's own count."""
+        facts = super().prepare(workload)
         if self.run_settings is not None:
-            return super().prepare(workload)
+            return facts
         width = workload.prompt_tokens + (1 if workload.kind == "train" else 0)
         inputs = [[1 + (row + column) % 64 for column in range(width)] for row in range(workload.batch)]
         before = compiler_seconds()
         self.rehearse(workload, inputs)
-        return {"compile_s": compiler_seconds() - before}
+        return facts | {"compile_s": compiler_seconds() - before}
 
     def warm(self, workload: Workload, inputs: list) -> dict:
         """Run a training step; programs of inference have run once, to be compiled."""

@@ -1,6 +1,8 @@
 """Compiled and packed PyTorch says what plain PyTorch says; what JAX keeps for later processes and tells of memory."""
 
+import collections
 import sys
+import time
 import types
 
 import jax
@@ -56,6 +58,48 @@ def test_packed_products_are_the_plain_ones(changes, tmp_path):
     np.testing.assert_allclose(packed.logits(INPUTS[0]), plain.logits(INPUTS[0]), rtol=1e-4, atol=1e-5)
     packed.unload()
     assert packed.packed._weights == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_bias": True, "tie_embeddings": False}], ids=["tied", "bias and a head"])
+def test_single_rows_take_plain_products_where_a_trial_finds_them_faster(changes, tmp_path, monkeypatch):
+    """On this machine either may be: the ratio of the trial's times is set here, everything else is as always."""
+    config = plan.TINY.model_copy(update=changes)
+    weights.save_checkpoint(tmp_path, config, initial.initial_params(config, seed=0, distinct=True))
+    tokens = {}
+    for name, gain in (("plain", 1.2), ("packed", 1.0)):
+        arm = loaded("torch_eager", str(tmp_path))
+        tried = []
+        monkeypatch.setattr(
+            arm.packed, "_gain", lambda layers, gain=gain, tried=tried: tried.append(len(layers)) or gain
+        )
+        assert arm.prepare(DECODE) == arm.prepare(DECODE) == {"single_row": name} and len(tried) == 1
+        assert (arm.model.layers[0].mlp.up_proj.kernel.numel() > 0) == (name == "plain")
+        called = _packed_calls(arm, monkeypatch)
+        tokens[name] = [
+            arm.measure(DECODE.model_copy(update={"batch": rows}), INPUTS[:rows])["tokens"] for rows in (1, 2)
+        ]
+        assert (called[1] == 0) == (name == "plain") and called[2] > 0
+        arm.unload()
+    assert tokens["plain"] == tokens["packed"]
+
+
+def _packed_calls(arm, monkeypatch) -> collections.Counter:
+    """How often packed weights multiply how many rows, counted from now on."""
+    called, linear = collections.Counter(), arm.packed._linear
+
+    def counted(x, packed, bias):
+        called[x.numel() // x.shape[-1]] += 1
+        return linear(x, packed, bias)
+
+    monkeypatch.setattr(arm.packed, "_linear", counted)
+    return called
+
+
+def test_the_trial_of_single_rows_times_both_products(folder):
+    arm = loaded("torch_eager", folder)
+    x = arm.torch.zeros(1, 4)
+    slow, fast = (lambda x: time.sleep(0.002)), (lambda x: None)
+    assert arm.packed._gain([(slow, fast, x)] * 3) > arm.packed.LEAST_GAIN > arm.packed._gain([(fast, slow, x)] * 3)
 
 
 def test_what_is_trained_is_not_packed(folder):
