@@ -27,6 +27,7 @@ from jaxbench import narrow_products
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 TYPES = (FORWARD, FORWARD, BACKWARD)  # input, kernel, output's gradient
 KERNEL, SCALES = ".kernel", ".scales"
+LARGEST = float(jnp.finfo(jnp.float32).max)  # scale: of magnitudes below 1e-34 it would be infinite, and 0 times it NaN
 
 
 def names(params: Mapping[str, Any]) -> list[str]:
@@ -68,7 +69,8 @@ def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str,
     """Scales of every tensor: the type's limit / largest magnitude seen / 2 ** margin; 0 where nothing was seen."""
     limits = jnp.array([float(jnp.finfo(dtype).max) for dtype in TYPES], jnp.float32) / 2.0**margin
     peaks = {name: jnp.max(peaks_of_steps, axis=1) for name, peaks_of_steps in history.items()}
-    return {name: jnp.where(peak > 0, limits / jnp.where(peak > 0, peak, 1.0), 0.0) for name, peak in peaks.items()}
+    found = {name: limits / jnp.where(peak > 0, peak, 1.0) for name, peak in peaks.items()}
+    return {name: jnp.where(peak > 0, jnp.minimum(found[name], LARGEST), 0.0) for name, peak in peaks.items()}
 
 
 def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3 1"]]:
@@ -122,7 +124,7 @@ def quantise(
     wide = narrow_products.as_rounded(x)
     peak = jnp.max(jnp.abs(wide))
     if scale.ndim:
-        own = jnp.where(peak > 0, limit / jnp.where(peak > 0, peak, 1.0), 1.0)
+        own = jnp.where(peak > 0, jnp.minimum(limit / jnp.where(peak > 0, peak, 1.0), LARGEST), 1.0)
         scale = jnp.where(scale[0] > 0, scale[0], own)
     return jnp.clip(wide * scale, -limit, limit).astype(dtype), scale, peak
 

@@ -88,6 +88,17 @@ def made(**settings):
     return Engine(TrainConfig(**(run | {"model": CONFIG.model_dump()} | settings)), CONFIG, PARAMS)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_magnitudes_so_small_that_their_scale_would_be_infinite_give_no_nan(is_known):
+    x, kernel = jnp.array([[0.0, 1e-36, -5e-37]]), jnp.full((3, 2), 0.05)
+    seen = {"a": jnp.array([[1e-36, 0.0], [0.05, 0.0], [1e-36, 0.0]])}
+    scales = float8.scales(seen, 0)["a"] if is_known else jnp.zeros((3, 1))
+    product, pull = jax.vjp(lambda x, kernel: float8.matmul(x, kernel, scales), x, kernel)
+    found = jax.tree.leaves((product, pull(jnp.full((1, 2), 1e-36))))
+    assert all(bool(jnp.isfinite(each).all()) for each in found)
+    assert not is_known or bool(jnp.isfinite(scales).all())
+
+
 @pytest.fixture(scope="module")
 def engine():
     """Return an engine whose steps are the tests' own; each test starts from its own copy of the state."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig
@@ -18,6 +19,15 @@ from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, plain, with_
 from jaxbench.pretrained import families, hf_config
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# First values that leave the decoder's own weights as they are; PiSSA, OLoRA, CorDA, LoftQ and others change those as
+# PEFT opens the folder, so that A and B beside the decoder's own weights would be another function.
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
+# What adds or changes something in the forward pass, where it is set.
+NOT_READ = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication", "alora_invocation_tokens",
+    "target_parameters", "trainable_token_indices", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
+    "monteclora_config", "velora_config",
+)  # fmt: skip
 
 
 def save(
@@ -55,7 +65,7 @@ def save(
 
 
 def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformerConfig, dict[str, np.ndarray]]:
-    """A decoder's shape with the adapters of a folder, and their parameters.
+    """A decoder's shape with the adapters of a folder, and their parameters, bfloat16 ones widened to float32.
 
     Raises:
       ValueError: a file is missing or damaged, adapters of another kind, or of another decoder.
@@ -73,11 +83,14 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
     _check_kind(folder, values)
     layers = values.get("layers_to_transform")
     layers = (layers,) if isinstance(layers, int) else layers
-    targets = [name for name in values.get("target_modules") or ()]
-    lora = LoraConfig(
-        rank=values["r"], alpha=values["lora_alpha"], dropout=values.get("lora_dropout", 0.0),
-        targets=tuple(targets), layers=None if layers is None else tuple(layers),
-    )  # fmt: skip
+    try:
+        lora = LoraConfig(
+            rank=values["r"], alpha=values["lora_alpha"], dropout=values.get("lora_dropout", 0.0),
+            targets=tuple(values["target_modules"]), layers=None if layers is None else tuple(layers),
+        )  # fmt: skip
+    except pydantic.ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+        raise ValueError(f"{folder / CONFIG}: {'; '.join(problems)}") from error
     shape = with_lora(config, lora)
     names = {f"{PREFIX}{theirs}": ours for ours, theirs in _modules(shape).items()}
     params = {}
@@ -85,6 +98,7 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
         module, _, part = name.partition(".lora_")
         if module not in names or part not in ("A.weight", "B.weight"):
             raise ValueError(f"{folder / WEIGHTS}: {name} is no adapter of this decoder")
+        value = value.astype(np.float32) if value.dtype.name == "bfloat16" else value  # PyTorch takes no array of it
         params[f"{names[module]}.lora_{part[0].lower()}.kernel"] = np.ascontiguousarray(value.T)
     return shape, params
 
@@ -95,7 +109,12 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
     for name, value in wanted.items():
         if values.get(name, value) != value:
             raise ValueError(f"{folder / CONFIG}: {name} is {values[name]!r}, and only {value!r} is read")
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
+    if (initial := values.get("init_lora_weights", True)) not in INITIAL:
+        raise ValueError(
+            f"{folder / CONFIG}: init_lora_weights is {initial!r}, which changes the decoder's own weights; wanted "
+            f"{', '.join(map(str, INITIAL))}: save it with PEFT's path_initial_model_for_weight_conversion"
+        )
+    for name in NOT_READ:
         if values.get(name):
             raise ValueError(f"{folder / CONFIG}: {name} is {str(values[name])[:60]}, which is not read")
     for name in ("r", "lora_alpha"):

@@ -31,7 +31,7 @@ from jaxbench.text.lines import JSON_LINES
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
-FORMAT = 1  # of the cache; a change makes every text be tokenised anew
+FORMAT = 2  # of the cache; a change makes every text be tokenised anew
 IDS, STARTS, META = "ids.bin", "starts.npy", "meta.json"
 Progress = Callable[[int, int], None]  # bytes of the file read, bytes in all
 
@@ -221,8 +221,10 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
             for document in documents(path, progress):
                 ids = small_tokenizers.encode_array(tokenizer, document)
                 if len(ids):
-                    file.write(np.concatenate([ids.astype(dtype), end]).tobytes())
-                    starts.append(starts[-1] + len(ids) + len(end))
+                    # Some tokenizers end a text themselves.
+                    ending = end[:0] if ids[-1] == tokenizer.eos_id else end
+                    file.write(np.concatenate([ids.astype(dtype), ending]).tobytes())
+                    starts.append(starts[-1] + len(ids) + len(ending))
         if starts[-1] == 0:
             size = 0 if path is None else path.stat().st_size
             raise ValueError(f"dataset: {path} has no text in its {size} bytes")

@@ -66,7 +66,7 @@ def find(pattern: str) -> list[str]:
     if not paths:
         raise ValueError(f"input: {pattern} names no file")
     for path in paths:
-        if _is_broken(path):
+        if has_surrogate(path):
             raise ValueError(f"input: {path!a} has a name that is not UTF-8; rename it")
         if not path.endswith(SUFFIXES):
             raise ValueError(f"input: {path} has an unknown suffix, wanted one of {', '.join(SUFFIXES)}")
@@ -149,18 +149,19 @@ def _record(line_number: int, text: str, field: str, prompt_field: str | None) -
     content, prompt = value[field], value.get(prompt_field, 0) if prompt_field else 0
     if not (isinstance(content, str) or (isinstance(content, list) and all(_is_whole(one) for one in content))):
         raise ValueError(f"key {field!r} holds {_kind(content)}, wanted a text or a list of token ids")
-    if isinstance(content, str) and _is_broken(content):
+    if isinstance(content, str) and has_surrogate(content):
         raise ValueError(f"key {field!r} holds a lone surrogate, which is no Unicode text")
     if not _is_whole(prompt):
         raise ValueError(f"key {prompt_field!r} holds {_kind(prompt)}, wanted a number of tokens")
     own = value.get("id")
     own = None if own is None else str(own)
-    if own is not None and _is_broken(own):
+    if own is not None and has_surrogate(own):
         raise ValueError(f"key 'id' holds a lone surrogate, which is no Unicode text: {own[:60]!a}")
     return Record(line_number, own, content, prompt)
 
 
-def _is_broken(text: str) -> bool:
+def has_surrogate(text: str) -> bool:
+    """True for a text with a lone surrogate, which JSON can spell and no encoding of Unicode holds."""
     try:
         text.encode("utf-8")  # as a search letter by letter, but a hundred times as fast
     except UnicodeEncodeError:

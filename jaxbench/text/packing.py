@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from jaxbench.pretrained import assets
-from jaxbench.text.lines import JSON_LINES
+from jaxbench.text.lines import JSON_LINES, has_surrogate
 
 SUFFIXES = (".txt", ".txt.gz", *JSON_LINES)
 DOCUMENT_SEPARATOR = "\f"  # a form feed in a .txt file
@@ -93,6 +93,8 @@ def json_text(line: str, place: str) -> str:
         raise ValueError(f"{place} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise ValueError(f'{place} has no "text" string: {line[:60].strip()}')
+    if has_surrogate(value["text"]):
+        raise ValueError(f'{place}: "text" holds a lone surrogate, which is no Unicode text: {line[:60].strip()!a}')
     return value["text"]
 
 

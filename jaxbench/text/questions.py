@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def read(path: str | Path) -> list[Asked]:
     try:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         text = content.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"questions: {path} is damaged or no UTF-8 text ({error})") from error
     # by newlines alone: JSON's texts may hold what else ends a line for Python (U+2028)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -42,7 +43,7 @@ def read(path: str | Path) -> list[Asked]:
 def _asked(line: str, place: str) -> Asked:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"questions: {place} is no JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"questions: {place} is a {type(row).__name__}, wanted an object")
@@ -52,4 +53,6 @@ def _asked(line: str, place: str) -> Asked:
     texts = [row["context"], row["question"], row["title"]]
     if not (all(isinstance(each, str) for each in texts) and isinstance(row["answers"], list)):
         raise ValueError(f"questions: {place} has {texts}; wanted texts, and a list of answers")
-    return Asked(row["context"], row["question"], tuple(map(str, row["answers"])), row["title"])
+    if wrong := [each for each in row["answers"] if not isinstance(each, str)]:
+        raise ValueError(f"questions: {place} has the answer {str(wrong[0])[:60]}, wanted texts")
+    return Asked(row["context"], row["question"], tuple(row["answers"]), row["title"])

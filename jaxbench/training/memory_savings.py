@@ -76,7 +76,9 @@ def measure(
         engine.fetch(metrics[-1])
         rate = len(metrics) * tokens / (time.perf_counter() - started)
         peak = observe.peak_of(engine, settings.logging.peak_tflops)
-        shares = observe.utilisation(model, settings.data.seq_len, tokens_per_s=rate, peak=peak)
+        shares = observe.utilisation(
+            model, settings.data.seq_len, tokens_per_s=rate, peak=peak, is_trained=settings.step.optimizer.is_trained
+        )
         yield Row(name, step_bytes, True, rate, **shares)
         del engine, metrics  # before the next one's state is made
 

@@ -6,6 +6,7 @@ compared byte for byte; times and memory go to TensorBoard and the terminal.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -85,24 +86,33 @@ class Throughput:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool) -> float:
-    """FLOPs of forward and backward for one token: 6 N + 12 L (heads * head_dim) T.
+def flops_per_token(
+    config: TransformerConfig, seq_len: int, *, is_causal: bool, is_trained: Callable[[str], bool] = lambda name: True
+) -> float:
+    """FLOPs of forward and backward for one token: 6 N + 4 M + 12 L (heads * head_dim) T.
 
-    N are the parameters that are multiplied: all but a position table and an untied embedding. is_causal counts half of
-    the attention, what a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B counts it whole). Rematerialisation counts nothing, nor does what a memory learns as it reads.
+    N are the trained parameters that are multiplied: all but a position table and an untied embedding; M the others,
+    which have no gradient of their own (is_trained, by dotted name). is_causal counts half of the attention, what a
+    causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311, appendix B counts it
+    whole). Rematerialisation counts nothing, nor does what a memory learns as it reads.
     """
     shapes = parameter_shapes(config)
     left_out = {"position.embedding"} | (set() if config.tie_embeddings else {"embed.embedding"})
-    multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in left_out)
+    products = sum(
+        (6 if is_trained(name) else 4) * math.prod(shape) for name, shape in shapes.items() if name not in left_out
+    )
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
-    return 6 * multiplied + attention / (2 if is_causal else 1)
+    return products + attention / (2 if is_causal else 1)
 
 
-def utilisation(config: TransformerConfig, seq_len: int, *, tokens_per_s: float, peak: float) -> dict[str, float]:
+def utilisation(
+    config: TransformerConfig, seq_len: int, *, tokens_per_s: float, peak: float,
+    is_trained: Callable[[str], bool] = lambda name: True,
+) -> dict[str, float]:  # fmt: skip
     """Model FLOPs utilisation of a peak rate in FLOP/s: `mfu`, attention counted whole, and `mfu_causal`, by half."""
     conventions = {"mfu": False, "mfu_causal": True}
-    work = {name: flops_per_token(config, seq_len, is_causal=causal) for name, causal in conventions.items()}
+    count = functools.partial(flops_per_token, config, seq_len, is_trained=is_trained)
+    work = {name: count(is_causal=causal) for name, causal in conventions.items()}
     return {name: tokens_per_s * flops / peak for name, flops in work.items()}
 
 

@@ -56,9 +56,10 @@ def is_matrix(name: str) -> bool:
 def holds_zeros(name: str) -> bool:
     """True for the parameters, by dotted name, whose zeros StepConfig.hold_zeros holds: kernels inside layers.
 
-    Those are what pruning acts on (quantization/pruning.py); biases, norms and embeddings may start from zeros.
+    Those are what pruning acts on (quantization/pruning.py); biases, norms, embeddings and depthwise convolutions may
+    start from zeros.
     """
-    return name.startswith("layers.") and name.endswith(".kernel")
+    return name.startswith("layers.") and name.endswith(".kernel") and is_matrix(name)
 
 
 class RematConfig(Base):

@@ -132,6 +132,11 @@ class TrainConfig(Base):
             raise ValueError(
                 f"lora: adapters need projections of their own, got fused_projections={self.fused_projections}"
             )
+        if self.lora is not None and self.step.hold_zeros:
+            raise ValueError(
+                f"step.hold_zeros={self.step.hold_zeros} does not go with lora: an adapter's B begins as zeros, which "
+                "would be held; wanted false, what is not trained keeps its zeros"
+            )
         self.decoder(self.model.vocab_size or 1)
         return self
 
@@ -164,7 +169,8 @@ class TrainConfig(Base):
     def identity(self) -> dict[str, Any]:
         """Settings that stay the same from one start of a run to the next, as JSON."""
         content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
-        content["data"].pop("path")  # the text itself counts, not where it lies
+        for name in ("path", "validation_path"):  # the texts themselves count, not where they lie
+            content["data"].pop(name)
         if self.data.document_mask:  # as runs were before one could leave it out
             del content["data"]["document_mask"]
         if self.lora is None:  # as runs were before there were adapters

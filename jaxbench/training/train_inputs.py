@@ -34,15 +34,26 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
     data = prepare_data(settings, path)
     model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
     source = path or settings.data.path or "the default text"
-    dataset.check(data.train.corpus, vocab_size=model.vocab_size, what=f"the training part of {source}")
     held_out = settings.data.validation_path or f"the held-out part of {source}"
-    dataset.check(data.held_out.corpus, vocab_size=model.vocab_size, what=held_out)
+    for rows, what in ((data.train, f"the training part of {source}"), (data.held_out, held_out)):
+        dataset.check(rows.corpus, vocab_size=model.vocab_size, what=what)
+        if data.byte_lengths is not None and model.vocab_size > len(data.byte_lengths):
+            _check_bytes(rows.corpus.ids, len(data.byte_lengths), what)
     if not any(batch.mask.any() for batch in evaluation_batches(settings, data)):
         raise ValueError(
             f"train: the {settings.evaluation.batches} batches of {held_out} that evaluation.batches allows have no "
             "target; allow more"
         )
     return data, model, params
+
+
+def _check_bytes(ids: np.ndarray, num_tokens: int, what: str) -> None:
+    """Raise where a token id, of a file of ids, is none of the tokenizer's: nobody knows its bytes."""
+    if (found := int(ids.max())) >= num_tokens:
+        raise ValueError(
+            f"train: {what} has token id {found}, and data.tokenizer has {num_tokens} tokens, 0 to {num_tokens - 1}; "
+            "name the tokenizer that made it, or data.tokenizer=byte for ids of none"
+        )
 
 
 def evaluation_batches(settings: TrainConfig, data: Data) -> Iterator[dataset.Batch]:

@@ -70,7 +70,8 @@ def run(
     """
     workdir = Path(workdir)
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
-    given = settings.model_dump(mode="json", exclude={"data": {"path"}})  # the text counts, not where it lies
+    places = {"data": {"path", "validation_path"}}  # the texts themselves count, not where they lie
+    given = settings.model_dump(mode="json", exclude=places)
     processes.check_alike(given | {"text_sha256": data.sha256})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
@@ -92,7 +93,8 @@ class _Trainer:
         self.workdir, self.backend, self.processes = workdir, backend, processes
         self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
         self.num_parameters = initial.num_parameters(model)
-        self.progress = {"best_loss": None, "best_step": 0, "without_gain": 0}
+        # gain_loss: of the last gain that counted, which the next one is measured from.
+        self.progress = {"best_loss": None, "best_step": 0, "gain_loss": None, "without_gain": 0}
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
         self.measured_at = -1  # the step after which it was measured
@@ -126,12 +128,15 @@ class _Trainer:
                 f"{checkpoint.step} or more, or another --workdir"
             )
         self.engine.load(checkpoint.arrays)
-        self.progress = checkpoint.meta["progress"]
+        progress = checkpoint.meta["progress"]
+        gain_loss = progress.get("gain_loss", progress["best_loss"])  # which checkpoints once had not
+        self.progress = progress | {"gain_loss": gain_loss}
         return checkpoint.step
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Raise where a checkpoint was made by another run."""
         ours, theirs = self._identity(), meta["identity"]
+        theirs["config"]["data"].pop("validation_path", None)  # which identities had, once
         flat = [_flat(each) for each in (ours, theirs)]
         keys = [key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key)]
         if keys:
@@ -233,7 +238,10 @@ class _Trainer:
     def _mfu(self, rate: float) -> dict[str, float]:
         """Model FLOPs utilisation of all devices at a rate of tokens/s, by both conventions."""
         peak = self.peak * self.engine.num_devices
-        return observe.utilisation(self.model, self.settings.data.seq_len, tokens_per_s=rate, peak=peak)
+        optimizer = self.settings.step.optimizer
+        return observe.utilisation(
+            self.model, self.settings.data.seq_len, tokens_per_s=rate, peak=peak, is_trained=optimizer.is_trained
+        )
 
     def _stop(self, step: int, metrics: Any) -> None:
         """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
@@ -259,11 +267,7 @@ class _Trainer:
         self.validation = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if size:
             self.validation["bits_per_byte"] = total / size / math.log(2.0)
-        best = self.progress["best_loss"]
-        if math.isfinite(loss) and (best is None or loss < best - s.evaluation.min_gain):
-            self.progress = {"best_loss": loss, "best_step": done, "without_gain": 0}
-        else:
-            self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
+        self.progress = _advanced(self.progress, loss, done, s.evaluation.min_gain)
         self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
         self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
         self.board.add(done, self.engine.watched(self.data.held_out.batch(0, s.batch_size)))
@@ -341,7 +345,9 @@ class _Trainer:
             weights.save_checkpoint(folder, plain, merged, tokenizer=self.data.tokenizer)
             shutil.rmtree(self.workdir / ADAPTERS, ignore_errors=True)
             peft_files.save(self.workdir / ADAPTERS, self.model, params, base=self.settings.start)
-        except ValueError as error:  # no Hugging Face architecture is this decoder
+        except ValueError as error:  # no Hugging Face architecture is this decoder, or PEFT has no such adapters
+            if folder.exists():
+                return f"{EXPORT}/ (adapters merged), no {ADAPTERS}/ ({error})"
             return f"not exported ({error})"
         return f"{EXPORT}/ (adapters merged), {ADAPTERS}/"
 
@@ -352,6 +358,17 @@ class _Trainer:
         self._stop_trace()  # of a run that an error or an interrupt ended
         with contextlib.suppress(OSError):  # told already
             self.checkpoints.close()
+
+
+def _advanced(progress: dict[str, Any], loss: float, done: int, min_gain: float) -> dict[str, Any]:
+    """Progress of a run after an evaluation behind `done` steps; the best loss is the lowest, small as its gain is."""
+    best, before = progress["best_loss"], progress["gain_loss"]
+    found = progress | {"without_gain": progress["without_gain"] + 1}
+    if math.isfinite(loss) and (best is None or loss < best):
+        found |= {"best_loss": loss, "best_step": done}
+    if math.isfinite(loss) and (before is None or loss < before - min_gain):
+        found |= {"gain_loss": loss, "without_gain": 0}
+    return found
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -55,6 +55,13 @@ def test_a_text_is_tokenised_once_and_read_back_equal(tmp_path):
     np.testing.assert_array_equal(again.starts, [0, 8, 12, 14, 27])
 
 
+def test_a_tokenizer_that_ends_texts_itself_ends_them_once(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["1 2 0", "3"])
+    corpus = dataset.prepare(path, tokenizer=Words(), cache=tmp_path / "c")
+    np.testing.assert_array_equal(corpus.ids, [1, 2, 0, 3, 0])
+    np.testing.assert_array_equal(corpus.starts, [0, 3, 5])
+
+
 def test_another_text_or_tokenizer_has_a_cache_of_its_own(tmp_path):
     path, cache = tmp_path / "a.txt", tmp_path / "c"
     path.write_text("1 2 3")

@@ -55,6 +55,7 @@ def test_jsonl_files_have_a_document_in_each_line(tmp_path, suffix):
         ("a.jsonl", b'{"text": "x"}\n\n["text"]\n', r'a\.jsonl line 3 has no "text" string: \["text"\]'),
         ("a.jsonl", b'{"text": 7}\n', r'a\.jsonl line 1 has no "text" string'),
         ("a.jsonl", b'{"text": "x"}\n\xe9', r"a\.jsonl line 2 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "a\\ud800"}', r'a\.jsonl line 2: "text" holds a lone surrogate'),
         ("a.txt.gz", b"plain", r"cannot read .*a\.txt\.gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:-9], r"cannot read .*a\.jsonl\.gz"),
         ("a.csv", b"x", r"a\.csv has an unknown suffix, wanted one of \.txt, \.txt\.gz, \.jsonl, \.jsonl\.gz"),

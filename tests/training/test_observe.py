@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.parity.cases import GPT2, LLAMA
 from jaxbench.training import observe
+from jaxbench.training.step_config import OptimizerConfig
 
 
 def test_throughput_counts_windows_only():
@@ -29,6 +31,17 @@ def test_flops_per_token_by_hand():
     assert observe.flops_per_token(LLAMA, 10, is_causal=True) == whole - 6 * 2 * 32 * 10
     positions = observe.flops_per_token(GPT2.model_copy(update={"max_seq_len": 999}), 10, is_causal=False)
     assert positions == observe.flops_per_token(GPT2, 10, is_causal=False)
+
+
+def test_what_is_not_trained_has_no_gradient_of_its_own_to_count():
+    shape = with_lora(LLAMA, LoraConfig(rank=3, targets=("q_proj",)))
+    adapters = 2 * (32 * 3 + 3 * 32)
+    frozen = observe.flops_per_token(LLAMA, 10, is_causal=False) - 12 * 2 * 32 * 10
+    is_trained = OptimizerConfig(trained="adapters").is_trained
+    found = observe.flops_per_token(shape, 10, is_causal=False, is_trained=is_trained)
+    assert found == frozen * 4 / 6 + 6 * adapters + 12 * 2 * 32 * 10
+    share = observe.utilisation(shape, 10, tokens_per_s=2.0, peak=4.0, is_trained=is_trained)
+    assert share["mfu"] == found / 2
 
 
 def test_known_devices_have_a_peak_and_others_none():

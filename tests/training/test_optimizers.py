@@ -9,7 +9,7 @@ from jaxbench import initial
 from jaxbench.memory import decoder_config
 from jaxbench.parity import memory_meshes, meshes
 from jaxbench.training import optimizers
-from jaxbench.training.step_config import OptimizerConfig, StepConfig
+from jaxbench.training.step_config import OptimizerConfig, StepConfig, holds_zeros
 from torch_ref.memory import decoder as torch_decoder
 from torch_ref.training import optimizer_step as torch_update
 
@@ -99,6 +99,15 @@ def test_weight_decay_of_matrices_spares_gains_gates_persistent_tokens_and_depth
     assert {name.rpartition("block.")[2] for name in params.keys() - moved} >= {
         "memory.memory.gain", "bank.gate", "attention.persistent", "memory.k_conv.kernel",
     }  # fmt: skip
+
+
+def test_depthwise_convolutions_that_begin_as_the_identity_are_no_pruned_kernels_whose_zeros_are_held():
+    config, _ = memory_decoder()
+    start = initial.initial_params(config, 0)
+    begin = {name for name, value in start.items() if name.endswith("_conv.kernel") and not np.all(value)}
+    assert begin and not any(holds_zeros(name) for name in begin)
+    assert holds_zeros("layers.0.mlp.up_proj.kernel") and holds_zeros("layers.1.block.memory.q_proj.kernel")
+    assert not holds_zeros("layers.0.mlp.up_proj.bias") and not holds_zeros("head.kernel")
 
 
 def test_the_twin_decays_the_same_parameters():

@@ -1,0 +1,67 @@
+"""A run that is started again: where its texts lie now, and what its best loss was."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxbench.training import trainer
+from jaxbench.training.train_config import TrainConfig
+from torch_ref.training import engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own, of several kinds
+SHAPE = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "max_seq_len": 8}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; " * 30)
+    return path
+
+
+def train(workdir, text, *, steps=4, validation_path=None, **evaluation):
+    run = TrainConfig(
+        model=SHAPE, data={"seq_len": 8, "validation_path": validation_path}, batch_size=2, steps=steps,
+        learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation,
+        checkpoints={"export": False}, logging={"peak_tflops": 1.0},
+    )  # fmt: skip
+    trainer.run(run, engine.Engine, workdir=workdir, backend="torch", data_path=str(text))
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def losses(workdir):
+    records = map(json.loads, (workdir / "records.jsonl").read_text().splitlines())
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
+
+
+def test_the_best_loss_is_the_lowest_one_though_no_gain_of_it_counts(tmp_path, text):
+    summary = train(tmp_path / "w", text, min_gain=10.0)
+    found = losses(tmp_path / "w")
+    assert summary["best_loss"] == min(found) < found[0]
+    assert summary["best_step"] == 1 + found.index(min(found)) and summary["without_gain"] == 3
+
+
+def test_small_gains_add_up_to_one_that_counts_and_patience_ends_a_run_without(tmp_path, text):
+    assert train(tmp_path / "w", text, patience=2, min_gain=10.0)["steps"] == 3
+    falls = losses(tmp_path / "w")
+    gain = 0.75 * (falls[0] - falls[2])  # more than either fall, less than both
+    assert gain > max(falls[0] - falls[1], falls[1] - falls[2])
+    summary = train(tmp_path / "again", text, steps=3, patience=2, min_gain=gain)
+    assert (summary["steps"], summary["without_gain"]) == (3, 0)
+
+
+def test_a_held_out_text_may_be_moved_between_starts(tmp_path, text):
+    first, moved = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("a dog sat on the log; " * 9)
+    train(tmp_path / "w", text, steps=1, validation_path=str(first))
+    shutil.move(first, moved)
+    assert train(tmp_path / "w", text, steps=2, validation_path=str(moved))["steps"] == 2
+    moved.write_text("another text altogether, " * 9)
+    with pytest.raises(ValueError, match="holds another run: text_sha256 was"):
+        train(tmp_path / "w", text, steps=3, validation_path=str(moved))
