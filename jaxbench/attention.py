@@ -141,13 +141,13 @@ def attention(
     is_plain = spans.key_positions is None and spans.query_segments is None
     spans = spans._replace(key_positions=spans.query_positions) if is_plain else spans
     on_mesh = sharding.around_attention() if is_ordered else None
-    _check(num_heads, num_kv_heads, implementation, softcap, on_mesh is not None)
+    _check(num_heads, num_kv_heads, implementation, softcap)
     if 0 in (query.shape[1], key.shape[3]):
         return jnp.zeros_like(query)
     if on_mesh is not None:
         return on_mesh(
             query, key, value, spans, sliding_window=sliding_window, implementation=implementation,
-            block_size=block_size,
+            block_size=block_size, softcap=softcap,
         )  # fmt: skip
     if implementation in KERNELS:
         mask = functools.partial(attention_mask, spans, sliding_window, is_causal)
@@ -166,16 +166,16 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _check(num_heads: int, num_kv_heads: int, implementation: str, softcap: float | None, is_on_mesh: bool) -> None:
+def _check(num_heads: int, num_kv_heads: int, implementation: str, softcap: float | None) -> None:
     """Refuse what `attention` cannot compute; it says when."""
     if num_heads % num_kv_heads:
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if softcap is not None and (is_on_mesh or implementation not in ("dense", "blocked")):
+    if softcap is not None and implementation not in ("dense", "blocked"):
         raise ValueError(
-            f"attention: softcap={softcap} goes with dense and blocked attention over whole rows, not with "
-            f"implementation={implementation!r}{' on a mesh that splits them' if is_on_mesh else ''}"
+            f"attention: softcap={softcap} goes with dense and blocked attention, not with "
+            f"implementation={implementation!r}"
         )
 
 

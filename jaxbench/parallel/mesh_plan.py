@@ -254,6 +254,7 @@ def attend(
     sliding_window: int | None,
     implementation: str,
     block_size: int,
+    softcap: float | None,
 ) -> Float[Array, "B T N H"]:
     """Attention (jaxbench/attention.py) over the plan's mesh.
 
@@ -272,11 +273,12 @@ def attend(
         with sharding.activations({}):
             if is_ring:
                 return ring_attention.ring_attention(
-                    query, key, value, spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
-                )
+                    query, key, value, spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size,
+                    softcap=softcap,
+                )  # fmt: skip
             return attention.attention(
                 query, key, value, spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
-                implementation=implementation, block_size=block_size,
+                implementation=implementation, block_size=block_size, softcap=softcap,
             )  # fmt: skip
 
     of_queries, of_keys = P(rows, SEQUENCE), P(rows, keys_over)

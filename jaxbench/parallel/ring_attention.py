@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jaxbench import functional
 from jaxbench.attention import Spans, attention_mask
 
 Query = Float[Array, "B K G T H"]  # or attention output, or a gradient of either
@@ -34,6 +35,7 @@ class Ring(NamedTuple):
     axis: str  # of the mesh, whose devices form the ring
     sliding_window: int | None  # tokens a query sees, itself included; None = all before it
     block_size: int  # keys whose scores are held at once; divides the keys of a device
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None = they stay
 
 
 def ring_attention(
@@ -45,6 +47,7 @@ def ring_attention(
     sliding_window: int | None = None,
     axis: str,
     block_size: int = 128,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention output of this device's queries over the keys of all devices of a mesh axis; call under shard_map.
 
@@ -56,6 +59,7 @@ def ring_attention(
       sliding_window: tokens a query sees, itself included; None = all before it.
       axis: of the mesh, over which a row's tokens are split.
       block_size: keys whose scores are held at once.
+      softcap: scores become softcap * tanh(score / softcap); None = they stay.
     """
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], num_heads // key.shape[1], head_dim).transpose(0, 2, 3, 1, 4)
@@ -63,7 +67,8 @@ def ring_attention(
     spans = spans._replace(key_positions=_padded(spans.key_positions, size, 1, -1))
     if spans.key_segments is not None:
         spans = spans._replace(key_segments=_padded(spans.key_segments, size, 1, -1))
-    mixed = _ring(Ring(axis, sliding_window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
+    ring = Ring(axis, sliding_window, size, softcap)
+    mixed = _ring(ring, grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -79,9 +84,10 @@ def _einsum(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
 
 
-def _scores(query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
-    """Scaled scores, -inf where the mask is False."""
+def _scores(ring: Ring, query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
+    """Scaled and capped scores, -inf where the mask is False."""
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
+    scores = scores if ring.softcap is None else functional.softcap(scores, cap=ring.softcap)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
@@ -124,7 +130,7 @@ def _forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> 
 
     def absorb(carry: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple:
         peak, total, summed = carry
-        scores = _scores(query, key, mask)
+        scores = _scores(ring, query, key, mask)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
         safe_peak = jnp.where(jnp.isfinite(new_peak), new_peak, jnp.zeros((), wide))
         shrink, weights = jnp.exp(peak - safe_peak), jnp.exp(scores - safe_peak)
@@ -163,9 +169,13 @@ def _ring_backward(ring: Ring, residuals: tuple, grad: Query) -> tuple[Query, Ke
 
     def pull_back(grads: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple[Array, Array, Array]:
         query_grad, key_grad, value_grad = grads
-        weights = jnp.exp(_scores(query, key, mask) - normaliser)
+        scores = _scores(ring, query, key, mask)
+        weights = jnp.exp(scores - normaliser)
         upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))
         scores_grad = weights * (upstream - along) / math.sqrt(query.shape[-1])
+        if ring.softcap is not None:  # the tanh's slope; a score that is masked has no gradient
+            slope = 1.0 - jnp.square(jnp.where(mask[:, None, None], scores, 0.0) / ring.softcap)
+            scores_grad = scores_grad * slope
         value_grad = value_grad + _einsum("BKGTS,BKGTH->BKSH", weights, grad)
         key_grad = key_grad + _einsum("BKGTH,BKGTS->BKHS", query.astype(wide), scores_grad)
         query_grad = query_grad + _einsum("BKGTS,BKHS->BKGTH", scores_grad, key.astype(wide))

@@ -37,6 +37,8 @@ FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embedd
 FAMILIES |= {"qwen3": LLAMA.model_copy(update={"qk_norm": True, "head_dim": 8})}
 GEMMA = {"activation": "geglu", "embedding_scale": 4.0, "post_norms": True, "query_pre_attn_scalar": 6.0}
 FAMILIES |= {"gemma": LLAMA.model_copy(update=GEMMA | {"qkv_bias": True})}  # what a pipeline can do of it, and Qwen2's
+CAPPED_SCORES = {"attention_softcap": 0.5, "logit_softcap": 3.0, "sliding_window": 4, "global_every": 2}
+FAMILIES |= {"gemma2": LLAMA.model_copy(update=GEMMA | CAPPED_SCORES)}
 # What the rows axis does: devices that split the batch, and the ZeRO stage.
 ROWS = {
     "one": {},
@@ -99,6 +101,11 @@ FORMS = (
 # Pipelines that split heads over `model`, each of which adds to the gradient of the scales they share; norms behind
 # the sum over `model`.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
+# Capped scores, over whole rows and round a ring.
+CAPPED = (
+    form("capped", FAMILIES["gemma2"], fsdp=2, model=2),
+    form("capped-ring", FAMILIES["gemma2"], data=2, sequence=2),
+)
 PAIRWISE = FORMS + tuple(
     case(*values)
     for values in (
@@ -136,7 +143,7 @@ def find(name: str, *more: Case) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *more)}
+    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *CAPPED, *more)}
     if name not in cases:
         raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *more))}")
     return cases[name]

@@ -32,7 +32,9 @@ def inputs(kind: str):
     return tensors, positions, segments
 
 
-def over_ring(size: int, sliding_window: int | None, query, key, value, positions, segments, *, block_size: int = 2):
+def over_ring(
+    size: int, sliding_window: int | None, query, key, value, positions, segments, *, block_size: int = 2, softcap=None
+):
     """Return ring attention of whole arrays, computed by `size` devices in blocks of keys."""
     mesh = sharding.make_mesh({"sequence": size}, jax.devices()[:size])
     tokens = P(None, "sequence")
@@ -46,6 +48,7 @@ def over_ring(size: int, sliding_window: int | None, query, key, value, position
             sliding_window=sliding_window,
             axis="sequence",
             block_size=block_size,
+            softcap=softcap,
         )
 
     specs = (tokens, P(None, None, None, "sequence"), P(None, None, "sequence"), tokens, tokens)
@@ -53,17 +56,20 @@ def over_ring(size: int, sliding_window: int | None, query, key, value, position
     return run(query, key, value, positions, segments)
 
 
-def dense(sliding_window: int | None, query, key, value, positions, segments):
+def dense(sliding_window: int | None, query, key, value, positions, segments, *, softcap=None):
     """Return attention on one device."""
     spans = attention.Spans(positions, positions, segments, segments)
-    return attention.attention(query, key, value, spans, sliding_window=sliding_window)
+    return attention.attention(query, key, value, spans, sliding_window=sliding_window, softcap=softcap)
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "sliding_window"),
-    [("causal", 4, None), ("segments", 8, None), ("padded", 2, None), ("causal", 3, 5)],
-)
-def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, sliding_window):
+    ("kind", "size", "sliding_window", "softcap"),
+    [
+        ("causal", 4, None, None), ("segments", 8, None, None), ("padded", 2, None, None), ("causal", 3, 5, None),
+        ("padded", 2, 5, 0.7),
+    ],
+)  # fmt: skip
+def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, sliding_window, softcap):
     tensors, positions, segments = inputs(kind)
     seed = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, N, H)))
 
@@ -73,6 +79,7 @@ def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, slid
 
     outcomes = []
     for attend in (functools.partial(over_ring, size, sliding_window), functools.partial(dense, sliding_window)):
+        attend = functools.partial(attend, softcap=softcap)
         grad = jax.jit(jax.grad(functools.partial(loss, attend), has_aux=True))
         outcomes.append(grad([jnp.asarray(x) for x in tensors]))
     (ring_grads, ring_mixed), (grads, mixed) = outcomes
