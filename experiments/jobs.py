@@ -141,7 +141,7 @@ def list_jobs() -> int:
             entry.job.id, entry.progress.state, str(entry.progress.attempts), _time(entry),
             entry.job.title or shlex.join(entry.job.words),
         )  # fmt: skip
-    for id in sorted(set(ids) - {entry.job.id for entry in entries}):
+    for id in sorted({*ids}.intersection(jobs.ids()) - {entry.job.id for entry in entries}):  # removed ones are not
         table.add_row(id, "damaged", "", "", "its files cannot be read: `show` says why, `remove` removes it")
     terminal.console().print(table)
     return cli.EXIT_OK

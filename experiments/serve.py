@@ -151,6 +151,7 @@ def answer_file(config: Any) -> int:
     if VALUES.device != "cpu":
         decides["device"] = VALUES.device
     identity = [
+        batch.FORMAT,
         decides,
         config.shown_name,
         config.max_choices,

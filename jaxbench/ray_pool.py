@@ -48,9 +48,10 @@ def start(processes: int) -> None:
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
     """Yield what `worker`, of which each of `processes` actors has a copy, makes of each item, in any order.
 
-    No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor gets items
-    once it runs: a cluster with fewer free cores than `processes` does all the work with those that it has. An actor
-    whose machine fails starts anew elsewhere; an error of the worker is raised here.
+    No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor gets its
+    first item once it runs, and others to wait for it with its first result: a cluster with fewer free cores than
+    `processes` does all the work with those that it has, and a few items lie on as many actors. An actor whose machine
+    fails starts anew elsewhere; an error of the worker is raised here.
 
     Raises:
       ChildProcessError: an item ended its actor each time; those that the actor held are named.
@@ -61,16 +62,17 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)(_Actor)
     actors = [actor.remote(worker) for _ in range(processes)]
     running: dict[Any, tuple[Any, Any]] = {}  # a result to come, its actor and item; an actor's are in its own order
-    starting, left = {each.started.remote(): each for each in actors}, iter(items)
+    starting, left, proven = {each.started.remote(): each for each in actors}, iter(items), set()
     try:
         while starting or running:
             (done,), _ = ray.wait([*starting, *running])
             if done in starting:
-                idle, count = starting.pop(done), worker_pool.IN_FLIGHT
+                idle, count = starting.pop(done), 1
             else:
                 idle, found = _result(running, done)
                 yield found
-                count = 1
+                count = 1 if idle in proven else worker_pool.IN_FLIGHT
+                proven.add(idle)
             for item in itertools.islice(left, count):
                 running[idle.work.remote(item)] = idle, item
             if not running:  # no item is left

@@ -125,8 +125,8 @@ def alone(*paths: Path) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        for path in paths:
-            stack.callback(_remove_empty, [folder for folder in path.absolute().parents if not folder.exists()])
+        for path in map(Path.absolute, paths):  # `.` has no name of its own
+            stack.callback(_remove_empty, [folder for folder in path.parents if not folder.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = path.with_name(f".{path.name}.writing")
             if not stack.enter_context(taken(lock)):

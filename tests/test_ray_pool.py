@@ -13,11 +13,19 @@ from tests.test_cli import shell_environment
 
 # A process of its own: Ray starts others, which JAX in the tests' process warns about.
 CODE = """
-import os
+import os, pathlib, sys, time
 import jax
 from jaxbench import cli, ray_pool
 
+MEETING = pathlib.Path(sys.argv[0]).parent
+
 def work(item):
+    if item.startswith("meeting"):  # ends where two are at work at once
+        (MEETING / item).touch()
+        until = time.monotonic() + 60
+        while len(list(MEETING.glob("meeting*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        return len(list(MEETING.glob("meeting*")))
     if item == "killer":
         os._exit(1)
     if item == "bad":
@@ -26,6 +34,7 @@ def work(item):
 
 if __name__ == "__main__":
     jax.devices()
+    print(*ray_pool.results(work, ["meeting-1", "meeting-2"], processes=2))
     for items in ([*"abc", "killer", *"defghi"], ["bad"]):
         try:
             for each in ray_pool.results(work, items, processes=2):
@@ -57,7 +66,7 @@ def test_a_cluster_with_fewer_cores_than_processes_does_all_the_work(tmp_path):
     assert done.returncode == 0 and done.stdout == "[0, 2, 4, 6, 8, 10, 12] []\n", done.stdout + done.stderr
 
 
-def test_an_item_that_kills_its_actor_is_given_up_and_named(tmp_path):
+def test_few_items_lie_on_as_many_actors_and_one_that_kills_its_actor_is_given_up_and_named(tmp_path):
     pytest.importorskip("ray")
     (tmp_path / "script.py").write_text(CODE)
     environment = shell_environment(PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0", JAX_PLATFORMS="cpu")
@@ -65,7 +74,8 @@ def test_an_item_that_kills_its_actor_is_given_up_and_named(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     lines = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # Ray's own, of actors that ended
-    *found, killed, bad = lines
+    met, *found, killed, bad = lines
+    assert met == "2 2"
     assert {"a", "c"} <= set(found) <= set("abcdefghi") and len(set(found)) == len(found), done.stdout
     assert re.match("ChildProcessError a worker process was killed: .*killer.* ended its Ray actor 4 times", killed)
     assert bad == "ValueError bad: item cannot be done"

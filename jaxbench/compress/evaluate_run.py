@@ -78,9 +78,10 @@ def run(
                 values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], made, progress=advance)
             return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
-        # Of other stores than float32 an earlier version kept, without their name, what unrounded vectors gave.
+        # Of other stores than float32 an earlier version kept, without their name, what unrounded vectors gave; of all
+        # of them, as `ratio-N.json`, nats as means over windows.
         part = f"{ratio}.json" if plan.store == "float32" else f"{ratio}-{plan.store}.json"
-        row, was_there = store.kept(workdir / f"ratio-{part}", compute)
+        row, was_there = store.kept(workdir / f"figures-{part}", compute)
         row["freely"], _ = store.kept(workdir / f"freely-{part}", freely)
         row["read_back"] = {"nothing": floor, **row["read_back"]}
         say(_line(row) + (" (finished before)" if was_there else ""))

@@ -281,7 +281,7 @@ def _content(path: Path, kind: type[Any]) -> Any:
     try:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        said = str(error).splitlines()[0]
+        said = str(error).partition("\n")[0]
         raise ValueError(f"jobs: {path} is damaged ({said}); the job is never run, and can be removed") from error
 
 

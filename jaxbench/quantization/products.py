@@ -27,10 +27,15 @@ def matmul(
     A row with a NaN is NaN throughout: no integer stands for it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).astype(jnp.float32), LIMITS[kernel.dtype.name]
-    largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)  # NaN where one is
-    bound = largest if input_range is None else jnp.where(jnp.isnan(largest), largest, jnp.float32(input_range))
-    step = jnp.where(bound == 0, limit, bound) / limit
     is_int = kernel.dtype == jnp.int8
+    if input_range is None or is_int:  # NaN where one is, which a float8 is too
+        largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
+    if input_range is None:
+        bound = largest
+    else:
+        bound = jnp.float32(input_range)
+        bound = jnp.where(jnp.isnan(largest), largest, bound) if is_int else bound
+    step = jnp.where(bound == 0, limit, bound) / limit
     codes = jnp.clip(jnp.round(rows / step) if is_int else rows / step, -limit, limit).astype(kernel.dtype)
     wide = jnp.int32 if is_int else jnp.float32
     product = lax.dot_general(codes, kernel, (((1,), (0,)), ((), ())), preferred_element_type=wide)

@@ -163,7 +163,9 @@ class Memory(Training):
         from jaxbench.pretrained import weights
 
         case, plain = self.case, self._first_layers(weights.read_config(self.model))
-        plain = plain.model_copy(update={"vocab_size": min(plain.vocab_size, self.VOCABULARY)})
+        small = {"vocab_size": min(plain.vocab_size, self.VOCABULARY)}
+        # Of random weights only the shape counts, and attention beside a memory has no biases and rotates plainly.
+        plain = plain.model_copy(update=small | {"rope_scaling": None, "use_bias": False, "position": "rotary"})
         neural = NeuralMemoryConfig(
             d_model=plain.d_model, num_heads=plain.num_heads, head_dim=plain.head_dim, chunk_size=case["chunk"]
         )

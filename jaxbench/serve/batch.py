@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,8 @@ URLS: dict[str, tuple[type, type[stream.Form]]] = {
     "/v1/completions": (CompletionBody, stream.Completion),
     "/v1/chat/completions": (ChatBody, stream.Chat),
 }
-ATTEMPTS = 3  # of a request whose engine died under it, the last without others that are at theirs
+FORMAT = 2  # of answers; those of another one are not gone on with
+ATTEMPTS = 3  # of a request whose engine died under it, the last with no other begun beside it
 
 
 class Line(pydantic.BaseModel):
@@ -105,12 +106,12 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
     done = len(store.rows(job.part))
     advance(done)
     waiting: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
-    alone = asyncio.Lock()
+    turns = Turns()
     try:
         for number, line in enumerate(lines(job.source)):
             if number < done:
                 continue
-            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line, alone)))
+            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line, turns)))
             if len(waiting) >= service.config.engine.limits.most:
                 await _written(waiting, job.part, advance)
         while waiting:
@@ -134,14 +135,42 @@ async def _written(waiting: collections.deque, part: Path, advance: Callable[[in
     advance(len(rows))
 
 
-async def _answered(service: Service, name: str, id: str, line: Line, alone: asyncio.Lock) -> dict[str, Any]:
+class Turns:
+    """Attempts beside each other, and attempts of which each is alone."""
+
+    def __init__(self) -> None:
+        self._alone = asyncio.Lock()
+        self._running: set[asyncio.Future[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        """Begin beside others, once nobody is alone."""
+        async with self._alone:
+            own = asyncio.get_running_loop().create_future()
+            self._running.add(own)
+        try:
+            yield
+        finally:
+            self._running.discard(own)
+            own.set_result(None)
+
+    @contextlib.asynccontextmanager
+    async def last(self) -> AsyncIterator[None]:
+        """Wait for all that are under way, and begin alone."""
+        async with self._alone:
+            while self._running:
+                await asyncio.wait(self._running)
+            yield
+
+
+async def _answered(service: Service, name: str, id: str, line: Line, turns: Turns) -> dict[str, Any]:
     """The answer to a line, as the server would give it.
 
-    alone: held by the last attempt, so that a request that the engine dies of does not use up those of all others.
+    turns: the last attempt is made alone, so that a request that the engine dies of does not use up those of others.
     """
     status, value = 500, error_body("the engine failed", "server_error")
     for attempt in range(ATTEMPTS):
-        async with alone if attempt == ATTEMPTS - 1 else contextlib.nullcontext():
+        async with turns.last() if attempt == ATTEMPTS - 1 else turns.beside():
             try:
                 status, value = await _attempt(service, name, f"{id}-{attempt}", line, id)
             except intake.Bad as error:

@@ -158,7 +158,10 @@ class Completion(Form):
 
 
 class Place:
-    """How far a text is that comes as bytes; what is no UTF-8 becomes U+FFFD, as tokenizers decode it."""
+    """How far a text is that comes as bytes; what is no UTF-8 becomes U+FFFD, as byte-level tokenizers decode it.
+
+    SentencePiece's byte fallback makes one of every byte of a damaged run, which is not counted so.
+    """
 
     def __init__(self) -> None:
         self._count = 0  # characters in front of `_last`

@@ -150,9 +150,11 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     """Roofline of a step: least seconds by each of the chip's rates, the longest of them, and the MFU at it."""
     model, chip = model_of(settings), topology.chip
     tokens, length = settings.batch_size * settings.data.seq_len, settings.data.seq_len
-    whole, halved = (observe.flops_per_token(model, length, is_causal=is_causal) for is_causal in (False, True))
+    count = functools.partial(observe.flops_per_token, model, length, is_trained=settings.step.optimizer.is_trained)
+    whole, halved = (count(is_causal=is_causal) for is_causal in (False, True))
+    forward = observe.flops_per_token(model, length, is_causal=False) / 3  # a third where everything is trained
     useful = tokens * whole / topology.num_chips
-    done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole)
+    done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole, forward=forward)
     repeats = 3 if done > useful else 2  # forward, again, backward
     micro = settings.parallel.micro_batches * settings.step.accumulation
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
@@ -178,21 +180,23 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
 
 
 def _computed(
-    settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float
-) -> tuple[float, float]:
+    settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float,
+    forward: float,
+) -> tuple[float, float]:  # fmt: skip
     """FLOPs a chip computes in a step, as a mean over the chips, and along the longest chain of ticks."""
     chips_in_all, parallel = math.prod(sizes.values()), settings.parallel
-    head = 6 * model.d_model * model.vocab_size  # a token's, forward and backward
-    layers = per_token - head
+    product = 2 * model.d_model * model.vocab_size  # a token's, of the head
+    name = "embed.embedding" if model.tie_embeddings else "head.kernel"
+    head = (3 if settings.step.optimizer.is_trained(name) else 2) * product
+    layers, layers_forward = per_token - head, forward - product
     stages, micro = sizes[STAGE], parallel.micro_batches
     if stages == 1 and micro == 1:
-        again = layers / 3 if settings.step.remat.policy != "none" else 0
+        again = layers_forward if settings.step.remat.policy != "none" else 0
         done = tokens * (per_token + again) / chips_in_all
         return done, done
     rows = chips_in_all // (stages * sizes.get(MODEL, 1))
     a_micro = tokens / settings.step.accumulation / micro / rows / sizes.get(MODEL, 1)  # tokens' worth on a chip
-    forward = a_micro * layers / 3 / stages
-    costs = {"forward": forward, "backward": 3 * forward}  # the stage's forward again
+    costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * layers / stages}  # forward again
     ticks: dict[tuple[int, int], float] = collections.defaultdict(float)
     for work in timetable(parallel.schedule, stages, micro):
         is_head = work.kind == "backward" and work.stage == stages - 1

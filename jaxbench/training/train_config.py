@@ -132,6 +132,12 @@ class TrainConfig(Base):
             raise ValueError(
                 f"lora: adapters need projections of their own, got fused_projections={self.fused_projections}"
             )
+        if self.lora is not None and self.lora.dropout and self.parallel is not None:
+            if self.parallel.gradient_type != "full":
+                raise ValueError(
+                    f"lora.dropout={self.lora.dropout} does not go with "
+                    f"parallel.gradient_type={self.parallel.gradient_type}; use dropout 0, or gradient_type=full"
+                )
         if self.lora is not None and self.step.hold_zeros:
             raise ValueError(
                 f"step.hold_zeros={self.step.hold_zeros} does not go with lora: an adapter's B begins as zeros, which "

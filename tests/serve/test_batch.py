@@ -116,13 +116,14 @@ def test_an_answer_that_its_own_grammar_ends_is_the_requests_error_and_not_asked
 
     monkeypatch.setattr(batch.intake, "submitted", submitted)
     line = batch.Line.model_validate(request(0, regex="a"))
-    row = asyncio.run(batch._answered(SimpleNamespace(tokenizer=tokenizer), "tiny", "batch-0", line, asyncio.Lock()))
+    row = asyncio.run(batch._answered(SimpleNamespace(tokenizer=tokenizer), "tiny", "batch-0", line, batch.Turns()))
     assert row["response"]["status_code"] == status and len(asked) == attempts
     said = row["response"]["body"]["error"]
     assert said["type"] == kind and said["message"] == error.removeprefix("Unfollowed: ")
 
 
-def test_a_request_that_the_engine_dies_of_costs_no_other(folder, monkeypatch):
+@pytest.mark.parametrize("deadly", [{3}, {3, 9}, {0, 4, 5}], ids=str)
+def test_requests_that_the_engine_dies_of_cost_no_other(deadly, folder, monkeypatch):
     tokenizer, here = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), {}
 
     def end(answer, ended, error=None):
@@ -132,18 +133,19 @@ def test_a_request_that_the_engine_dies_of_costs_no_other(folder, monkeypatch):
     async def submitted(service, name, id, body):
         here[id] = answer = Answer(Request(id, (1,), 5), tokenizer)
         loop = asyncio.get_running_loop()
-        if id.startswith("batch-3-"):  # and all that are computed beside it
+        if int(id.split("-")[1]) in deadly:  # and all that are computed beside it
             loop.call_later(0.01, lambda: [end(each, "error", "the worker ended") for each in list(here.values())])
         loop.call_later(0.02, end, answer, "length")
         return [answer]
 
     monkeypatch.setattr(batch.intake, "submitted", submitted)
-    job = batch.check(str(folder / "in.jsonl"), str(folder / "dies.jsonl"), [1], overwrite=False)
+    answers = folder / f"dies-{len(deadly)}.jsonl"
+    job = batch.check(str(folder / "in.jsonl"), str(answers), [1], overwrite=False)
     service = SimpleNamespace(tokenizer=tokenizer, config=config(folder))
-    assert asyncio.run(batch.run(service, "tiny", job, lambda rows: None)) == 3  # and two that are none
-    rows = [json.loads(row)["response"] for row in store.rows(folder / "dies.jsonl")]
+    assert asyncio.run(batch.run(service, "tiny", job, lambda rows: None)) == len(deadly) + 2  # and two that are none
+    rows = [json.loads(row)["response"] for row in store.rows(answers)]
     statuses = {number: row["status_code"] for number, row in enumerate(rows) if row["status_code"] != 200}
-    assert statuses == {3: 500, 11: 400, 12: 400}
+    assert statuses == dict.fromkeys(sorted(deadly), 500) | {11: 400, 12: 400}
 
 
 def test_what_was_interrupted_goes_on_and_ends_the_same(folder):

@@ -98,6 +98,7 @@ def linear(
     """Affine map of the last axis by a packed matrix; float32 in and out, whatever the type of x."""
     format = formats.FORMATS.index(weights.format)
     rows = x.reshape(-1, weights.inputs).float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
     product = torch.ops.jaxbench.linear(
         rows, weights.data, bias, weights.inputs, weights.outputs, format, settings.planes, _threads(settings)
     )

@@ -28,10 +28,15 @@ def matmul(
     A row with a NaN is NaN throughout: no integer stands for it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).float(), LIMITS[kernel.dtype]
-    largest = rows.abs().amax(dim=1, keepdim=True)  # NaN where one is
-    bound = largest if input_range is None else torch.where(torch.isnan(largest), largest, input_range)
-    step = torch.where(bound == 0, limit, bound) / limit
     is_int = kernel.dtype == torch.int8
+    if input_range is None or is_int:  # NaN where one is, which a float8 is too
+        largest = rows.abs().amax(dim=1, keepdim=True)
+    if input_range is None:
+        bound = largest
+    else:
+        bound = torch.tensor(input_range, dtype=torch.float32, device=x.device)
+        bound = torch.where(torch.isnan(largest), largest, bound) if is_int else bound
+    step = torch.where(bound == 0, limit, bound) / limit
     codes = torch.clamp(torch.round(rows / step) if is_int else rows / step, -limit, limit).to(kernel.dtype)
     if is_int:
         padding = max(0, CUDA_ROWS - len(codes)) if x.is_cuda else 0

@@ -119,6 +119,20 @@ def undecided(view: View) -> list[Row]:
     return [row for row in view.rows if row.verdict == "undecided"]
 
 
+def product_notes(view: View) -> list[str]:
+    """Sentences: which arms took plain products for single rows, in how many launches; none where all were packed."""
+    taken: dict[tuple[str, str], dict[int, str]] = {}  # by launch
+    for record in view.records:
+        if "single_row" in record.detail:
+            launches = taken.setdefault((record.arm, record.workload.dtype), {})
+            launches[record.launch] = record.detail["single_row"]
+    return [
+        f"{labels.arm(arm)}, {dtype}: single rows took plain products in {plain} of {len(launches)} launches"
+        for (arm, dtype), launches in taken.items()
+        if (plain := list(launches.values()).count("plain"))
+    ]
+
+
 def program_notes(view: View) -> list[str]:
     """Sentences: which FLOPs and bytes the programs of two of jaxbench's own arms share exactly, and which differ."""
     values: dict[tuple, dict[str, float]] = {}

@@ -50,7 +50,8 @@ def render(view: View) -> str:
     return page.render(
         title, sections, drawn, name=f"jaxbench: {title}", template=Path(__file__).with_suffix(".html"),
         filters=filters, view=view, where=_where(view), cards=contents.headline(view), table=table,
-        notes=contents.program_notes(view), rates=rates, slices=slices, sources=_sources(slices),
+        notes=contents.program_notes(view) + contents.product_notes(view),
+        rates=rates, slices=slices, sources=_sources(slices),
         undecided=undecided, missing=missing, broken=broken, about=_about(view),
     )  # fmt: skip
 

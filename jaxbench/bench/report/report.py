@@ -96,7 +96,7 @@ def show(view: View, *, console=None) -> None:
         console.print(
             f"{labels.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
         )
-    for note in contents.program_notes(view):
+    for note in contents.program_notes(view) + contents.product_notes(view):
         console.print(note)
     for note in view.agreement:
         console.print(f"tokens, {note}")

@@ -19,7 +19,7 @@ from jaxbench.watermark.keys import Key
 KINDS = ("parquet", "jsonl", "csv")
 LISTED = 100  # bad lines that a report spells out
 MANIFEST = "manifest.json"
-FORMAT = 4  # of the columns and reports: parts of another one are not gone on with
+FORMAT = 5  # of the columns, reports and scores: parts of another one are not gone on with
 
 
 def kind_of(output: Path) -> str:

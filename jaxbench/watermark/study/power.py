@@ -117,7 +117,7 @@ def generate(
     def continued(rows: range) -> np.ndarray:
         processor, generator = programs()
         begun = time.monotonic()
-        state = processor.state(keys[rows.start : rows.stop], seed=settings.seed)
+        state = processor.state(keys[rows.start : rows.stop], seed=settings.seed, row_ids=list(rows))
         output = generator(
             [given[i].tolist() for i in rows],
             max_new_tokens=max(settings.lengths),

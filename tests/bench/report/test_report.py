@@ -136,6 +136,18 @@ def test_heat_map_colours_by_power_of_ten(view):
     assert figures.heat_map({"layers": []}) is None
 
 
+def test_launches_whose_single_rows_took_plain_products_are_counted(tmp_path):
+    found = [
+        Record(
+            metric="decode_tokens_per_s", arm=arm, value=1.0, launch=launch, workload=DECODE, detail={"single_row": how}
+        )
+        for arm, taken in (("torch_eager", ("plain", "packed", "plain")), ("torch_compile", ("packed",) * 3))
+        for launch, how in enumerate(taken, 1)
+    ]
+    notes = contents.product_notes(contents.gather(found, Suite(arms=("torch_eager", "torch_compile")), tmp_path))
+    assert notes == [f"PyTorch eager, {DECODE.dtype}: single rows took plain products in 2 of 3 launches"]
+
+
 def test_programs_that_differ_are_named(tmp_path):
     rows = [("flax", 10.0, 7.0), ("equinox", 10.0, 8.0)]
     found = []
