@@ -24,7 +24,6 @@ SLACK_EPSILONS = {
     ("gradients", "bfloat16"): 1.0,
 }
 CURVE_EPSILONS = 2.0  # rounding of the loss itself, which is a mean of few terms
-STEPS_AHEAD = 20  # a band looks ahead by one of so many parts of a curve
 NOISE_BAND = 4.0  # a float32 curve may leave the reference by this multiple of what one-ulp changes do to it
 
 
@@ -124,9 +123,7 @@ def training_noise(
 ) -> Gate:
     """Gate P7: two training curves differ by no more than one-ulp changes of the initial weights move one of them.
 
-    The band is NOISE_BAND times the largest gap so far, plus the rounding of the loss itself. Once a curve leaves the
-    other, gaps grow by powers of ten within a few steps, and when it does is chance: "so far" reaches a twentieth of
-    the curve's steps ahead.
+    The band is NOISE_BAND times the largest gap so far, plus the rounding of the loss itself.
 
     Args:
       losses: of every step, nats per token, by the backend that is tested.
@@ -136,9 +133,7 @@ def training_noise(
       dtype: of the steps.
     """
     spread = np.max([np.abs(curve - other) for curve in perturbed], axis=0)
-    ahead = len(spread) // STEPS_AHEAD
-    largest = np.maximum.accumulate(spread)
-    band = NOISE_BAND * np.concatenate([largest[ahead:], np.full(ahead, largest[-1])])
+    band = NOISE_BAND * np.maximum.accumulate(spread)
     band = band + CURVE_EPSILONS * distance.MACHINE_EPSILON[dtype] * np.abs(reference)
     share = np.abs(losses - other) / band
     step = int(np.argmax(share))

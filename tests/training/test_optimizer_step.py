@@ -159,17 +159,17 @@ def curves_of(flax_step=StepConfig(), steps=300):
     return curves.record(makers, params, lambda: (rows[i % 8] for i in range(steps)), [3e-3] * steps, num_perturbed=4)
 
 
-def test_three_hundred_float32_steps_stay_inside_torch_s_own_noise():
+def test_three_hundred_float32_steps_stay_inside_the_noise_of_one_ulp():
     found = curves_of()
     assert found.torch[-1] < found.torch[0] - 0.5, "it must learn"
     assert min(np.abs(curve - found.torch).max() for curve in found.perturbed) > 0, "one ulp must show"
-    assert found.gate().passed, (found.gate(), found.gaps())
+    assert all(gate.passed for gate in found.gates()), (found.gates(), found.gaps())
 
 
 def test_the_noise_band_catches_a_step_that_is_slightly_wrong():
     wrong = StepConfig(optimizer=OptimizerConfig(eps=1e-6))  # instead of 1e-8
     found = curves_of(wrong, steps=40)
-    assert not found.gate().passed, found.gaps()
+    assert not found.gates()[0].passed, found.gaps()
 
 
 @pytest.fixture(scope="module")
