@@ -96,6 +96,7 @@ def _answers(how: How, words: Any) -> Figures:
     longest = max(len(each.context) + len(each.question) for each in asked)
     reading.check_room(1 + longest + answering.NEW_TOKENS, weights.read_config(how.model).max_seq_len)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    # a tag may be of several vectors, which only the weights say
     reading.check_room(compressor.config.prefix + longest + answering.NEW_TOKENS, held.config.max_seq_len)
     sums = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in how.questions]
     workdir = _claimed(how, compressor, "questions, beginnings as long as vectors", sums, how.count)

@@ -143,6 +143,10 @@ def test_a_run_whose_adapters_peft_has_no_place_for_says_that_the_merged_decoder
             {"step": {"optimizer": {"trained": "adapters"}, "hold_zeros": True}},
             "step.hold_zeros=True does not go with lora: an adapter's B begins as zeros",
         ),
+        (
+            {"lora": {"dropout": 0.1}, "parallel": {"mesh": {"data": 2}, "gradient_type": "float16"}},
+            "lora.dropout=0.1 does not go with parallel.gradient_type=float16; use dropout 0, or gradient_type=full",
+        ),
     ],
 )
 def test_runs_that_do_not_fit_their_adapters_are_refused(changes, match):

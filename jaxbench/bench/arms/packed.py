@@ -11,6 +11,7 @@ of float32 is slower so and several are faster ("Another processor"), so a singl
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -77,7 +78,7 @@ def hold_both_forms(model: torch.nn.Module) -> bool:
         layer.kernel = torch.nn.Parameter(_weights[layer.packed_index].to_dense().T.contiguous(), requires_grad=False)
         layer.forward = _by_rows(_plain_product(layer.kernel, layer.bias), layer.forward)
     if getattr(model, "head", None) is None:
-        model.embed.attend = _by_rows(type(model.embed).attend.__get__(model.embed), model.embed.attend)
+        model.embed.attend = _by_rows(functools.partial(nn.Embed.attend, model.embed), model.embed.attend)
     return True
 
 
