@@ -175,7 +175,7 @@ def one_prompt(settings: writer.Settings) -> int:
     write, loaded = load(tokenizer, settings)
     requests.check_room(ids, "--prompt", new_tokens=settings.new_tokens, context=write.context)
     note(loaded)
-    _, timing = answer(functools.partial(write, [ids], [0]))
+    _, timing = answer(functools.partial(write, [ids], [0], is_chat=[VALUES.chat]))
     say(timing.line(loaded))
     return cli.EXIT_OK
 

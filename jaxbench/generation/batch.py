@@ -102,7 +102,8 @@ def run(
         requests.check_room(request.ids, request.place, new_tokens=wanted["new_tokens"], context=write.context)
     for start in range(done, len(asked), batch_size):
         batch = asked[start : start + batch_size]
-        texts, _ = write([request.ids for request in batch], [request.row for request in batch])
+        ids, rows = [request.ids for request in batch], [request.row for request in batch]
+        texts, _ = write(ids, rows, is_chat=[request.is_chat for request in batch])
         if start == 0:
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             outputs.write_json(_record(output), wanted)

@@ -33,7 +33,7 @@ class Conversation:
                 break
             messages, forgotten = messages[2:], forgotten + 2  # a question and its answer
         requests.check_room(ids, "the message", new_tokens=self._new_tokens, context=self._write.context)
-        (answer,), timing = self._write([ids], [self._turns], **how)
+        (answer,), timing = self._write([ids], [self._turns], is_chat=[True], **how)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._turns += 1  # each answer draws from a stream of its own
         return answer, timing, forgotten

@@ -15,13 +15,19 @@ class Text:
     that neither the sizes of the steps in which tokens come nor other rows decide where.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, prompt: Sequence[int] = ()):
+        """Begin a text.
+
+        prompt: ids that the text goes on from; () = it stands by itself, as a chat's answer does. SentencePiece's
+        decoders leave out the space in front of a text's first word, which belongs to one that goes on.
+        """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self.ids: list[int] = []  # with the end token, and no further than the stop string
         self.text = ""  # what will not change
         self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: it goes on
         core = getattr(tokenizer, "core", None)
         self._has_bytes = core is not None and core.token_to_id("<0x00>") is not None
+        self._anchor, self._anchor_text = self._last_of(prompt)  # stands before all that is decoded
         self._known, self._start, self._end = "", 0, 0  # text of ids up to _end; those from _start on stand before more
 
     def update(self, ids: Sequence[int], *, is_full: bool) -> str:
@@ -45,8 +51,25 @@ class Text:
             self.text = text[: len(text) - held_back(text, self._stop)]
         return self.text[shown:]
 
+    @property
+    def goes_on(self) -> bool:
+        """True where the text goes on from a prompt's, False where it stands by itself."""
+        return bool(self._anchor)
+
+    def _last_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """The last id of a prompt that is text without its neighbours, and that text; none: [] and ""."""
+        for id in reversed(prompt):
+            text = self._tokenizer.decode([id], skip_special=True)
+            if text and "\ufffd" not in text and not self._is_byte(id):
+                return [id], text
+        return [], ""
+
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=True)
+        text = self._tokenizer.decode([*self._anchor, *ids], skip_special=True)
+        return text[len(self._anchor_text) :]
+
+    def _is_byte(self, id: int) -> bool:
+        return self._has_bytes and bool(BYTE_PIECE.fullmatch(self._tokenizer.core.id_to_token(id) or ""))
 
     def _certain(self, ids: Sequence[int]) -> str:
         """Text of ids without the characters that the next id may still change: those whose bytes are not all there."""
@@ -66,7 +89,7 @@ class Text:
 
     def _may_be_in_a_run(self, id: int) -> bool:
         """True for a byte, and for what is no text and may stand between two."""
-        return bool(BYTE_PIECE.fullmatch(self._tokenizer.core.id_to_token(id) or "")) or not self._decode([id])
+        return self._is_byte(id) or not self._decode([id])
 
     def _up_to_stop(self, ids: list[int]) -> list[int]:
         """The fewest ids whose text holds a stop string."""

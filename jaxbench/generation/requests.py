@@ -18,6 +18,7 @@ class Request(NamedTuple):
     place: str  # file and line, for messages
     fields: dict[str, Any]  # as the line has them
     ids: list[int]
+    is_chat: bool  # they are messages in the model's template, so that what follows is a message
 
 
 def check_text(text: str, place: str) -> str:
@@ -98,7 +99,7 @@ def parsed(
             place = f"{path} line {number}"
             fields = _fields(line, place)
             ids = _ids(tokenizer, fields, place, chat=chat, system=system)
-            requests.append(Request(len(requests), place, fields, ids))
+            requests.append(Request(len(requests), place, fields, ids, chat or "messages" in fields))
     if not requests:
         raise ValueError(f"{path} holds no request, wanted lines of {WANTED}")
     if system is not None and not any(_takes_system(request.fields, chat=chat) for request in requests):

@@ -63,12 +63,15 @@ class Writer:
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         *,
+        is_chat: Sequence[bool] | None = None,
         step: int = BATCHED,
         show: Callable[[str], None] | None = None,
     ) -> tuple[list[Text], Timing]:
         """Continue each prompt (token ids), whose numbers in the run are `rows`.
 
         Args:
+          is_chat: for each prompt, whether its continuation is a message, a text of its own; None = all go on from
+            their prompts' texts.
           step: tokens between two looks at the rows.
           show: is called with each piece of the first row's text, once it is certain.
 
@@ -78,7 +81,9 @@ class Writer:
         settings, most = self._settings, self._settings.new_tokens
         for row, prompt in zip(rows, prompts):
             requests.check_room(prompt, f"row {row}", new_tokens=most, context=self.context)
-        texts = [Text(self._tokenizer, settings.stop) for _ in prompts]
+        alone = [False] * len(prompts) if is_chat is None else is_chat
+        befores = [() if each else prompt for each, prompt in zip(alone, prompts, strict=True)]
+        texts = [Text(self._tokenizer, settings.stop, prompt=before) for before in befores]
         self._generator.compile(len(prompts), max(map(len, prompts)), most)
         started = time.perf_counter()
         state = self._generator.prefill(prompts, max_new_tokens=most, seed=settings.seed, row_ids=list(rows))

@@ -197,7 +197,7 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     except ValueError as error:
         raise Bad(str(error)) from error
     _check_marks(service, made)
-    return service.submit(made)
+    return service.submit(made, go_on=isinstance(body, CompletionBody) and grammar is None)
 
 
 def _seed(body: CompletionBody | ChatBody) -> int:

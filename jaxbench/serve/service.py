@@ -49,16 +49,22 @@ class Piece(NamedTuple):
 class Answer:
     """One answer in progress: events go in, pieces of text come out."""
 
-    def __init__(self, request: Request, tokenizer: Any):
+    def __init__(self, request: Request, tokenizer: Any, *, prompt: Sequence[int] = ()):
+        """prompt: ids that the answer's text goes on from; () = it stands by itself."""
         self.request, self.asked = request, time.monotonic()
         end = types.SimpleNamespace(core=tokenizer.core, decode=tokenizer.decode, end_ids=request.end_ids)
-        self._text = Text(end, request.stop)
+        self._text = Text(end, request.stop, prompt=prompt)
         self.ids: list[int] = []
         self.num_cached = 0
         self.ended: str | None = None
         self.is_refused = False  # it ended with an error that is of the request, not of the server
         self.last: float | None = None  # when its last token came
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    @property
+    def goes_on(self) -> bool:
+        """True where its text goes on from the prompt's."""
+        return self._text.goes_on
 
     def take(self, event: Event) -> None:
         """Take what happened to the request."""
@@ -175,8 +181,10 @@ class Service:
         if self.state != "ready":
             raise Refused(503, {"draining": "the server is ending"}.get(self.state, f"the model is {self.state}"))
 
-    def submit(self, requests: Sequence[Request]) -> list[Answer]:
+    def submit(self, requests: Sequence[Request], *, go_on: bool) -> list[Answer]:
         """Hand requests to the engine.
+
+        go_on: the answers' texts go on from their prompts', as opposed to a message or what a grammar wants.
 
         Raises:
           Refused: the engine is not ready, is ending, or has as many as it takes.
@@ -186,7 +194,7 @@ class Service:
         most = limits.max_running + limits.max_waiting
         if len(self.answers) + len(requests) > most:
             raise Refused(429, f"{len(self.answers)} answers are in progress, and {most} may be; try again later")
-        made = [Answer(request, self.tokenizer) for request in requests]
+        made = [Answer(each, self.tokenizer, prompt=each.prompt if go_on else ()) for each in requests]
         for answer in made:
             self.answers[answer.request.id] = answer
             if not self._supervisor.send("add", answer.request):

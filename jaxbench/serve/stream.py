@@ -42,9 +42,9 @@ class Form:
         raise NotImplementedError
 
     def logprobs(
-        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Log-probabilities of an answer's next tokens, None where there are none."""
+        """Log-probabilities of an answer's next tokens, None where there are none; goes_on: as Answer has it."""
         raise NotImplementedError
 
     async def whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
@@ -52,8 +52,8 @@ class Form:
         found = [await _joined(answer) for answer in answers]
         error = next((each.error or "the engine failed" for each in found if each.ended == "error"), None)
         choices = [
-            self.choice(i, each.text, self.logprobs(i, each.tokens, each.logprobs), each.ended)
-            for i, each in enumerate(found)
+            self.choice(i, each.text, self.logprobs(i, each.tokens, each.logprobs, goes_on=answer.goes_on), each.ended)
+            for i, (answer, each) in enumerate(zip(answers, found))
         ]
         return protocol.envelope(self._id, self.kind, self._model, choices, usage=self._usage(answers)), error
 
@@ -70,7 +70,8 @@ class Form:
                 error = protocol.error_body(piece.error or "the engine failed", kind)
                 yield f"data: {json.dumps(error)}\n\n"
             elif piece.text or piece.ended or piece.logprobs:
-                logprobs = self.logprobs(number, piece.tokens, piece.logprobs)
+                goes_on = answers[number].goes_on
+                logprobs = self.logprobs(number, piece.tokens, piece.logprobs, goes_on=goes_on)
                 usage = self._usage_text(answers, count) if self._counts_on else ""
                 yield self._event([self.part(number, piece.text, logprobs, piece.ended)], usage)
         if self._wants_usage:
@@ -118,7 +119,7 @@ class Completion(Form):
     part = choice
 
     def logprobs(
-        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
         """As its interface has them."""
         if not found:
@@ -127,7 +128,7 @@ class Completion(Form):
         return {
             "tokens": shown, "token_logprobs": [each.token for each in found],
             "top_logprobs": [self._most(each) | {token: each.token} for token, each in zip(shown, found)],
-            "text_offset": [self._offset(number, token) for token in tokens],
+            "text_offset": [self._offset(number, token, goes_on) for token in tokens],
         }  # fmt: skip
 
     def _most(self, found: TokenLogprobs) -> dict[str, float]:
@@ -145,12 +146,12 @@ class Completion(Form):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
-    def _offset(self, number: int, token: int) -> int:
+    def _offset(self, number: int, token: int, goes_on: bool) -> int:
         """Character of the answer's text that its next token begins in; tokens may be parts of one."""
-        is_first = number not in self._places
+        begins = number not in self._places and not goes_on
         place, decode = self._places.setdefault(number, Place()), self._tokenizer.decode
         own, alone = self._shown(token)[1], decode([token])
-        if is_first and "\ufffd" not in alone:
+        if begins and "\ufffd" not in alone:
             own = alone.encode()
         if alone and not decode([token], skip_special=True):  # an end token is in no text
             own = b""
@@ -204,7 +205,7 @@ class Chat(Form):
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": ended}
 
     def logprobs(
-        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs]
+        self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
         """As its interface has them."""
         if not found:

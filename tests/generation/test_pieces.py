@@ -39,9 +39,9 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(core, eos_id=END, bos_id=None, chat_template=None)
 
 
-def streamed(tokenizer, ids, cuts, stop=()):
+def streamed(tokenizer, ids, cuts, stop=(), prompt=()):
     """Return the pieces that come when the ids arrive in parts that end at `cuts`, and the text."""
-    row = pieces.Text(tokenizer, stop)
+    row = pieces.Text(tokenizer, stop, prompt=prompt)
     shown = [row.update(ids[:cut], is_full=False) for cut in sorted(cuts)]
     return [*shown, row.update(ids, is_full=True)], row
 
@@ -57,6 +57,38 @@ def test_pieces_put_together_are_the_whole_text_whatever_the_steps(tokenizer, da
     shown, row = streamed(endless, ids, cuts)
     assert "".join(shown) == row.text == vocabulary.decode(ids, skip_special=True)
     assert row.ended == "length" and row.ids == ids
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece], ids=["byte level", "SentencePiece"])
+@given(data=st.data())
+def test_a_prompt_and_the_text_that_goes_on_from_it_are_the_text_of_all_ids(tokenizer, data):
+    vocabulary = tokenizer()
+    endless = types.SimpleNamespace(core=vocabulary.core, decode=vocabulary.decode, end_ids=())
+    letters = range(1, len(WORDS) + 1) if tokenizer is sentencepiece else vocabulary.encode("ab e.")
+    prompt = data.draw(st.lists(st.sampled_from(letters), min_size=1, max_size=5))
+    ids = data.draw(
+        st.lists(st.one_of(st.sampled_from(letters), st.integers(0, vocabulary.vocab_size - 1)), max_size=9)
+    )
+    shown, row = streamed(endless, ids, data.draw(st.lists(st.integers(0, len(ids)), max_size=6)), prompt=prompt)
+    whole = vocabulary.decode([*prompt, *ids], skip_special=True)
+    assert "".join(shown) == row.text
+    if row.goes_on:  # a prompt of spaces alone has no text of its own in SentencePiece's vocabulary
+        assert vocabulary.decode(prompt) + row.text == whole
+    else:
+        assert row.text == vocabulary.decode(ids, skip_special=True) and not vocabulary.decode(prompt).strip()
+
+
+def test_the_first_space_is_of_a_continuation_and_not_of_a_text_of_its_own():
+    vocabulary = sentencepiece()
+    the, a = (vocabulary.core.token_to_id(f"\u2581{word}") for word in ("the", "a"))
+    shown, row = streamed(vocabulary, [the, a, END], range(3), prompt=[a, the, END])
+    assert row.text == "".join(shown) == " the a" and row.goes_on
+    assert streamed(vocabulary, [the, a, END], range(3))[1].text == "the a"
+    assert streamed(vocabulary, [the, a, END], range(3), prompt=[END])[1].text == "the a", "nothing to go on from"
+    stopped = streamed(vocabulary, [the, a, END], range(3), stop=(" the",), prompt=[a])[1]
+    assert (stopped.text, stopped.ended, stopped.ids) == ("", "stop", [the])
+    euro = [vocabulary.core.token_to_id(f"<0x{byte:02X}>") for byte in "\u20ac".encode()]
+    assert streamed(vocabulary, [*euro[2:], the], range(2), prompt=[a, *euro[:2]])[1].text == "\ufffd the"
 
 
 def test_a_long_text_costs_no_more_a_token_than_a_short_one():

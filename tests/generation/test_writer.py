@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from jaxbench.generation import writer
@@ -54,6 +56,15 @@ def test_a_stop_string_ends_its_row_alone(flax, text, written):
         assert row.text == before.text.partition(word)[0]
         assert row.ids == before.ids[: len(row.ids)]
     assert rows[1].ended == "stop" and len(rows[1].ids) < len(written[0][1].ids)
+
+
+def test_a_prompts_continuation_has_its_first_space_and_a_message_has_none(flax, text, written):
+    spaces = SimpleNamespace(  # every token is a word with a space in front, which a text's first one loses
+        core=None, end_ids=(), decode=lambda ids, skip_special: "".join(f" w{i}" for i in ids).removeprefix(" ")
+    )  # fmt: skip
+    rows, _ = writer.Writer(flax, spaces, DRAWN)(encoded(text), [0, 1, 2], is_chat=[True, False, True])
+    assert [row.text.startswith(" ") for row in rows] == [False, True, False]
+    assert [row.text.split() for row in rows] == [[f"w{i}" for i in row.ids] for row in rows]
 
 
 @pytest.mark.parametrize("backend", ["equinox", "torch"])

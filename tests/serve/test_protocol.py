@@ -41,7 +41,8 @@ class Bytes:
 
 
 SERVICE = SimpleNamespace(
-    config=ServerConfig(), tokenizer=Bytes(), watermarks=None, check_ready=lambda: None, submit=lambda made: made,
+    config=ServerConfig(), tokenizer=Bytes(), watermarks=None, check_ready=lambda: None,
+    submit=lambda made, go_on: made,
     about={"max_seq_len": 100, "vocab_size": 256, "cache_tokens": 1000, "grammars": False},
 )  # fmt: skip
 
@@ -165,7 +166,7 @@ def answered(request, text, most):
     for number, byte in enumerate(ids):
         logprobs = (TokenLogprobs(-3.0, most),)
         pieces.put_nowait(Piece("", (byte,), logprobs, "stop" if number == len(ids) - 1 else None))
-    return SimpleNamespace(request=request, ids=ids, num_cached=1, pieces=pieces, ended=None)
+    return SimpleNamespace(request=request, ids=ids, num_cached=1, pieces=pieces, ended=None, goes_on=False)
 
 
 def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_stands():
@@ -210,11 +211,11 @@ def spaced():
     return made, core.token_to_id("\u2581the"), core.token_to_id("the")
 
 
-def told(tokenizer, ids, most=(), *, form=stream.Completion, kind=CompletionBody, **body):
+def told(tokenizer, ids, most=(), *, form=stream.Completion, kind=CompletionBody, goes_on=False, **body):
     """Log-probabilities of an answer of some tokens, as an interface has them."""
     given = {"prompt": "a", "logprobs": 5} if kind is CompletionBody else {"messages": MESSAGES, "logprobs": True}
     made = form("r", "tiny", tokenizer, intake.checked(given | body, kind))
-    return made.logprobs(0, ids, [TokenLogprobs(-1.0, most)] * len(ids))
+    return made.logprobs(0, ids, [TokenLogprobs(-1.0, most)] * len(ids), goes_on=goes_on)
 
 
 def test_tokens_of_log_probabilities_have_the_spaces_of_the_text_and_stay_apart():
@@ -225,6 +226,8 @@ def test_tokens_of_log_probabilities_have_the_spaces_of_the_text_and_stay_apart(
     assert text == "the thethe the" and "".join(found["tokens"]) == f" {text}</s>"
     assert found["text_offset"] == [0, 3, 7, 10, len(text)]
     assert found["top_logprobs"][0] == {" the": -1.0, "the": -2.0}
+    going_on = told(tokenizer, ids, goes_on=True)
+    assert going_on["tokens"] == found["tokens"] and going_on["text_offset"] == [0, 4, 8, 11, len(text) + 1]
     said = told(tokenizer, ids[:2], ((other, -2.0),), form=stream.Chat, kind=ChatBody, top_logprobs=1)["content"]
     assert [bytes(each["bytes"]) for each in said] == [b" the"] * 2 and said[0]["top_logprobs"][0]["bytes"] == [*b"the"]
 
@@ -278,6 +281,26 @@ def test_the_model_is_found_by_its_name_and_another_is_none(monkeypatch):
     status, refused = got(made, "/v1/models/a/b", key="wrong")
     assert status == 401 and refused["error"]["code"] == "invalid_api_key"
     assert b"/v1/models/c" not in made.state.service.metrics.text()  # names are the client's: no series of each
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "goes_on"),
+    [
+        (CompletionBody, {"prompt": "a"}, True),
+        (CompletionBody, {"prompt": "a", "regex": "b+"}, False),
+        (ChatBody, {"messages": MESSAGES}, False),
+    ],
+    ids=["a completion", "of a grammar", "a message"],
+)
+def test_only_the_text_of_a_completion_goes_on_from_its_prompts(monkeypatch, kind, more, goes_on):
+    found = SimpleNamespace(**vars(SERVICE) | {"submit": lambda made, go_on: go_on})
+    body = intake.checked(more, kind)
+
+    async def grammar(*_):
+        return more.get("regex")
+
+    monkeypatch.setattr(intake, "_grammar", grammar)
+    assert asyncio.run(intake.submitted(found, "tiny", "r", body)) is goes_on
 
 
 @pytest.mark.parametrize(
