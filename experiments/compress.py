@@ -271,7 +271,8 @@ def evaluate() -> int:
         outputs.write_json(VALUES.output, {"about": about, "rows": found.rows})
         if found.picture is not None:
             outputs.write_text(Path(VALUES.output).with_suffix(".svg"), found.picture)
-    print(f"written: {VALUES.output}{'' if found.picture is None else ', and .svg beside it'}")
+    sums = found.about.get("text_sha256") or ", ".join(found.about["questions_sha256"])
+    print(f"written: {VALUES.output}{'' if found.picture is None else ', and .svg beside it'} (texts: sha256 {sums})")
     return cli.EXIT_OK
 
 
@@ -305,23 +306,22 @@ def benchmark() -> int:
         raise ValueError(f"--num_layers={VALUES.num_layers} with --weights={VALUES.weights}; wanted one of them")
     process_environment.ensure("cpu")
     from jaxbench.compress import benchmark as speed
-    from jaxbench.text import dataset
+    from jaxbench.text import dataset, packing
 
     text = "\n\n".join(dataset.documents(None if VALUES.data is None else Path(VALUES.data)))
     started = time.perf_counter()
-    untrained = VALUES.num_layers
-    compressor = (
-        _compressor(VALUES.name) if untrained is None else speed.untrained(VALUES.name, untrained, **_made())
-    )  # fmt: skip
+    layers = VALUES.num_layers
+    compressor = speed.untrained(VALUES.name, layers, **_made()) if layers else _compressor(VALUES.name)
     loaded = time.perf_counter() - started
-    print(f"loaded in {loaded:.2f} s", flush=True)
+    sums = {"model_sha256": compressor.model_sha256, "text_sha256": packing.text_sha256(VALUES.data)}
+    print(f"loaded in {loaded:.2f} s; text: sha256 {sums['text_sha256']}", flush=True)
     found = {"load_s": loaded, "lengths": speed.lengths(compressor, text, counts)}
     found["documents"] = speed.documents(compressor, text, count=16, tokens=1000, batches=batches)
     if VALUES.num_layers is None:
         found["questions"] = _questions_asked(compressor, text)
     about = {
         "name": VALUES.name, "compressor": compressor.id, "num_layers": compressor.config.num_layers,
-        "precision": VALUES.precision, "backend": VALUES.backend,
+        "precision": VALUES.precision, "backend": VALUES.backend, **sums,
         "machine": environment.describe(threads=environment.usable_cores()),
     }  # fmt: skip
     outputs.write_json(VALUES.output, {"about": about, **found})

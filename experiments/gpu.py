@@ -7,7 +7,7 @@
     python experiments/gpu.py --rehearse                 every stage tiny, on a CPU, through the same code (2.5 minutes)
     python experiments/gpu.py --config=configs/gpu/long.yaml --data=FOLDER     trainings, in a lease of their own
 
-Each stage is a command with a limit of time (configs/gpu/stages.yaml); what it measured is written as it ends:
+Each stage is a command with a limit of time (configs/gpu/stages.yaml); what it measures is written as it comes:
 results.jsonl, figures.csv, environment.json and log.txt in --workdir, the stages' own files under --work. Exit code
 1: a stage failed; 2: nothing could be begun.
 """
@@ -20,9 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from absl import flags
+try:
+    from absl import flags
 
-from jaxbench import cli
+    from jaxbench import cli
+except ModuleNotFoundError as error:  # of what everything needs; what a stage needs is asked for below
+    wanted = "carry the wheels of `make gpu_pack` and begin with its script `run`"
+    print(f"error: gpu: this Python lacks {error.name}; {wanted}", file=sys.stderr)
+    raise SystemExit(2) from error
 
 VALUES = flags.FLAGS
 
@@ -60,7 +65,7 @@ def main() -> int:
     workdir = cli.workdir("out/gpu-rehearsal" if VALUES.rehearse else "out/gpu")
     work = outputs.check_folder(f"{workdir}-work" if VALUES.work is None else VALUES.work, flag="--work")
     cli.keep(f"finished stages are in {workdir}/results.jsonl; go on with --resume")
-    place = run.Place(device, VALUES.rehearse, workdir, work, data)
+    place = run.Place(device, VALUES.rehearse, workdir.absolute(), work.absolute(), data)
     say = lambda text: console.print(text, soft_wrap=True, markup=False, style="dim")
     ended = run.run(stages, place, budget_s=VALUES.budget_s, resume=VALUES.resume, say=say)
     terminal.console().print(run.table(workdir))
@@ -76,7 +81,9 @@ if __name__ == "__main__":
     cli.define_workdir()
     flags.DEFINE_list("stage", None, "names of the stages to run (unset: all, in the order of the file)")
     flags.DEFINE_float("budget_s", 540.0, "seconds for all of them", lower_bound=1.0)
-    flags.DEFINE_bool("resume", False, "leave out what ended well with this code on such a device, in --workdir")
+    flags.DEFINE_bool(
+        "resume", False, "leave out what ended well with this code and command on such a GPU, in --workdir"
+    )
     flags.DEFINE_bool("rehearse", False, "every stage at a tiny size on the CPU")
     flags.DEFINE_string("work", None, "folder of the stages' own files (unset: WORKDIR-work)")
     flags.DEFINE_string("data", None, "folder of texts, for the stages that read some (configs/gpu/long.yaml)")

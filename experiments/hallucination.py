@@ -28,6 +28,7 @@ from absl import flags
 
 from jaxbench import cli, outputs, process_environment, store, terminal
 from jaxbench.hallucination import export_command, fit_command, scores_command, where
+from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
 
@@ -78,7 +79,7 @@ def features() -> int:
     tokenizer, window = lengths.limits(settings)
     lengths.check_all(asked, tokenizer, window=window, style=settings.style)
     said = reading.read(items, settings, store, package=package, where=place, processes=processes)
-    print(f"written: {folder} ({said})")
+    print(f"written: {folder} ({said}; {VALUES.data}, sha256 {ragtruth.sha256(VALUES.data)})")
     return cli.EXIT_OK
 
 
@@ -141,12 +142,13 @@ def evaluate_rows() -> int:
             if saved is None
             else evaluate.frozen(made, settings, saved.detector)
         )
-    outputs.write_json(
-        workdir / "evaluation.json",
-        {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump(), "rows": found},
-    )
+    sums = {"data_sha256": ragtruth.sha256(VALUES.data), "model_sha256": None if store is None else checksum}
+    about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
+    machine = environment.describe(threads=environment.usable_cores())
+    outputs.write_json(workdir / "evaluation.json", about | sums | {"machine": machine, "rows": found})
     report.write(found, workdir)
     terminal.console().print(reader_table.of_rows(found))
+    print(f"{VALUES.data}: sha256 {sums['data_sha256']}")
     print(f"written: {workdir / 'evaluation.json'}, and .csv, .svg, .html beside it")
     return cli.EXIT_OK
 

@@ -287,7 +287,7 @@ def side_by_side() -> int:
 def define_monitor() -> None:
     """Define the flags of monitor."""
     flags.DEFINE_integer("pid", None, "process of the command", lower_bound=1)
-    flags.DEFINE_multi_string("rows", [], "JSON-lines file that it writes, or a folder of them; may be repeated")
+    flags.DEFINE_multi_string("rows", [], ".jsonl file that it writes, or a folder of them; may be repeated")
     flags.DEFINE_float("interval_s", monitor.INTERVAL_S, "between two lines", lower_bound=0.1, upper_bound=3600)
     flags.DEFINE_float("for_s", None, "how long; unset: until the process ends", lower_bound=0.1)
 
@@ -301,10 +301,13 @@ def follow() -> int:
     for row in VALUES.rows:
         if not Path(row).exists():
             raise ValueError(f"--rows={row} is neither a file nor a folder")
+        if Path(row).is_file() and Path(row).suffix != ".jsonl":
+            raise ValueError(f"--rows={row} is no .jsonl file, wanted one, or a folder of them")
     watched, started = monitor.Watched(VALUES.pid, VALUES.rows), time.monotonic()
     cli.keep(f"process {VALUES.pid} goes on")
     while VALUES.for_s is None or time.monotonic() - started < VALUES.for_s:
-        time.sleep(VALUES.interval_s)
+        left = VALUES.interval_s if VALUES.for_s is None else VALUES.for_s - (time.monotonic() - started)
+        time.sleep(max(min(VALUES.interval_s, left), 0.0))
         if (look := watched.look()) is None:
             print(f"process {VALUES.pid} has ended")
             return cli.EXIT_OK

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,6 +60,7 @@ def prune_model() -> int:
         raise ValueError(f"--method={VALUES.method} is missing: pass one of {', '.join(prune_run.METHODS)}")
     settings = prune_run.Settings(**{name: VALUES[name].value for name in prune_run.Settings._fields})
     prune_run.check(settings)
+    check_idle(settings)
     process_environment.ensure("cpu")
     result = prune_run.run(
         VALUES.model, VALUES.output, settings, data_path=VALUES.data,
@@ -66,6 +68,23 @@ def prune_model() -> int:
     )  # fmt: skip
     print(f"{prune_run.summary(result, settings)}; written: {result.path}")
     return cli.EXIT_OK
+
+
+def check_idle(settings: Any) -> None:
+    """Check that no flag was given that does nothing beside the others.
+
+    Raises:
+      ValueError: a rate without steps, or settings of a text that is not read.
+    """
+    if VALUES["learning_rate"].present and not settings.finetune_steps:
+        raise ValueError(f"--learning_rate={settings.learning_rate} is for fine-tuning; pass --finetune_steps too")
+    if not settings.batches and not settings.finetune_steps:
+        for name in ("data", "batch_size", "seq_len", "seed"):
+            if VALUES[name].present:
+                raise ValueError(
+                    f"--{name}={VALUES[name].value}: no text is read with --batches=0 and no --finetune_steps; leave "
+                    "it out"
+                )
 
 
 def define_speed_flags() -> None:

@@ -30,6 +30,7 @@ def main() -> int:
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.quantization.study import report, windows
     from jaxbench.quantization.study.quality import Quality
+    from jaxbench.text import packing
 
     settings = cli.load_config(Quality)
     spec = None if VALUES.model == "default" else VALUES.model
@@ -47,6 +48,8 @@ def main() -> int:
         raise ValueError(f"length: rows of {longest} tokens, and {held.source} has {held.config.max_seq_len} positions")
     workdir = Path(VALUES.workdir)
     about = {"model": held.source, "model_sha256": held.sha256}
+    about["text_sha256"] = {name: packing.text_sha256(path) for name, path in settings.texts.items()}
+    about["calibration_sha256"] = packing.text_sha256(calibration.data)
     same = config.config_id(settings, exclude=("methods", "pairs"))  # methods come and go, each is a part of its own
     store.claim(workdir, f"{same}-{held.sha256[:12]}-{windows.digest(texts)}")
     cli.keep(f"finished methods in {workdir} are kept; the same command goes on")
@@ -54,6 +57,8 @@ def main() -> int:
     console = terminal.console()
     for table in report.write(settings, found, found["float32"], workdir, about):
         console.print(table)
+    for name, sha256 in {**about["text_sha256"], "calibration": about["calibration_sha256"]}.items():
+        print(f"text sha256 of {name}: {sha256}")
     print(f"written: {workdir}/report.html, report.svg, results.csv, summary.json")
     return cli.EXIT_OK
 

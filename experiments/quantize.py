@@ -4,6 +4,7 @@
     quantize.py --format=q4_0 --rounding=gptq --equalize=awq --output=model-gptq.gguf
     quantize.py --bits=3 --group_size=32 --rounding=gptq --output=model-w3       a folder in compressed-tensors' layout
     quantize.py --format=int8 --activations=dynamic --equalize=smoothquant --output=model-w8a8
+    quantize.py --format=int8 --activations=static --activation_scales=percentile --output=model-w8a8-static
 
 An --output that ends in .gguf is a GGUF file, which llama.cpp and jaxbench's native kernels read; another one is a
 Hugging Face folder, which vLLM, transformers and jaxbench read. GPTQ, AWQ, SmoothQuant and static activations are
@@ -29,7 +30,7 @@ say = functools.partial(print, file=sys.stderr, flush=True)
 GGUF_FORMATS = ("q8_0", "q4_0", "q4_1", "bfloat16", "float32")
 GRIDS = ("q8_0", "q4_0", "q4_1", "int8")
 OF_GRID = ("bits", "group_size", "zero")  # what --format=int is made of
-OF_RECIPE = ("scales", "rounding", "equalize", "activations")
+OF_RECIPE = ("scales", "rounding", "equalize", "activations", "activation_scales")
 OF_CALIBRATION = ("data", "rows", "length", "backend")
 SIDES = {"flax": "jaxbench.quantization.inputs", "torch": "torch_ref.quantization.inputs"}
 
@@ -49,6 +50,8 @@ def define() -> None:
     flags.DEFINE_enum("rounding", "nearest", ["nearest", "gptq"], "of the weights")
     flags.DEFINE_enum("equalize", "none", ["none", "awq", "smoothquant"], "channels scaled before rounding")
     flags.DEFINE_enum("activations", "float", ["float", "dynamic", "static"], "of a folder in int8: 8 bits or not")
+    about = "how the ranges of --activations=static are chosen: percentile leaves the largest 0.01 % of inputs out"
+    flags.DEFINE_enum("activation_scales", "percentile", list(grids.RULES), about)
     flags.DEFINE_string("output", None, "the .gguf file or the folder to write")
     flags.DEFINE_bool("overwrite", False, "replace a file that is there")
     cli.define_data()
@@ -90,6 +93,11 @@ def check_flags() -> Any:
         raise ValueError(f"--embedding={VALUES.embedding} with --{asked[0]}: wanted q8_0, or leave it out")
     if is_gguf and VALUES.activations != "float":
         raise ValueError(f"--activations={VALUES.activations}: a GGUF file has none, name a folder")
+    if VALUES["activation_scales"].present and VALUES.activations != "static":
+        raise ValueError(
+            f"--activation_scales={VALUES.activation_scales} goes with --activations=static, and it is "
+            f"{VALUES.activations}"
+        )
     grid = grids.NAMED.get(format)
     if grid is None:
         grid = grids.Grid(VALUES.bits or 4, VALUES.group_size or None, VALUES.zero)
@@ -146,6 +154,13 @@ def quantized(made: Any) -> Any:
         )  # fmt: skip
 
 
+def text_sha256() -> str:
+    """Of --data."""
+    from jaxbench.text import packing
+
+    return packing.text_sha256(VALUES.data)
+
+
 def model() -> str | None:
     """--model as the loaders take it."""
     return None if VALUES.model == "default" else VALUES.model
@@ -178,6 +193,8 @@ def main() -> int:
         f"{path}: {size / 1e6:.1f} MB, {len(errors)} matrices rounded, {what} {middle:.2e} (median), "
         f"{largest:.2e} (largest)"
     )
+    if made is not None and made.needs_calibration:
+        print(f"calibrated on {VALUES.rows} rows of {VALUES.length} tokens of the text with sha256 {text_sha256()}")
     return cli.EXIT_OK
 
 

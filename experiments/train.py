@@ -33,6 +33,7 @@ def main() -> int:
     values = flags.FLAGS
     settings = cli.load_config(MemoryTrainConfig)
     profile_steps = profiled(values.profile_steps, settings)
+    check_searches()
     for name in ("find_batch_size", "memory_ladder"):
         if values[name].value and values.backend != "flax":
             raise ValueError(f"--{name} reads XLA's memory analysis; --backend={values.backend} has none")
@@ -77,6 +78,24 @@ def main() -> int:
         profile_steps=profile_steps, processes=run_by,
     )  # fmt: skip
     return cli.EXIT_OK
+
+
+def check_searches() -> None:
+    """Check the flags of --find_batch_size and --memory_ladder beside each other.
+
+    Raises:
+      ValueError: both, a limit for neither, or steps to profile of a run that there will not be.
+    """
+    values = flags.FLAGS
+    asked = [f"--{name}" for name in ("find_batch_size", "memory_ladder") if values[name].value]
+    if len(asked) == 2:
+        raise ValueError(f"{asked[0]} and {asked[1]}={values.memory_ladder} end the command each; wanted one of them")
+    if values.memory_mib is not None and not asked:
+        raise ValueError(
+            f"--memory_mib={values.memory_mib} is the limit of --find_batch_size and --memory_ladder; name one of them"
+        )
+    if values.profile_steps is not None and asked:
+        raise ValueError(f"--profile_steps={values.profile_steps} is for a training run, and {asked[0]} is none")
 
 
 def check_input(settings: Any) -> None:

@@ -139,7 +139,7 @@ def define_detect() -> None:
     flags.DEFINE_string("scheme", "kgw", "name of a scheme, or a YAML file with its fields")
     flags.DEFINE_string("key_file", None, "file of the secret key (watermark.py keygen)")
     flags.DEFINE_integer("prompt_tokens", 0, "first tokens of --text that are not scored", lower_bound=0)
-    flags.DEFINE_string("neural", None, "folder of train-detector: its p-value of --text, beside the exact one")
+    flags.DEFINE_string("neural", None, "folder of train-detector: its p-values, beside the exact ones")
     define_texts()
 
 
@@ -201,8 +201,8 @@ def detect() -> int:
     key = keys.key_of(scheme, VALUES.key_file, missing=missing)
     if VALUES.neural is not None:
         process_environment.ensure(VALUES.device)
-    job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
-    return score(job, run.detect_text, prompt_tokens=VALUES.prompt_tokens, neural=VALUES.neural)
+    job = make_job((identify.Candidate(scheme.scheme, scheme, key),), neural=VALUES.neural)
+    return score(job, run.detect_text, prompt_tokens=VALUES.prompt_tokens)
 
 
 def identify_family() -> int:
@@ -249,6 +249,7 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
         part = importlib.import_module(f"jaxbench.watermark.{module}")
         config = cli.load_config(getattr(part, settings))
         cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
+        checks.say_text()
         how = {"options": kernel_flags.options(), "say": say}
         result = part.run(config, path=VALUES.data, workdir=VALUES.workdir, **how)
         say(f"written: {VALUES.workdir}")
@@ -265,6 +266,7 @@ def measure_rates() -> int:
     checks.check_workdir("calibration.json")
     settings = cli.load_config(calibrate.Calibration)
     cli.keep(f"finished schemes in {VALUES.workdir} are kept; the same command goes on")
+    checks.say_text()
     result = calibrate.run(settings, load_tokenizer(), path=VALUES.data, workdir=VALUES.workdir, say=say)
     say(f"{result['num_outside']} rows outside their band, {result['expected_outside']} expected by chance")
     say(f"written: {VALUES.workdir}/calibration.json, {VALUES.workdir}/calibration.html")
@@ -287,6 +289,7 @@ def evaluate_schemes() -> int:
 
     settings = cli.load_config(Evaluate)
     cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
+    checks.say_text(folders=True)
     how = {"options": kernel_flags.options(), "say": say, "console": terminal.console()}
     evaluate.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, **how)
     return cli.EXIT_OK

@@ -38,8 +38,8 @@ class RotaryScaling(Base):
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float = pydantic.Field(gt=0)  # how many times longer the context becomes, > 0
-    low_freq_factor: float = 1.0  # llama3 only: wavelengths above original / low are divided by factor
-    high_freq_factor: float = 4.0  # llama3 only: wavelengths below original / high are kept
+    low_freq_factor: float = pydantic.Field(default=1.0, gt=0)  # llama3 only: wavelengths above original / low shrink
+    high_freq_factor: float = pydantic.Field(default=4.0, gt=0)  # llama3 only: those below original / high are kept
     original_max_seq_len: int = pydantic.Field(default=8192, gt=0)  # llama3 and yarn: trained context, tokens
     beta_fast: float = pydantic.Field(default=32.0, gt=0)  # yarn only: more turns than this in the context are kept
     beta_slow: float = pydantic.Field(default=1.0, gt=0)  # yarn only: fewer turns than this are divided by factor
@@ -95,14 +95,19 @@ class TransformerConfig(Base):
         if self.global_every is not None and self.sliding_window is None:
             raise ValueError(f"model: global_every={self.global_every} needs a sliding_window, got None")
         if self.sliding_window is not None and not self.is_causal:
-            raise ValueError(
-                f"model: is_causal={self.is_causal} goes with no sliding_window, got {self.sliding_window}"
-            )
+            raise ValueError(f"model: is_causal=False goes with no sliding_window, got {self.sliding_window}")
         if self.local_rope_theta is not None and (self.global_every is None or self.position != "rotary"):
-            raise ValueError(
-                f"model: local_rope_theta={self.local_rope_theta} needs global_every and rotary positions, got "
-                f"global_every={self.global_every}, position={self.position}"
-            )
+            theta, given = self.local_rope_theta, f"global_every={self.global_every}, position={self.position}"
+            raise ValueError(f"model: local_rope_theta={theta} needs global_every and rotary positions, got {given}")
+        if (scaling := self.rope_scaling) is None:
+            return self
+        if self.position != "rotary":
+            raise ValueError(f"model: rope_scaling={scaling.kind} needs rotary positions, got {self.position}")
+        if scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"model: yarn with rope_theta={self.rope_theta} is not supported, wanted more than 1")
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if scaling.kind == "llama3" and low >= high:
+            raise ValueError(f"model: llama3 with low_freq_factor={low} and high_freq_factor={high}, wanted low < high")
         return self
 
     @property
@@ -133,7 +138,6 @@ class TransformerConfig(Base):
         return self.local_rope_theta is not None and self.sliding_window is not None
 
     # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
-
     @property
     def layer_kind(self) -> str | None:
         """Kind of the layers that differ from the others; None: all layers are alike."""
@@ -166,11 +170,9 @@ class Compute(NamedTuple):
     implementation: str = "dense"  # of attention (attention.py)
     block_size: int = 128  # keys read at once by blocked attention
     scan_layers: bool = False  # JAX: one compiled body for all layers
-    # 0 = a product for every projection; n = one for query, key and value and one for gate and up, their kernels side
-    # by side in n interleaved parts (nn.project).
+    # 0: a product a projection; n: one for query, key, value, one for gate, up, in n interleaved parts (nn.project)
     projection_groups: int = 0
-    # PyTorch, the JAX twins being compiled always: "" = eager, "layers" = the layers are, one program for all of them,
-    # "step" = the whole decode step is too (torch_ref/sample.py).
+    # PyTorch: "" = eager, "layers" = its layers are compiled, "step" = the whole decode step too (torch_ref/sample.py)
     torch_compile: str = ""
 
 
@@ -266,8 +268,7 @@ def read_yaml(path: Path) -> dict:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"config: {path} is not UTF-8 text (byte {error.start})") from error
-    content = _parse(text, f"config: {path}")
-    if content is None:
+    if (content := _parse(text, f"config: {path}")) is None:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"config: {path} holds a {type(content).__name__}, wanted a mapping of key: value")

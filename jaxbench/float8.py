@@ -118,7 +118,8 @@ def quantise(
 ) -> tuple[Float[Array, "*shape"], Float[Array, ""], Float[Array, ""]]:
     """Quantised x * scale, the scale used, and x's largest magnitude.
 
-    What is too large for the type becomes its largest value. scale [1]: 0 = the type's limit over x's magnitude.
+    What is too large for the type becomes its largest value, what is not finite NaN: a step that has such gradients is
+    then not taken, and x's magnitude not remembered. scale [1]: 0 = the type's limit over x's magnitude.
     """
     limit = float(jnp.finfo(dtype).max)
     wide = narrow_products.as_rounded(x)
@@ -126,7 +127,8 @@ def quantise(
     if scale.ndim:
         own = jnp.where(peak > 0, jnp.minimum(limit / jnp.where(peak > 0, peak, 1.0), LARGEST), 1.0)
         scale = jnp.where(scale[0] > 0, scale[0], own)
-    return jnp.clip(wide * scale, -limit, limit).astype(dtype), scale, peak
+    inside = jnp.where(jnp.isfinite(wide), jnp.clip(wide * scale, -limit, limit), jnp.nan)
+    return inside.astype(dtype), scale, peak
 
 
 @jax.custom_vjp

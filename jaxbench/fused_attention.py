@@ -77,8 +77,10 @@ def _splash(
         raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use dense")
     padded = -(-length // LANES) * LANES
     size = (padded, padded)
-    full = splash.LocalMask(size, (sliding_window - 1, 0), 0) if sliding_window else splash.CausalMask(size)
-    full = full if is_causal else splash.FullMask(size)
+    if sliding_window is not None:
+        full = splash.LocalMask(size, (sliding_window - 1, 0 if is_causal else None), 0)
+    else:
+        full = splash.CausalMask(size) if is_causal else splash.FullMask(size)
     kernel = splash.make_splash_mqa_single_device(
         splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
     )

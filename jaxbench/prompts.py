@@ -23,6 +23,8 @@ class SamplingParams(NamedTuple):
     """How a token is chosen; a temperature of 0 takes the most probable one."""
 
     temperature: float = 0.0  # >= 0
+    # Tokens as probable as the least that a filter keeps stay too, so that no order of equals decides. Differs from
+    # transformers, whose top_p keeps only as many of them as it needs.
     top_k: int = 0  # keep this many most probable tokens; 0 = all
     top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
     min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
@@ -119,16 +121,21 @@ def pad(
     num_vectors: so many tokens past the vocabulary stand for vectors.
 
     Raises:
-      ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context;
-        or the row_ids are not one a prompt in [0, 2**31).
+      ValueError: there is no prompt, one is empty, has a token that is no whole number or outside the vocabulary, or is
+        too long for the context; max_new_tokens is no whole number from 1; or the row_ids are not one a prompt in
+        [0, 2**31).
     """
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError(f"prompts: wanted at least one, got {list(prompts)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"prompts: max_new_tokens={max_new_tokens}, wanted at least 1")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"prompts: max_new_tokens={max_new_tokens}, wanted a whole number, at least 1")
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompts: prompt {row} is empty, wanted at least one token")
+        if (ids := np.asarray(prompt)).dtype.kind not in "iu" or ids.ndim != 1:
+            raise ValueError(
+                f"prompts: prompt {row} is {ids.dtype} of shape {ids.shape}, wanted a row of whole numbers"
+            )
         if len(prompt) + max_new_tokens > max_seq_len:
             raise ValueError(
                 f"prompts: prompt {row} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, "
@@ -184,8 +191,12 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check the ranges of sampling parameters.
 
     Raises:
-      ValueError: a field is out of range; its value and range are named.
+      ValueError: a field is no number (top_k: no whole one) or out of range; its value and range are named.
     """
+    for field in SamplingParams._fields:
+        value, is_whole = getattr(sampling, field), field == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int | np.integer if is_whole else int | float | np.number):
+            raise ValueError(f"sampling: {field}={value!r}, wanted a {'whole ' if is_whole else ''}number")
     ranges = {
         "temperature": (
             sampling.temperature == 0 or sampling.temperature >= MIN_TEMPERATURE,

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from jaxbench import sharding
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
+POLICIES = ("none", "block", "group", "names", "offload")
 HOST = "host:"  # before names that are kept in pinned host memory
 
 
@@ -28,8 +29,13 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
       names: of NAMES (policies names and offload).
 
     Raises:
-      ValueError: a name that blocks do not have, or groups together with scan_layers.
+      ValueError: an unknown policy, a name that blocks do not have, groups of no block, or groups together with
+        scan_layers.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"remat: policy={policy!r} is unknown, wanted one of {', '.join(POLICIES)}")
+    if policy == "group" and group < 1:
+        raise ValueError(f"remat: policy='group' with group={group}, wanted at least 1 block")
     unknown = [name for name in names if name not in NAMES]
     if policy in ("names", "offload") and (unknown or not names):
         raise ValueError(f"remat: names {unknown or 'of nothing'} are unknown, a block has {', '.join(NAMES)}")

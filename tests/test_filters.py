@@ -66,6 +66,17 @@ def test_a_nucleus_wider_than_the_candidates_is_found_without_a_sort(top_p):
         assert np.isin(row[wrong], values[near]).all()
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}], ids=["top_k", "top_p"])
+def test_tokens_as_probable_as_the_least_that_is_kept_stay_too(settings):
+    logits = np.array([[2.0, 1.0, 0.0, 1.0, 1.0]], np.float32)  # 0.46 for the first, 0.17 for each of the equals
+    sampling = sample.SamplingParams(temperature=1.0, **settings)
+    for filtered in (
+        sample.filter_logits(jnp.asarray(logits), sampling),
+        torch_sample.filter_logits(torch.tensor(logits), sampling),
+    ):
+        assert np.isfinite(np.asarray(filtered))[0].tolist() == [True, True, False, True, True]
+
+
 def test_a_mass_that_rounded_sums_never_reach_keeps_every_token():
     logits = np.zeros((1, 3000), np.float32)
     filtered = sample.filter_logits(

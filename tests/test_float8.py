@@ -99,6 +99,17 @@ def test_magnitudes_so_small_that_their_scale_would_be_infinite_give_no_nan(is_k
     assert not is_known or bool(jnp.isfinite(scales).all())
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_does_not_become_the_largest_value(value):
+    scales = jnp.array([100.0, 100.0, 100.0])
+    product, pull = jax.vjp(lambda x, kernel: float8.matmul(x, kernel, scales), jnp.ones((2, 3)), jnp.ones((3, 2)))
+    grads = pull(jnp.ones((2, 2)).at[0, 0].set(value))
+    assert np.isnan(grads[0][0]).all() and np.isnan(grads[1][:, 0]).all()  # all that it reaches
+    assert np.isfinite(grads[0][1]).all() and np.isfinite(grads[1][:, 1]).all()
+    found = float8.matmul(jnp.ones((2, 3)).at[0, 0].set(value), jnp.ones((3, 2)), scales)
+    assert np.isnan(found[0]).all() and np.array_equal(found[1], product[1])
+
+
 @pytest.fixture(scope="module")
 def engine():
     """Return an engine whose steps are the tests' own; each test starts from its own copy of the state."""

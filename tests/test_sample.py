@@ -206,6 +206,9 @@ def test_repetition_penalty_touches_only_tokens_in_the_context():
         ([[]], "prompt 0 is empty"),
         ([], "wanted at least one"),
         ([[1], [VOCAB]], "prompt 1 has a token outside"),
+        ([[1], [1.5]], r"prompt 1 is float64 of shape \(1,\), wanted a row of whole numbers"),
+        ([[1], [True]], r"prompt 1 is bool of shape \(1,\), wanted a row of whole numbers"),
+        (["ab"], r"prompt 0 is <U2 of shape \(\), wanted a row of whole numbers"),
         ([[1] * 50], "prompt 0 has 50 tokens and max_new_tokens=24, together more than the model's context of 64"),
     ],
 )
@@ -213,6 +216,19 @@ def test_bad_prompts_are_named(generators, bad, message):
     for generator in generators.values():
         with pytest.raises(ValueError, match=message):
             generator(bad, max_new_tokens=NEW, seed=0)
+
+
+def test_prompts_may_be_the_rows_of_an_array(generators):
+    rows = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    for generator in generators.values():
+        found, expected = (generator(x, max_new_tokens=NEW, seed=0).tokens for x in (rows, rows.tolist()))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_number_of_new_tokens_that_is_not_whole_is_named(generators):
+    for generator in generators.values():
+        with pytest.raises(ValueError, match="max_new_tokens=2.5, wanted a whole number, at least 1"):
+            generator([[1]], max_new_tokens=2.5, seed=0)
 
 
 @pytest.mark.parametrize("row_id", [-1, 2**31, 2**32, 2**64])
@@ -242,6 +258,18 @@ def test_settings_that_overflow_the_logits_are_named(field, value):
     sampling = sample.SamplingParams()._replace(**{field: value})
     with pytest.raises(ValueError, match=f"sampling: {field}={value}, wanted"):
         prompts.check_sampling(sampling)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["1", None, True])
+def test_settings_that_are_no_numbers_are_named(field, value):
+    with pytest.raises(ValueError, match=f"sampling: {field}={value!r}, wanted a .*number"):
+        prompts.check_sampling(sample.SamplingParams()._replace(**{field: value}))
+
+
+def test_a_share_of_a_token_is_no_top_k():
+    with pytest.raises(ValueError, match="sampling: top_k=1.5, wanted a whole number"):
+        prompts.check_sampling(sample.SamplingParams(top_k=1.5))
 
 
 def test_the_least_temperature_draws_the_most_probable_token():

@@ -72,6 +72,26 @@ def test_an_encoder_has_no_window():
         TransformerConfig(**(LLAMA.model_dump() | {"is_causal": False, "sliding_window": 4}))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"position": "learned", "rope_scaling": {"kind": "yarn", "factor": 4}},
+            "rope_scaling=yarn needs rotary posit",
+        ),
+        ({"rope_theta": 1, "rope_scaling": {"kind": "yarn", "factor": 4}}, "yarn with rope_theta=1.0 is not supported"),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 4, "low_freq_factor": 4}},
+            "llama3 with low_freq_factor=4.0 and high_freq_factor=4.0, wanted low < high",
+        ),
+        ({"rope_scaling": {"kind": "llama3", "factor": 4, "low_freq_factor": -1}}, "greater than 0"),
+    ],
+)
+def test_rotary_scalings_that_cannot_be_computed_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**(LLAMA.model_dump() | changed))
+
+
 @pytest.fixture(scope="module")
 def forward():
     """Return the jitted Llama forward pass (tokens, positions, segments) -> logits."""

@@ -28,13 +28,15 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
       names: of the twin's policies; none of this one's takes names.
 
     Raises:
-      ValueError: a policy that PyTorch does not have.
+      ValueError: a policy that PyTorch does not have, or groups of no block.
     """
     if policy not in POLICIES:
         raise ValueError(
             f"remat: policy={policy!r} with names {list(names)} is not in torch_ref, which has {', '.join(POLICIES)}: "
             "PyTorch's checkpoints have no names for values; use --backend=flax"
         )
+    if policy == "group" and group < 1:
+        raise ValueError(f"remat: policy='group' with group={group}, wanted at least 1 block")
     model.remat, model.remat_names = {"none": 0, "group": group}.get(policy, 1), ""
     return model
 

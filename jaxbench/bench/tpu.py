@@ -15,6 +15,7 @@ the chips that share them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, get_args, get_origin
 
 import pydantic
 
@@ -32,7 +33,7 @@ SMOLLM2_135M = TransformerConfig(
 class Settings(Base):
     """Shapes of the three programs."""
 
-    dtype: str = "bfloat16"  # of weights, activations and cache; AdamW's moments are float32
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of weights, activations, cache; moments: float32
     prefill_batch: int = pydantic.Field(default=1, gt=0)  # rows, over all chips
     prefill_tokens: int = pydantic.Field(default=512, gt=0)  # prompt tokens a row
     decode_batch: int = pydantic.Field(default=8, gt=0)  # rows, over all chips
@@ -152,9 +153,11 @@ def main() -> int:
     """Compile for every --topology and print what was found; --output keeps the records of each whole slice."""
     from absl import flags
 
-    from jaxbench import cli, config
+    from jaxbench import cli, config, outputs
 
     values = flags.FLAGS
+    if values.output:  # before minutes of compiling
+        outputs.check_file(values.output, [values.model_config], overwrite=True)
     model = config.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
     for topology in check(values.topology, settings):
@@ -191,9 +194,13 @@ def _define_flags() -> None:
     flags.DEFINE_multi_string("topology", ["v5e:2x2"], "slice to compile for, e.g. v6e:2x4; may be repeated")
     flags.DEFINE_string("model_config", None, "YAML or JSON with the model's fields (unset: SmolLM2-135M)")
     flags.DEFINE_string("output", None, "file that records are appended to")
-    define = {bool: flags.DEFINE_boolean, str: flags.DEFINE_string}
+    define = {bool: flags.DEFINE_boolean}
     for name, field in Settings.model_fields.items():
-        define.get(field.annotation, flags.DEFINE_integer)(name, field.default, name.replace("_", " "))
+        about = name.replace("_", " ")
+        if choices := get_args(field.annotation) if get_origin(field.annotation) is Literal else ():
+            flags.DEFINE_enum(name, field.default, choices, about)
+        else:
+            define.get(field.annotation, flags.DEFINE_integer)(name, field.default, about)
 
 
 if __name__ == "__main__":

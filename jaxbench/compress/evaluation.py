@@ -72,8 +72,9 @@ def _continuations(how: How, words: Any) -> Figures:
     rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
     rows.sort(key=lambda row: row["ratio"])
     about = _about(how, compressor) | {
-        "data": Path(how.data or "default").name, "windows": len(drawn), "tokens": how.tokens, "chunks": plan.chunks,
-        "documents": len({window.document for window in drawn}), "adapters": how.adapters, "store": plan.store,
+        "data": Path(how.data or "default").name, "text_sha256": sha256, "windows": len(drawn), "tokens": how.tokens,
+        "chunks": plan.chunks, "documents": len({window.document for window in drawn}), "adapters": how.adapters,
+        "store": plan.store,
     }  # fmt: skip
     return Figures(rows, about, evaluate_run.picture(rows, about))
 
@@ -85,7 +86,10 @@ def _needles(how: How, words: Any) -> Figures:
     side = answer_run.side(held.config, compressor.reader(held.params), words, how.precision)
     workdir = _claimed(how, compressor, "needles", how.needles, how.count, sha256)
     rows = needles.run(compressor, side, drawn, how.ratios, workdir)
-    about = {"data": Path(how.data or "default").name, "tokens": how.needles, "of_a_kind_at_a_depth": how.count}
+    about = {
+        "data": Path(how.data or "default").name, "text_sha256": sha256, "tokens": how.needles,
+        "of_a_kind_at_a_depth": how.count,
+    }  # fmt: skip
     return Figures(rows, _about(how, compressor) | about)
 
 
@@ -103,8 +107,8 @@ def _answers(how: How, words: Any) -> Figures:
     rows = answer_run.of_questions(compressor, held, how.precision, asked, how.ratios, workdir)
     terminal.console().print(answer_run.table(rows))
     about = _about(how, compressor) | {
-        "questions": names, "asked": len(asked), "articles": len({each.title for each in asked}),
-        "without_answer": sum(not each.answers for each in asked),
+        "questions": names, "questions_sha256": sums, "asked": len(asked),
+        "articles": len({each.title for each in asked}), "without_answer": sum(not each.answers for each in asked),
     }  # fmt: skip
     return Figures(rows, about)
 
@@ -125,6 +129,6 @@ def _claimed(how: How, compressor: AutoCompressor, *what: Any) -> Path:
 
 def _about(how: How, compressor: AutoCompressor) -> dict[str, Any]:
     return {
-        "compressor": compressor.id, "trained": dict(compressor.about), "precision": how.precision,
-        "backend": how.backend,
+        "compressor": compressor.id, "model_sha256": compressor.model_sha256, "trained": dict(compressor.about),
+        "precision": how.precision, "backend": how.backend,
     }  # fmt: skip

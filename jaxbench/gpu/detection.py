@@ -54,32 +54,33 @@ def main() -> int:
     batches = [(tokens, lengths) for _, tokens, lengths in detection.batches(ids)]
     workload = Workload(kind="inference", batch=VALUES.rows, prompt_tokens=VALUES.tokens)
     common = {"device": VALUES.device, "commit": environment.commit(), "versions": environment.versions()}
+    lost: list[str] = []
     for name in VALUES.schemes:
-        detector = Detector(name, vocab_size=most, device=VALUES.device)
+        record = Record(metric="detect_tokens_per_s", unit="tokens/s", arm=name, workload=workload, **common)
+        with rates.apart(lost, name, RecordFile(output).append, record):
+            detector = Detector(name, vocab_size=most, device=VALUES.device)
 
-        def score(detector=detector) -> None:
-            detection.detect(detector, ids, KEY)
+            def score(detector=detector) -> None:
+                detection.detect(detector, ids, KEY)
 
-        def evidence(detector=detector) -> None:
-            for tokens, lengths in batches:
-                detector.evidence(tokens, lengths, KEY)
+            def evidence(detector=detector) -> None:
+                for tokens, lengths in batches:
+                    detector.evidence(tokens, lengths, KEY)
 
-        whole, alone = (rates.timed(call, lambda _: None) for call in (score, evidence))  # both end on the host
-        samples = tuple(ids.ids.size / seconds for seconds in whole)
-        detail = {
-            "vocab_size": most, "call_s": statistics.median(whole), "evidence_s": statistics.median(alone),
-            "device_kind": jax.devices()[0].device_kind,
-        }  # fmt: skip
-        record = Record(
-            metric="detect_tokens_per_s", value=statistics.median(samples), unit="tokens/s", samples=samples, arm=name,
-            workload=workload, detail=detail, **common,
-        )  # fmt: skip
-        RecordFile(output).append(record)
-        call_ms, evidence_ms = 1e3 * detail["call_s"], 1e3 * detail["evidence_s"]
-        print(
-            f"{name}: {record.value:.4g} tokens/s, a call {call_ms:.3g} ms, its evidence {evidence_ms:.3g} ms",
-            flush=True,
-        )
+            whole, alone = (rates.timed(call, lambda _: None) for call in (score, evidence))  # both end on the host
+            samples = tuple(ids.ids.size / seconds for seconds in whole)
+            detail = {
+                "vocab_size": most, "call_s": statistics.median(whole), "evidence_s": statistics.median(alone),
+                "device_kind": jax.devices()[0].device_kind,
+            }  # fmt: skip
+            own = {"value": statistics.median(samples), "samples": samples, "detail": detail}
+            RecordFile(output).append(record.model_copy(update=own))
+            call_ms, evidence_ms = 1e3 * detail["call_s"], 1e3 * detail["evidence_s"]
+            print(
+                f"{name}: {own['value']:.4g} tokens/s, a call {call_ms:.3g} ms, its evidence {evidence_ms:.3g} ms",
+                flush=True,
+            )
+    rates.check_all(lost, len(VALUES.schemes))
     return cli.EXIT_OK
 
 

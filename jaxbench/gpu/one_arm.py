@@ -29,7 +29,7 @@ from absl import flags
 
 from jaxbench import cli, initial, outputs, process_environment
 from jaxbench.config import TransformerConfig
-from jaxbench.gpu import packed_weights, train_memory
+from jaxbench.gpu import packed_weights, rates, train_memory
 from jaxbench.measure import environment
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.text.dataset import Batch
@@ -57,15 +57,15 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
         wait()
         seconds.append((time.perf_counter() - start) / VALUES.steps)
     workload = train_memory.sizes(settings)
-    rates, memory = [batch * seq_len / each for each in seconds], engine.memory()
+    speeds, memory = [batch * seq_len / each for each in seconds], engine.memory()
     detail = {"losses": losses, "device_kind": engine.device_kind()}
     found = [
-        Record(metric="train_tokens_per_s", value=max(rates), unit="tokens/s", samples=tuple(rates), detail=detail),
+        Record(metric="train_tokens_per_s", value=max(speeds), unit="tokens/s", samples=tuple(speeds), detail=detail),
         Record(metric="compile_cold_s", value=engine.compile_seconds, unit="s"),
         Record(metric="device_peak_bytes", value=float(memory["step"]), unit="bytes"),
     ]
     if peak := observe.peak_flops(engine.device_kind(), settings.step.precision):
-        used = observe.utilisation(config, seq_len, tokens_per_s=max(rates), peak=peak)
+        used = observe.utilisation(config, seq_len, tokens_per_s=max(speeds), peak=peak)
         found += [Record(metric=f"train_{name}", value=value, unit="ratio") for name, value in used.items()]
     return [record.model_copy(update={"workload": workload}) for record in found]
 
@@ -163,16 +163,21 @@ def _decode(config: TransformerConfig, form: Form) -> list[Record]:
         to_host(generator.decode(state, new).tokens)
         first.append(middle - start)
         rest.append((time.perf_counter() - middle) / (new - 1))
-    rates = [batch / each for each in rest[1:]]
-    workload = Workload(kind="decode", dtype=form.dtype, batch=batch, prompt_tokens=prompt, new_tokens=new)
+    speeds = [batch / each for each in rest[1:]]
     found = [
-        Record(metric="decode_tokens_per_s", value=max(rates), unit="tokens/s", samples=tuple(rates)),
+        Record(metric="decode_tokens_per_s", value=max(speeds), unit="tokens/s", samples=tuple(speeds)),
         Record(metric="weights_bytes", value=float(size), unit="bytes"),
-        Record(metric="weights_bytes_per_s", value=size * max(rates) / batch, unit="bytes/s"),
+        Record(metric="weights_bytes_per_s", value=size * max(speeds) / batch, unit="bytes/s"),
         Record(metric="first_token_s", value=min(first[1:]), unit="s", samples=tuple(first[1:])),
         Record(metric="compile_cold_s", value=compiled, unit="s"),
     ]
-    return [record.model_copy(update={"workload": workload, "detail": form._asdict()}) for record in found]
+    return [record.model_copy(update={"workload": workload_of(form), "detail": form._asdict()}) for record in found]
+
+
+def workload_of(form: Form) -> Workload:
+    """What a decoding in a form computes."""
+    sizes = {"batch": VALUES.batch, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
+    return Workload(kind="decode", dtype=form.dtype, **sizes)
 
 
 def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable[[Any], np.ndarray], int]:
@@ -240,7 +245,8 @@ def main() -> int:
         for record in found:
             own = {"arm": arm, "detail": record.detail | changed}
             RecordFile(output).append(record.model_copy(update=common | own))
-            print(f"{arm} {record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
+            if record.value is not None:
+                print(f"{arm} {record.workload.label()} {record.metric}: {record.value:.6g} {record.unit}", flush=True)
 
     limit = None if VALUES.memory_mib is None else VALUES.memory_mib * 2**20
     if VALUES.workload == "memory_ladder":
@@ -255,9 +261,16 @@ def main() -> int:
         keep(VALUES.backend, train(settings, config))
         return cli.EXIT_OK
     wanted = forms(settings.step.precision, config.num_kv_heads)
-    for form in wanted:
-        arm = VALUES.backend if len(wanted) == 1 else f"{VALUES.backend} {form.name}"
-        keep(arm, decode(config, form))
+    if len(wanted) == 1:
+        keep(VALUES.backend, decode(config, wanted[0]))
+        return cli.EXIT_OK
+    lost: list[str] = []
+    for form in wanted:  # a form that does not fit, or whose kernel does not compile, leaves the others
+        arm = f"{VALUES.backend} {form.name}"
+        absent = Record(metric="decode_tokens_per_s", workload=workload_of(form), detail=form._asdict())
+        with rates.apart(lost, arm, lambda record, arm=arm: keep(arm, [record]), absent):
+            keep(arm, decode(config, form))
+    rates.check_all(lost, len(wanted))
     return cli.EXIT_OK
 
 

@@ -37,12 +37,17 @@ TITANS = (
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 ADVICE = "carry the wheels of `make gpu_pack` and begin with its script `run`"
 RUN = """#!/usr/bin/env bash
-# Arguments are those of experiments/gpu.py: bash run --workdir=RESULTS --budget_s=540
+# Arguments are those of experiments/gpu.py, places those of the folder it is called from: bash run --workdir=RESULTS
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 site=$(mktemp -d)
 python=${PYTHON:-python3}
-"$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$here"/wheels/*.whl
+install=("$python" -m pip install -q --no-index --no-deps --no-compile --target "$site")
+if ! "${install[@]}" "$here"/wheels/*.whl; then # one that does not fit this Python leaves the others
+  for wheel in "$here"/wheels/*.whl; do
+    "${install[@]}" "$wheel" || echo "left out: ${wheel##*/}" >&2
+  done
+fi
 export PYTHONPATH="$site:$here${PYTHONPATH:+:$PYTHONPATH}"
 parts=("$here"-model-1/part "$here"-model-2/part)
 if [ -e "${parts[0]}" ] && [ -e "${parts[1]}" ]; then
@@ -50,8 +55,13 @@ if [ -e "${parts[0]}" ] && [ -e "${parts[1]}" ]; then
   mkdir -p "$JAXBENCH_CACHE/models"
   cat "${parts[@]}" > "$JAXBENCH_CACHE/models/$(cat "$here"-model-1/name)"
 fi
-cd "$here"
-exec "$python" experiments/gpu.py "$@"
+words=()
+for word in "$@"; do # configurations may be the pack's own
+  name=${word#--config=}
+  if [ "$name" != "$word" ] && [ ! -e "$name" ] && [ -e "$here/$name" ]; then word=--config=$here/$name; fi
+  words+=("$word")
+done
+exec "$python" "$here/experiments/gpu.py" ${words[@]+"${words[@]}"}
 """
 
 

@@ -9,7 +9,9 @@ of several calls, each of several products behind one another, so that a launch'
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,33 @@ def timed(call: Callable[[], object], wait: Callable[[object], object]) -> list[
         wait(call())
         seconds.append(time.perf_counter() - start)
     return seconds
+
+
+@contextlib.contextmanager
+def apart(lost: list[str], name: str, keep: Callable[[Record], None], record: Record) -> Iterator[None]:
+    """Measure one of several: what breaks inside is kept as `record` with its reason, and those behind it go on.
+
+    lost: takes a line of it, for `check_all`.
+    """
+    try:
+        yield
+    except Exception as error:  # what a library says of a kernel, or of memory, is of any type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        keep(record.model_copy(update={"status": "error", "reason": reason, "value": None}))
+        lost.append(f"{name}: {reason}")
+        print(lost[-1], file=sys.stderr, flush=True)
+    if lost:
+        gc.collect()  # arrays that the error held
+
+
+def check_all(lost: Sequence[str], count: int) -> None:
+    """Check that none of `count` measurements was lost.
+
+    Raises:
+      GateFailed: some were.
+    """
+    if lost:
+        raise cli.GateFailed(f"{len(lost)} of {count} could not be measured, the first: {lost[0]}")
 
 
 def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate]:

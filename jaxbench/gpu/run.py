@@ -1,8 +1,8 @@
-"""Runs the stages inside a budget of seconds, one after another; each finished one is kept at once (S file).
+"""Runs the stages inside a budget of seconds, one after another; what one measures is kept as it comes (S file).
 
     results.jsonl     records of every stage (measure/records.py), and one `stage` record each with its command and time
     figures.csv       one line a figure
-    environment.json  the machine
+    environment.json  the machine, and under `earlier` those of the calls that this one goes on from
     log.txt           what the commands printed
     STAGE-FILE        what a stage returns, such as weights; in parts STAGE-FILE.part0, ... where it is large
 
@@ -15,29 +15,26 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxbench import outputs, process_environment, store
-from jaxbench.gpu.stages import Stage
+from jaxbench import outputs
+from jaxbench.gpu.stages import INTERRUPTED, Log, Stage, call
 from jaxbench.measure import environment, records
-from jaxbench.measure.process import last_line
 from jaxbench.measure.records import Record, RecordFile
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGE = "stage"  # metric of the record that says how a stage ended
 LEAST_S = 15.0  # a stage is not begun with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
-GRACE_S = 10.0  # between asking a stage to end and ending it
 KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
 PART_BYTES = 15 * 2**20  # of a returned file: what comes back from a lent machine has files of 16 MiB at most
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
+    "weights_bytes_per_s", "largest_batch",
     "watermark_overhead", "layer_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal", "device_peak_bytes",
     "train_validation_loss", "memory_tokens_per_s", "responses_per_minute", "compress_tokens_per_s",
     "detect_tokens_per_s", "attention_forward_flops_per_s", "attention_forward_backward_flops_per_s",
@@ -61,17 +58,19 @@ def run(
 ) -> list[Record]:
     """Run the stages that fit the budget, and return their `stage` records.
 
-    resume: stages that ended well in results.jsonl, of the same code and device, are left out.
+    resume: stages that ended well in results.jsonl, of the same code, command and device, are left out.
 
     Raises:
       ValueError: there are results of another call, and resume is False.
+      KeyboardInterrupt: it came while a stage ran, whose records are kept.
     """
     file, started = RecordFile(place.results / records.RESULTS_NAME), time.monotonic()
     if file.path.exists() and not resume:
         raise ValueError(f"gpu: {file.path} has results; --resume goes on with them, or name another --workdir")
-    commit = environment.commit()
-    finished = finished_stages(file, commit=commit, device=place.device) if file.path.exists() else set()
-    outputs.write_json(place.results / "environment.json", machine())
+    commit, facts = environment.commit(), machine()
+    where = {"commit": commit, "device": place.device, "gpu": gpu_of(facts) if place.device == "gpu" else ""}
+    finished = finished_stages(file, stages, **where)
+    write_machine(place.results / "environment.json", facts)
     ended = []
     for stage in stages:
         if stage.name in finished and not stage.repeats:
@@ -79,25 +78,29 @@ def run(
             continue
         left = budget_s - (time.monotonic() - started)
         record = _unable(stage, left, place)
-        if record is None:
+        if is_run := record is None:
             say(f"{stage.name}: up to {min(stage.limit_s, left):.0f} s of {left:.0f} left; {stage.about}")
-            record, found = _run_one(stage, place, limit_s=min(stage.limit_s, left))
-            file.append(*(_of_stage(each, stage) for each in found))
-        record = record.model_copy(update={"device": place.device, "commit": commit, "time_utc": records.now_utc()})
-        file.append(record)
+            record = _run_one(stage, place, Keeper(file, stage, place, where["gpu"]), limit_s=min(stage.limit_s, left))
+        record = _on(record.model_copy(update={"commit": commit, "time_utc": records.now_utc()}), place, where["gpu"])
+        if is_run or record.key() not in {each.key() for each in file.read()}:  # how it ended before says more
+            file.append(record)
         say(f"{stage.name}: {record.status}, {record.value or 0:.0f} s{f': {record.reason}' if record.reason else ''}")
         write_figures(file, place.results)
         ended.append(record)
+        if record.reason == INTERRUPTED:
+            raise KeyboardInterrupt
     return ended
 
 
-def finished_stages(file: RecordFile, *, commit: str, device: str) -> set[str]:
-    """Names of the stages that ended well with this code on this device."""
+def finished_stages(file: RecordFile, stages: Sequence[Stage], *, commit: str, device: str, gpu: str) -> set[str]:
+    """Names of the stages that ended well with this code and command on this device; gpu: its name, as gpu_of."""
+    wanted = {stage.name: _command(stage) for stage in stages}
     return {
         record.arm
         for record in file.read()
         if record.metric == STAGE and record.status == "ok" and (record.commit, record.device) == (commit, device)
-    }
+        and record.detail.get("gpu", "") == gpu and wanted.get(record.arm, {}).items() <= record.detail.items()
+    }  # fmt: skip
 
 
 def machine() -> dict:
@@ -111,6 +114,24 @@ def machine() -> dict:
     return facts
 
 
+def gpu_of(facts: dict) -> str:
+    """Name of a machine's GPU as nvidia-smi has it, such as NVIDIA H200, of several with their number; else empty."""
+    names = [line.partition(",")[0].strip() for line in facts.get("nvidia_smi", [])[1:] if line.strip()]
+    return ", ".join(dict.fromkeys(names)) + (f" x {len(names)}" if len(names) > 1 else "")
+
+
+def write_machine(path: Path, facts: dict) -> None:
+    """Write environment.json; what it said of other machines or versions goes under `earlier`."""
+    earlier: list[dict] = []
+    if path.is_file():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # no such JSON: nothing to keep
+            old = json.loads(path.read_text(encoding="utf-8"))
+            earlier = [*old.pop("earlier", []), old]
+    same = ("host", "nvidia_smi", "versions", "commit")
+    earlier = [old for old in earlier if [old.get(name) for name in same] != [facts.get(name) for name in same]]
+    outputs.write_json(path, facts | ({"earlier": earlier} if earlier else {}))
+
+
 def figures(found: Sequence[Record]) -> list[dict]:
     """One row a figure: those of arms, the median of its launches, and of the whole run."""
     rows = []
@@ -120,7 +141,8 @@ def figures(found: Sequence[Record]) -> list[dict]:
             continue
         share = record.detail.get("share_of_roofline")
         rows.append({
-            "stage": record.detail.get(STAGE, ""), "figure": record.metric, "arm": record.arm,
+            "stage": record.detail.get(STAGE, ""), "gpu": record.detail.get("gpu", ""), "figure": record.metric,
+            "arm": record.arm,
             "workload": record.workload.label(), "value": f"{record.value:.6g}", "unit": record.unit,
             "share_of_roofline": "" if share is None else f"{share:.3f}",
             "launch": record.launch, "samples": len(record.samples),
@@ -141,14 +163,49 @@ def _unable(stage: Stage, left: float, place: Place) -> Record | None:
         return _record(stage, "skipped", f"needs {', '.join(missing)}, not installed here")
     if stage.reads_data and not place.data and not place.is_rehearsal:
         return _record(stage, "skipped", "needs texts: name their folder by --data")
-    if left < LEAST_S:
-        return _record(stage, "skipped", f"{left:.0f} s of the budget were left, wanted {LEAST_S:.0f}; use --resume")
+    least = LEAST_S if place.is_rehearsal else max(LEAST_S, stage.least_s)
+    if left < least:  # a shorter one behind it may still fit
+        return _record(stage, "skipped", f"{left:.0f} s of the budget were left, wanted {least:.0f}; use --resume")
     return None
 
 
-def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, list[Record]]:
-    """Run one stage; how it ended, and its records."""
-    folder = place.work / stage.name
+class Keeper:
+    """Copies what a stage has measured into results.jsonl, each record once, while it runs and when it has ended."""
+
+    def __init__(self, file: RecordFile, stage: Stage, place: Place, gpu: str):
+        self.folder = (place.work / stage.name).absolute()  # its command runs in another folder than this process may
+        self._file, self._stage, self._place, self._gpu = file, stage, place, gpu
+        self._kept: set[str] = set()
+        self._looked: list[tuple] = []
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    def look(self) -> None:
+        """Keep what is new where the stage's files have changed; one that is half written is for the next look."""
+        paths = [self.folder / name for name in KEPT]
+        stats = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
+        if stats != self._looked:
+            self._looked = stats
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self.take()
+
+    def take(self) -> None:
+        """Keep what is new.
+
+        Raises:
+          ValueError, KeyError, TypeError: a file is not one of records.
+        """
+        found = {record.model_dump_json(): record for record in kept_records(self.folder)}
+        new = [line for line in found if line not in self._kept]
+        self._file.append(*(_of_stage(found[line], self._stage, self._place, self._gpu) for line in new))
+        self._kept.update(new)
+
+
+def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> Record:
+    """Run one stage and keep what it measures; how it ended."""
+    folder = keeper.folder
     folder.mkdir(parents=True, exist_ok=True)
     how = {"work": str(folder), "device": place.device, "data": place.data}
     words = stage.words(**how, is_rehearsal=place.is_rehearsal, python=sys.executable)
@@ -156,13 +213,13 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
     begun, clock = time.monotonic(), time.time()
-    reason, printed = _call(words, stage.settings(**how), limit_s)
-    seconds = time.monotonic() - begun
-    store.append_text(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n{printed}\n")
+    log = Log(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n")
+    reason = call(words, stage.settings(**how), limit_s, log, keeper.look)
+    seconds, printed = time.monotonic() - begun, log.close()
     try:
-        found = kept_records(folder)
+        keeper.take()
     except (ValueError, KeyError, TypeError) as error:
-        found, reason = [], reason or f"its records cannot be read: {error!r}"[:300]
+        reason = reason or f"its records cannot be read: {error!r}"[:300]
     try:
         for name in stage.returned:
             if (folder / name).is_file() and (folder / name).stat().st_mtime >= clock:  # not of an earlier call
@@ -170,56 +227,8 @@ def _run_one(stage: Stage, place: Place, *, limit_s: float) -> tuple[Record, lis
     except OSError as error:
         reason = reason or f"what it returns cannot be written: {error}"[:300]
     status = "error" if reason else "ok"
-    detail = {"command": stage.command, "figures": len(found)} | ({"tail": printed[-TAIL:]} if reason else {})
-    return _record(stage, status, reason, value=seconds, detail=detail), found
-
-
-def _call(words: list[str], own: dict[str, str], limit_s: float) -> tuple[str, str]:
-    """Why the command failed, empty where it did not, and what it printed."""
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    settings |= {"PYTHONUNBUFFERED": "1", process_environment.MARKER: ""} | own
-    try:
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=settings, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return f"cannot be started: {error.strerror}: {words[0]}", ""
-    try:
-        printed, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return f"ended at its limit of {limit_s:.0f} s", _end(process)
-    except BaseException:
-        _end(process)
-        raise
-    if process.returncode == 0:
-        return "", printed
-    return f"exit code {process.returncode}: {last_line(printed, 'nothing printed')}", printed
-
-
-def _end(process: subprocess.Popen) -> str:
-    """End a command and all that it started, in sessions of their own too; what it printed."""
-    import signal
-
-    import psutil
-
-    try:
-        started = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        started = []
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # also where the command itself has ended: not all that it started
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    try:
-        return process.communicate(timeout=GRACE_S)[0] or ""
-    except subprocess.TimeoutExpired:
-        return ""
+    detail = _command(stage) | {"figures": len(keeper)} | ({"tail": printed[-TAIL:]} if reason else {})
+    return _record(stage, status, reason, value=seconds, detail=detail)
 
 
 def kept_records(folder: Path) -> list[Record]:
@@ -266,10 +275,23 @@ def _of_training(summary: dict) -> list[Record]:
     ]
 
 
-def _of_stage(record: Record, stage: Stage) -> Record:
+def _of_stage(record: Record, stage: Stage, place: Place, gpu: str) -> Record:
     """A record as results.jsonl keeps it: of no other stage that measured the same of another model."""
     own = {"config_id": record.config_id or stage.name, "detail": record.detail | {STAGE: stage.name}}
-    return record.model_copy(update=own)
+    return _on(record.model_copy(update=own | {"device": record.device or place.device}), place, gpu)
+
+
+def _on(record: Record, place: Place, gpu: str) -> Record:
+    """A record that stands beside those of another kind of GPU, and does not replace them."""
+    if not gpu:
+        return record.model_copy(update={"device": record.device or place.device})
+    own = {"config_id": f"{record.config_id} {gpu}".strip(), "detail": record.detail | {"gpu": gpu}}
+    return record.model_copy(update=own | {"device": record.device or place.device})
+
+
+def _command(stage: Stage) -> dict[str, Any]:
+    """What makes a stage's figures those of another one: by this a resumed call knows it again."""
+    return {"command": stage.command, "environment": stage.environment}
 
 
 def _record(stage: Stage, status: str, reason: str, **fields) -> Record:
@@ -285,11 +307,17 @@ def table(folder: Path):
     for name in ("stage", "figure", "arm", "workload", "value", "share"):
         shown.add_column(name, justify="right" if name in ("value", "share") else "left", overflow="fold")
     read = RecordFile(folder / records.RESULTS_NAME).read()
+    has_several = len({record.detail.get("gpu", "") for record in read}) > 1
+
+    def named(stage: str, gpu: str) -> str:
+        return f"{stage} ({gpu})" if has_several and gpu else stage
+
     for record in read:
         if record.metric == STAGE:
-            shown.add_row(record.arm, record.status, "", escape(record.reason), f"{record.value or 0:.0f} s", "")
+            name, took = named(record.arm, record.detail.get("gpu", "")), f"{record.value or 0:.0f} s"
+            shown.add_row(name, record.status, "", escape(record.reason), took, "")
     for row in figures(read):
         if row["figure"] in SHOWN:
-            value = f"{float(row['value']):,.4g} {row['unit']}"
-            shown.add_row(row["stage"], row["figure"], row["arm"], row["workload"], value, row["share_of_roofline"])
+            name, value = named(row["stage"], row["gpu"]), f"{float(row['value']):,.4g} {row['unit']}"
+            shown.add_row(name, row["figure"], row["arm"], row["workload"], value, row["share_of_roofline"])
     return shown

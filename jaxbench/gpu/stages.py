@@ -1,15 +1,32 @@
-"""What is measured on a GPU, in order of worth: the model of configs/gpu/*.yaml (S file: neither JAX nor PyTorch)."""
+"""What is measured on a GPU, in order of worth: the model of configs/gpu/*.yaml (S file: neither JAX nor PyTorch).
+
+And how the command of one stage is run: inside its limit, to the end of all that it started, its output in a log.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import shlex
-from collections.abc import Sequence
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pydantic
 
+from jaxbench import process_environment
 from jaxbench.config import Base
+from jaxbench.measure.process import last_line
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 10.0  # between asking a stage to end and ending it
+LOOK_S = 5.0  # between two looks at what a stage has measured so far: what a killed call loses at most
+LOG_BYTES = 2**20  # that log.txt keeps of what a stage printed, half of them its first ones
+INTERRUPTED = "interrupted"  # reason of the stage that ran then
 
 # Where a package is imported by another name than its own.
 IMPORTED_AS = {"orbax-checkpoint": "orbax", "scikit-learn": "sklearn"}
@@ -24,6 +41,7 @@ class Stage(Base):
     command: str
     rehearsal: str = ""  # words that make it tiny, behind the command
     limit_s: float = pydantic.Field(gt=0)  # it is ended behind so many seconds
+    least_s: float = pydantic.Field(default=0.0, ge=0)  # not begun with less left: before that it has no figure
     needs: tuple[str, ...] = ()  # packages beside those that every stage needs
     # Settings of its environment; words in values as in command.
     environment: dict[str, str] = {}
@@ -114,3 +132,109 @@ def missing(packages: Sequence[str]) -> list[str]:
             return None
 
     return [name for name in packages if spec(name) is None]
+
+
+class Log:
+    """What a stage prints, at the end of log.txt as it comes: nothing of it is lost with this process."""
+
+    def __init__(self, path: Path, title: str):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.output = path, open(path, "ab")
+        self.output.write((("\n" if self.output.tell() else "") + title).encode(errors="backslashreplace"))
+        self.output.flush()
+        self._start = self.output.tell()
+
+    def printed(self) -> str:
+        """What was printed: of more than LOG_BYTES the first and the last ones, what is between them counted."""
+        with open(self.path, "rb") as file:
+            size = file.seek(0, os.SEEK_END) - self._start
+            file.seek(self._start)
+            if size <= LOG_BYTES:
+                return file.read().decode(errors="replace")
+            first = file.read(LOG_BYTES // 2)
+            file.seek(-(LOG_BYTES // 2), os.SEEK_END)
+            note = f"\n[{size - 2 * (LOG_BYTES // 2)} bytes left out]\n"
+            return first.decode(errors="replace") + note + file.read().decode(errors="replace")
+
+    def close(self) -> str:
+        """End the stage's part of the log, where it is too long shortened, and return what it says."""
+        said, size = self.printed(), self.output.seek(0, os.SEEK_END) - self._start
+        with self.output:
+            if size > LOG_BYTES:
+                self.output.truncate(self._start)
+                self.output.write(said.encode(errors="replace"))
+        return said
+
+
+def call(words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log, look: Callable[[], None]) -> str:
+    """Run the command of a stage; why it failed, empty where it did not.
+
+    Args:
+      own: settings of its environment.
+      look: called while it runs, every LOOK_S.
+    """
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    settings |= {"PYTHONUNBUFFERED": "1", process_environment.MARKER: ""} | dict(own)
+    try:  # into a file: a pipe would stay open as long as anything that the command has started
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log.output, stderr=subprocess.STDOUT, env=settings,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return f"cannot be started: {error.strerror}: {words[0]}"
+    if reason := _watched(process, limit_s, look):
+        return reason
+    if process.returncode < 0:
+        number = -process.returncode
+        name = {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
+        why = ", as where memory runs out" if number == signal.SIGKILL else ""
+        return f"ended by {name}{why}: {last_line(log.printed(), 'nothing printed')}"
+    code = process.returncode
+    return f"exit code {code}: {last_line(log.printed(), 'nothing printed')}" if code else ""
+
+
+def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None]) -> str:
+    """Wait for a command; why it was ended, empty where it has ended itself. Nothing that it started is left."""
+    end, started = time.monotonic() + limit_s, set()
+    try:
+        while process.poll() is None:
+            started |= _started(process)
+            look()
+            if (left := end - time.monotonic()) <= 0:
+                return f"ended at its limit of {limit_s:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(LOOK_S, left))
+    except KeyboardInterrupt:
+        look()  # before it is waited for: who interrupts may not have the patience
+        return INTERRUPTED
+    finally:
+        _end(process, started | _started(process))
+    return ""
+
+
+def _started(process: subprocess.Popen) -> set[Any]:
+    """What a command has started and still runs, in sessions of their own too (psutil.Process)."""
+    import psutil
+
+    try:
+        return set(psutil.Process(process.pid).children(recursive=True))
+    except psutil.Error:
+        return set()
+
+
+def _end(process: subprocess.Popen, started: set[Any]) -> None:
+    """End a command that runs, and all that it started: what is left would keep the device's memory."""
+    import psutil
+
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the command itself has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)

@@ -67,7 +67,8 @@ def fit() -> int:
         say("fitting")
         fitted = _fitted(made, heard)
     saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))
-    print(f"written: {VALUES.output} (from {len(data.responses)} responses)")
+    sha256 = ragtruth.sha256(VALUES.data)
+    print(f"written: {VALUES.output} (from {len(data.responses)} responses of {VALUES.data}, sha256 {sha256})")
     return cli.EXIT_OK
 
 

@@ -9,6 +9,7 @@ Source: Niu et al. 2024, arXiv:2401.00396.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -108,7 +109,27 @@ def load(folder: str | Path) -> Data:
       ValueError: a file is missing, cut short or has a bad row, such as a response without a letter and a digit or a
         source without a context; two rows have one id; a response's source is missing.
     """
-    folder = Path(folder)
+    sources, *files = _files(Path(folder))
+    by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources, Source))
+    read = (pair for file in files for pair in _rows(file, Response))
+    responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources))
+    return Data(sources=by_id, responses=tuple(responses.values()))
+
+
+def sha256(folder: str | Path) -> str:
+    """SHA-256 of a folder's files as they lie on the disk: the sources, then the responses by name.
+
+    Raises:
+      ValueError: a file is missing.
+    """
+    made = hashlib.sha256()
+    for path in _files(Path(folder)):
+        made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The file of the sources, then those of the responses by name."""
     files = sorted([*folder.glob("responses*.jsonl"), *folder.glob("responses*.jsonl.gz")])
     sources = sorted([*folder.glob("sources.jsonl"), *folder.glob("sources.jsonl.gz")])
     if not files or len(sources) != 1:
@@ -116,10 +137,7 @@ def load(folder: str | Path) -> Data:
             f"--data={folder}: {len(sources)} files sources.jsonl[.gz] and {len(files)} responses*.jsonl[.gz]; wanted "
             "one of the first and some of the second"
         )
-    by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources[0], Source))
-    read = (pair for file in files for pair in _rows(file, Response))
-    responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources[0]))
-    return Data(sources=by_id, responses=tuple(responses.values()))
+    return [*sources, *files]
 
 
 def _by_id(rows: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RAPL = Path("/sys/class/powercap")  # Linux; its counters are root's alone on many systems
+PLATFORM = "psys"  # Intel's name of the counter of processor, memory and board together
 
 
 class Reading(NamedTuple):
@@ -21,7 +22,11 @@ class Reading(NamedTuple):
 
 
 def readings(rapl: Path = RAPL) -> dict[str, Reading]:
-    """Every counter that can be read, by name; parts of a package (cores, memory controller) are in their package's."""
+    """Every counter that can be read, by name; parts of a package (cores, memory controller) are in their package's.
+
+    The whole platform's counter (psys), which some machines have, holds the packages and is left out; so is that of
+    memory modules (dram), which some packages show among their parts though it is not in theirs.
+    """
     found = {}
     for folder in sorted(rapl.glob("intel-rapl:*")):  # AMD's processors have this name too
         if folder.name.count(":") > 1:
@@ -30,8 +35,18 @@ def readings(rapl: Path = RAPL) -> dict[str, Reading]:
             used, limit = (int((folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
         except (OSError, ValueError):
             continue
+        if _name(folder) == PLATFORM:
+            continue
         found[folder.name] = Reading(used / 1e6, limit / 1e6)
     return found | _gpus()
+
+
+def _name(folder: Path) -> str:
+    """What the kernel calls a counter: package-0, psys; empty where it does not say."""
+    try:
+        return (folder / "name").read_text().strip()
+    except OSError:
+        return ""
 
 
 def spent(before: Mapping[str, Reading], after: Mapping[str, Reading]) -> float | None:

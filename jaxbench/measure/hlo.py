@@ -6,7 +6,7 @@ reduce-scatter (n-1)/n of the full size, all-reduce twice that, all-to-all (n-1)
 once, at its start; so does a TPU collective that is spread over several fusions (they share chain_id and channel_id).
 An all-reduce inside a fusion called all-reduce-scatter is the TPU's form of reduce-scatter. The body of a `while`
 counts as often as the loop runs (its `known_trip_count`, else the constant that its condition counts up to from 0),
-and once where that is unknown; those are reported.
+and once where that is unknown; those are reported. Of a conditional every branch counts, so that its bytes are a bound.
 
 A collective is asynchronous where the schedule has its start and its end apart: a -start and its -done, or a chain of
 fusions. It is overlapped where a product (dot, convolution, or a kernel of tpu_custom_call) stands between the two, or
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _ENDS = (*(f"{kind}-done" for kind in KINDS), "async-update", "async-done")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
-_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
@@ -144,7 +144,9 @@ def _walk(
         inner_times, inner_unknown = times, is_unknown
         if instruction.opcode == "while":
             trips = _trip_count(computations, instruction.line)
-            inner_times, inner_unknown = times * (trips or 1), is_unknown or trips is None
+            inner_times, inner_unknown = times * (1 if trips is None else trips), is_unknown or trips is None
+            if not inner_times:
+                continue
         for called in _called(instruction.line):
             yield from _walk(computations, called, inner_times, inner_unknown)
 

@@ -103,11 +103,13 @@ class MemoryStats(NamedTuple):
 
 
 def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
-    """Statistics of a bank's state, a BankState of either backend with arrays that numpy reads.
+    """Statistics of a bank's state, a BankState of either backend, of any type, with gradients or without.
 
     A slot is dead when its share of the attention mass is below dead_share of an even one, 0 < dead_share < 1.
     """
-    values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, state, strict=True)}
+    # numpy reads no tensor with gradients, on a GPU or in bfloat16; PyTorch's own double() is the one that knows it.
+    plain = (x.detach().cpu().double() if hasattr(x, "detach") else x for x in state)
+    values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, plain, strict=True)}
     capacity, num_slots = values["slots"].shape[1], values["num_slots"]
     filled = np.arange(capacity)[None] < num_slots[:, None]
     mass = np.where(filled, values["mass"][:, -capacity:], 0.0)

@@ -23,7 +23,8 @@ from typing import Any
 
 HIGHER = 1.02  # a snapshot is taken when this many times the last one's bytes are allocated, and MORE
 MORE = 2**20
-PAUSE = 10  # times what a snapshot took pass before the next: they cost an eleventh of the time at most
+DOUBLED = 2.0  # so many times the last one's bytes, and MORE, are not waited for: such snapshots are few
+PAUSE = 10  # times what a snapshot took pass before any other: these cost an eleventh of the time at most
 LOOK_S = 0.05
 EXIT_INTERRUPT, EXIT_PIPE = 130, 141  # what a shell says of SIGINT and of SIGPIPE
 
@@ -56,8 +57,9 @@ class Allocations:
         tracemalloc.start()  # a frame a trace: what snapshots keep is traced memory itself, and has to stay small
 
     def look(self) -> None:
-        """Take a snapshot where more is allocated than at the last one, and that one's pause is over."""
-        if time.monotonic() >= self._next_s and tracemalloc.get_traced_memory()[0] > HIGHER * self._most + MORE:
+        """Take a snapshot where more is allocated than at the last one, and that one's pause is over or it is twice."""
+        higher = HIGHER if time.monotonic() >= self._next_s else DOUBLED
+        if tracemalloc.get_traced_memory()[0] > higher * self._most + MORE:
             started = time.monotonic()
             self._take()
             self._next_s = time.monotonic() + PAUSE * (time.monotonic() - started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,7 +68,9 @@ def read(data: Any) -> tuple[list[Event], list[Span]]:
 def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Costed]:
     """The program of each key: of its module's, the one that has most of the instructions that ran.
 
-    Programs of one function for several shapes may have equal instructions; the first of them stands for all.
+    Programs of one function for several shapes may have equal instructions: these are told apart by XLA's numbers. A
+    program that was compiled here has the number of its key, one that was read from the cache the next or the next but
+    one, below the next key's. Where no number fits, the first of them stands for all.
     """
     ran: dict[Key, set[str]] = defaultdict(set)
     for event in events:
@@ -75,6 +78,11 @@ def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Cos
     found = {}
     for key, instructions in ran.items():
         of_module = [each for each in programs if each.program.module == key[0]]
-        if of_module:
-            found[key] = max(of_module, key=lambda each: len(instructions & each.costs.keys()))
+        if not of_module:
+            continue
+        shared = [len(instructions & each.costs.keys()) for each in of_module]
+        equal = [each for each, count in zip(of_module, shared, strict=True) if count == max(shared)]
+        later = min((number for module, number in ran if module == key[0] and number > key[1]), default=math.inf)
+        numbered = [each for each in equal if key[1] <= each.number < later]
+        found[key] = min(numbered, key=lambda each: each.number) if numbered else equal[0]
     return found

@@ -40,7 +40,8 @@ class Watched:
 
     Args:
       pid: the process.
-      rows: JSON-lines files, or folders of them; besides them those that the process has open.
+      rows: .jsonl files, or folders of them; besides them those that the process has open. Of a file that is first
+        seen open its new lines are those from then on: what an earlier run wrote into it is no rate.
 
     Raises:
       ValueError: there is no such process, or it may not be read.
@@ -89,17 +90,23 @@ class Watched:
         return seconds / max(passed, time.time() - process.create_time())
 
     def _files(self) -> list[Path]:
-        found = [file for row in self.rows for file in (row.glob("*.jsonl") if row.is_dir() else [row])]
+        found = self._named()
         with contextlib.suppress(self._psutil.Error, OSError):
-            found += [Path(each.path) for each in self.process.open_files() if each.path.endswith(".jsonl")]
-        return sorted({file.absolute() for file in found if file.suffix == ".jsonl" and file.is_file()})
+            found |= {Path(each.path).absolute() for each in self.process.open_files()}
+        return sorted(file for file in found if file.suffix == ".jsonl" and file.is_file())
+
+    def _named(self) -> set[Path]:
+        found = [file for row in self.rows for file in (row.glob("*.jsonl") if row.is_dir() else [row])]
+        return {file.absolute() for file in found}
 
     def _rates(self, passed: float) -> tuple[dict[str, float], dict[str, float]]:
         rows, rates = {}, {}
-        for file in self._files():
-            before, now = self._lines.get(file, 0), _count_lines(file)
+        files, named = self._files(), self._named()
+        for file, label in zip(files, labels(files), strict=True):
+            now = _count_lines(file)
+            before = self._lines.get(file, 0 if file in named else now)
             self._lines[file] = now
-            rows[file.name] = max(now - before, 0) / passed
+            rows[label] = max(now - before, 0) / passed
             if now > before:
                 rates |= rates_of(_last_line(file))
         return rows, rates
@@ -115,6 +122,15 @@ def stragglers(cores: Mapping[int, float]) -> list[int]:
         if share > BUSY and others < IDLE:
             found.append(pid)
     return sorted(found)
+
+
+def labels(files: Sequence[Path]) -> list[str]:
+    """Names of files, with their folder's where two have one name, whole paths where that is not enough."""
+    short, long = ([name(file) for file in files] for name in (lambda f: f.name, lambda f: f"{f.parent.name}/{f.name}"))
+    return [
+        one if short.count(one) == 1 else two if long.count(two) == 1 else str(file)
+        for one, two, file in zip(short, long, files, strict=True)
+    ]
 
 
 def rates_of(line: str) -> dict[str, float]:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 HOLDERS = {"while", "call", "conditional"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # no work of their own
 INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\([^=]*?\)|\S+) (?P<opcode>[a-z][a-z0-9\-]*)\("
+    # A tuple's shapes are counted in comments from the sixth on: /*index=5*/
+    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\((?:[^=]|/\*index=\d+\*/)*?\)|\S+) (?P<opcode>[a-z][a-z0-9\-]*)\("
 )
-LAYOUT = re.compile(r"\{[^}]*\}")
+LAYOUT = re.compile(r"\{[^}]*\}|/\*index=\d+\*/")  # and the counts of a long tuple's shapes
 ENTRY = re.compile(r"^(\d+) (.*)$")
 FIELD = re.compile(r"(\w+)=(\d+)")
 NUM_FUNCTIONS = 2  # innermost of jaxbench that an operation is named by

@@ -24,6 +24,7 @@ ELEMENTWISE = frozenset(
     log-plus-one logistic maximum minimum multiply negate not or power remainder round-nearest-afz round-nearest-even
     rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor""".split()
 )
+ID_FIELD = 5
 SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 DIMENSIONS = re.compile(r"\[([\d,]*)\]")
@@ -54,10 +55,11 @@ class Costed(NamedTuple):
     program: operations.Program
     costs: dict[str, Cost]  # instruction -> cost
     scopes: dict[str, tuple[str, ...]]  # instruction -> named scopes and functions of jaxbench, the outermost first
+    number: int = 0  # XLA's own, by which events.assign finds it; 0 = not known
 
 
-def read(text: str) -> Costed:
-    """Costs and scopes of a program's instructions, from its HLO text."""
+def read(text: str, number: int = 0) -> Costed:
+    """Costs and scopes of a program's instructions, from its HLO text; number: as `number_of` gives it."""
     computations, tables = _computations(text), operations.source_tables(text)
     costs, scopes = {}, {}
     for instructions in computations.values():
@@ -69,7 +71,37 @@ def read(text: str) -> Costed:
                 _product_type(each, instructions, computations),
             )  # fmt: skip
             scopes[name] = _scope(each.line, tables)
-    return Costed(operations.read_program(text), costs, scopes)
+    return Costed(operations.read_program(text), costs, scopes, number)
+
+
+def number_of(module: bytes) -> int:
+    """XLA's number of a serialised program, 0 where it has none: field `id` of HloModuleProto (xla/service/hlo.proto).
+
+    The message is read field by field, as protocol buffers are written: a key of field and kind, then the value.
+    """
+    place, number = 0, 0
+    while place < len(module):
+        key, place = _varint(module, place)
+        field, kind = key >> 3, key & 7
+        if kind == 0:
+            value, place = _varint(module, place)
+            number = value if field == ID_FIELD else number
+        elif kind == 2:
+            size, place = _varint(module, place)
+            place += size
+        else:
+            place += 8 if kind == 1 else 4
+    return number
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of seven bits a byte, the lowest first, and the place behind it."""
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value, shift, place = value | (byte & 127) << shift, shift + 7, place + 1
+        if byte < 128:
+            return value, place
 
 
 def _computations(text: str) -> dict[str, dict[str, Instruction]]:
@@ -122,8 +154,11 @@ def _flops(
         labels = re.search(r"dim_labels=\w+_(\w+)->", each.line)
         outputs = kernel[labels[1].index("o")] if labels else 1
         return 2 * result * math.prod(kernel) // max(outputs, 1)
-    if each.opcode in ("reduce", "reduce-window"):
+    if each.opcode == "reduce":
         return math.prod(first)
+    if each.opcode == "reduce-window":  # every result reads a window of its own, as XLA's CPU computes it
+        window = re.search(r"window=\{size=([\dx]+)", each.line)
+        return result * math.prod(map(int, window[1].split("x"))) if window else result
     if each.opcode == "fusion":
         inside = computations.get(_called(each.line), {})
         parts = [_flops(one, inside, computations) for one in inside.values() if one.opcode not in operations.FREE]
@@ -156,8 +191,8 @@ def _bytes(
 ) -> int:
     """Bytes that one run reads and writes."""
     written = sum(hlo.shape_bytes(each.shape))
-    operands = [around[name] for name in each.operands if name in around]
-    sizes = [sum(hlo.shape_bytes(operand.shape)) for operand in operands]
+    named = [name for name in each.operands if name in around]
+    sizes = [sum(hlo.shape_bytes(around[name].shape)) for name in named]
     if each.opcode in SLICES:
         return 2 * written + sum(sizes[1:])
     if each.opcode == "dynamic-update-slice":
@@ -166,7 +201,10 @@ def _bytes(
         inside = computations.get(_called(each.line), {})
         sizes = [min(size, _read_of(place, size, inside)) for place, size in enumerate(sizes)]
         written = _written_of(inside, written)
-    return written + sum(sizes)
+    read: dict[str, int] = {}  # an operand that is named twice is read once
+    for name, size in zip(named, sizes, strict=True):
+        read[name] = max(size, read.get(name, 0))
+    return written + sum(read.values())
 
 
 def _read_of(place: int, size: int, inside: Mapping[str, Instruction]) -> int:

@@ -120,7 +120,8 @@ class Watch:
             for module in executable.hlo_modules():
                 key = (module.name, bytes(executable.fingerprint or b""))
                 if key not in self.texts:
-                    self.texts[key] = program_cost.read(module.to_string())
+                    number = program_cost.number_of(module.as_serialized_hlo_module_proto())
+                    self.texts[key] = program_cost.read(module.to_string(), number)
 
     def _sample(self, jax: Any, now: float) -> None:
         import psutil

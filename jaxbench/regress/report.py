@@ -227,7 +227,8 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
     """Write the forms that the suite asks for into a folder, but the page; their names."""
     forms: Mapping[str, Callable[[], str]] = {
         "md": lambda: markdown(record), "xml": lambda: junit(record),
-        "json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
+        "json": lambda: json.dumps(outputs.finite(_with_words(record)), indent=1, ensure_ascii=False, allow_nan=False)
+        + "\n",
     }  # fmt: skip
     wanted, names = record["suite"].get("reports", ("csv", *forms)), []
     if "csv" in wanted:
@@ -237,6 +238,17 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
         outputs.write_text(folder / f"report.{form}", forms[form]())
         names.append(f"report.{form}")
     return names
+
+
+def _with_words(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record, and beside its numbers what the page and the Markdown say of them."""
+    return dict(record) | {
+        "summary": summary(record),
+        "explanation": explanation(record),
+        "worth": worth(record) if record["findings"] else [],
+        "recommendations": advice.recommendations(record),
+        "checklist": [each._asdict() for each in advice.checklist(record)],
+    }
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -65,6 +65,11 @@ def scaled_peak(peak: float, rule: str, *, batch: int, base_batch: int | None) -
       ValueError: an unknown rule, or a rule without base_batch.
     """
     exponents = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-    if rule not in exponents or (rule != "none" and not base_batch):
-        raise ValueError(f"schedule: scaling {rule!r} with base_batch={base_batch}; wanted {', '.join(exponents)}")
+    if rule not in exponents:
+        raise ValueError(f"schedule: scaling {rule!r} is not one of {', '.join(exponents)}")
+    if rule != "none" and not base_batch:
+        raise ValueError(
+            f"schedule: learning_rate_scaling={rule} with base_batch={base_batch}; wanted the rows, 1 or more, that "
+            "the learning rate is for"
+        )
     return peak * (batch / base_batch) ** exponents[rule] if rule != "none" else peak

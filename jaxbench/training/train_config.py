@@ -119,6 +119,11 @@ class TrainConfig(Base):
         schedules.learning_rate(self.schedule, 0, **rate)  # both raise where the settings do not fit each other
         scaling = {"batch": self.batch_size, "base_batch": self.base_batch}
         schedules.scaled_peak(self.learning_rate, self.learning_rate_scaling, **scaling)
+        if self.learning_rate_scaling == "none" and self.base_batch is not None:
+            raise ValueError(
+                f"base_batch={self.base_batch} does nothing with learning_rate_scaling=none; wanted linear or sqrt, or "
+                "no base_batch"
+            )
         trained = self.step.optimizer.trained
         if (self.lora is None) == (trained == "adapters"):
             problem = "there would be nothing to train" if self.lora is None else "adapters are trained alone"

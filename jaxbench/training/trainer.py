@@ -155,6 +155,8 @@ class _Trainer:
             f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
             f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
         )
+        text, held_out = self.data.sha256[:64], self.data.sha256[64:]
+        self.display.say(f"text sha256 {text}{f', held out {held_out}' if held_out else ''}")
         self.display.start(self.start)
         done, early = self.start, self._is_early()
         first_traced, last_traced = self._traced(profile_steps)
@@ -303,7 +305,8 @@ class _Trainer:
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean, self.skipped)
         summary = result._asdict() | self._speed()
-        summary |= {"backend": self.backend, "parameters": self.num_parameters} | self.progress
+        summary |= {"backend": self.backend, "parameters": self.num_parameters, "text_sha256": self.data.sha256}
+        summary |= self.progress
         if self.processes.is_first:
             outputs.write_json(self.workdir / SUMMARY, summary)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""

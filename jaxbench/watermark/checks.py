@@ -12,13 +12,27 @@ from jaxbench import outputs, process_environment
 
 VALUES = flags.FLAGS
 FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite", "score_cache")  # of --input
-TEXT_FLAGS = ("prompt_tokens", "neural")  # of --text
+TEXT_FLAGS = ("prompt_tokens",)  # of --text
 
 
 def needed(name: str, what: str) -> None:
     """Raise where a flag without a default was left out."""
     if not VALUES[name].value:
         raise ValueError(f"--{name} is missing: name {what}")
+
+
+def say_text(*, folders: bool = False) -> None:
+    """Print the file that --data names (`folders`: or the folder), by the sha256 that the results carry.
+
+    What is not there, or no file where one is wanted, is left to the command, which says what it reads.
+    """
+    from jaxbench.watermark.study import evaluate_data
+
+    if VALUES.data is None:
+        return
+    path = Path(VALUES.data).expanduser()
+    if path.is_file() or (folders and path.is_dir()):
+        print(f"text: {VALUES.data}, sha256 {evaluate_data.fingerprint(VALUES.data)}", flush=True)
 
 
 def check_device() -> None:

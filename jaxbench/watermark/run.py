@@ -14,7 +14,7 @@ from jaxbench import config, outputs
 from jaxbench.generation import decoder
 from jaxbench.pretrained import weights
 from jaxbench.text import lines
-from jaxbench.watermark import detection, identify, localize, reference, significance
+from jaxbench.watermark import detection, identify, localize, significance
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
@@ -153,18 +153,17 @@ def detect_text(
     console: Any,
     level: float,
     prompt_tokens: int = 0,
-    neural: str | None = None,
 ) -> significance.Detections:
     """Test one text for the job's one candidate; print its p-values (the trained detector's, too), tokens, spans."""
     (candidate,) = job.candidates
     scheme, key, vocab_size = candidate.scheme, candidate.key, job.vocab_size or tokenizer.vocab_size
     encoded = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text])
     judge = None
-    if neural is not None:
+    if job.neural is not None:
         from jaxbench.watermark.detector import neural_detection
 
-        judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
-        judge.check(scheme)
+        judge = neural_detection.NeuralTest(job.neural, vocab_size=vocab_size)
+        judge.check(scheme)  # before the text is tried with every payload
     detector = job.make_detector(scheme, vocab_size=vocab_size)
     found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
@@ -173,10 +172,9 @@ def detect_text(
         console.print(f"payload {payload}, the likeliest of {number:,}; every p is corrected for all, z is its own")
     _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
     if judge is not None:
-        # the null passages have no prompt: a text whose first tokens never count is not one of their kind
-        behind = (None if column is None else column[:, prompt_tokens:] for column in evidence)
-        verdict = judge(scheme, ids[prompt_tokens:], reference.Evidence(*behind))
-        line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
+        verdicts = judge.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
+        p_value, num_null, num_tokens = (column[0] for column in verdicts)
+        line = f"neural p = {p_value:.3g}   (first {num_tokens} tokens, {num_null} null scores"
         console.print(f"{line}; the exact p above decides)")
     spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level, num_payloads=number)[0].spans
     console.print(highlighted(tokenizer, ids, scheme, evidence, spans))

@@ -69,6 +69,8 @@ CASES = [
     model(f"{HALF}|--seq_len=999999", "--seq_len=999999 is over the model's 8192"),
     model(f"{HALF}|--finetune_steps=-3", "--finetune_steps"),
     model(f"{HALF}|--learning_rate=0", "--learning_rate=0.0"),
+    model(f"{HALF}|--learning_rate=1e-3", "--learning_rate=0.001 is for fine-tuning"),
+    model(f"{HALF}|--batches=0|--seq_len=64", "--seq_len=64: no text is read"),
     model(f"{HALF}|--learning_rate=inf", "--learning_rate=inf"),
     model(f"{HALF}|--sead=3", "--sead", "nearest is --seed"),
     model(f"{HALF}|more", "'more' is not a flag"),

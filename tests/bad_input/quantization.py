@@ -89,6 +89,7 @@ CASES = [
     of(f"{FOLDER}|--activations=int8", "--activations", "int8", "dynamic"),
     of(f"{FOLDER}|--activations=dynamic", "--activations=dynamic", "need weights of 8 bits"),
     of(f"{FOLDER}|--bits=8|--activations=static", "--activations=static", "with a scale an output"),
+    of(f"{FOLDER}|--format=int8|--activation_scales=mse", "--activation_scales=mse goes with --activations=static"),
     of(f"{OUT}|--format=q8_0|--activations=dynamic", "--activations=dynamic: a GGUF file has none"),
     of(f"{OUT}|--format=float32|--rounding=gptq", "--rounding=gptq does nothing with --format=float32"),
     of(f"{OUT}|--format=q4_0|--rounding=gptq|--embedding=q4_0", "--embedding=q4_0 with --rounding", "wanted q8_0"),

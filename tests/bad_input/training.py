@@ -42,4 +42,6 @@ CASES = [
     data("a.bin", b"\x01", "a.bin", "cannot read", options=VOCABULARY),
     data("a.csv", "text", "a.csv", "unknown suffix"),
     data("a.txt.gz", b"\x1f\x8bnothing", "a.txt.gz", "cannot read"),
+    Case("train.py --set=base_batch=8", ("base_batch=8 does nothing with learning_rate_scaling=none",)),
+    Case("train.py --set=learning_rate_scaling=linear", ("learning_rate_scaling=linear with base_batch=None",)),
 ]

@@ -115,7 +115,7 @@ CASES = [
     detect(f"{ONE}|--output=o.json", "--output is for --input"),
     detect(f"{ONE}|--processes=2", "--processes is for --input"),
     detect(f"{ONE}|--neural=none", "none cannot be read", "run train-detector"),
-    detect(f"{MANY}|--neural=none", "--neural is for --text"),
+    detect(f"{MANY}|--neural=none", "none cannot be read", "run train-detector"),
     detect(f"{MANY}|--prompt_tokens=4", "--prompt_tokens is for --text"),
     detect("--key_file=key|--input=a.jsonl", "--input=a.jsonl needs --output"),
     detect(f"{MANY}|--input=none.jsonl", "none.jsonl names no file"),

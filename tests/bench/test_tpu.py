@@ -82,6 +82,15 @@ def test_command_refuses_an_unknown_topology_with_exit_code_2():
     assert "unknown topology 'v5e:9x9'" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--dtype=int7", "flag --dtype=int7"), ("--output=/dev/null/a.jsonl", "--output=/dev/null")]
+)
+def test_command_refuses_an_unknown_type_and_an_output_that_cannot_be_written_before_it_compiles(flag, said):
+    done = run_module("--topology=v5e:1x1", flag)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Compile the tiny model for two slices at once, as two comparisons on one machine would; return their outputs."""

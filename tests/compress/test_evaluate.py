@@ -1,5 +1,6 @@
 """Figures of quality: a reader's losses are the decoder's, recovery is 0 behind nothing and 1 behind everything."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -237,7 +238,10 @@ def test_figures_go_on_with_the_texts_that_they_began_with(tmp_path, kind):
 
     write("mill")
     (tmp_path / "parts").mkdir()
-    drawn = evaluation.run(how).picture
+    found = evaluation.run(how)
+    drawn, sha256 = found.picture, hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found.about["model_sha256"] == held.sha256
+    assert sha256 in (found.about.get("text_sha256"), *found.about.get("questions_sha256", ()))
     assert kind != "texts" or "<svg" in drawn  # one text: means without intervals
     with pytest.raises(ValueError, match="holds the work of configuration"):
         evaluation.run(how._replace(backend="torch"))  # whose vectors differ by rounding

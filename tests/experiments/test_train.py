@@ -23,6 +23,12 @@ from tests.structure import ROOT
             ["--find_batch_size", "--coordinator=a:1", "--num_processes=1", "--process_id=0"],
             "--find_batch_size works in one process, got --cluster or --coordinator=a:1",
         ),
+        (["--find_batch_size", "--memory_ladder=2"], "--find_batch_size and --memory_ladder=2 end the command each"),
+        (["--memory_mib=5"], "--memory_mib=5 is the limit of --find_batch_size and --memory_ladder; name one"),
+        (
+            ["--memory_ladder=2", "--profile_steps=1:2"],
+            "--profile_steps=1:2 is for a training run, and --memory_ladder",
+        ),
         (["--coordinator=node0:1234", "--num_processes=2"], "--process_id are missing beside --coordinator=node0:1234"),
     ],
 )

@@ -1,6 +1,7 @@
 """The pack: what is in it, which wheels it asks for, and what is left behind when it cannot be made."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -108,6 +109,32 @@ def test_its_script_installs_the_wheels_and_hands_its_arguments_on(made, tmp_pat
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: --stage='none of these' is unknown")
     assert {path.name for path in tmp_path.glob("*/*_of_pack.py")} == {"one_of_pack.py", "two_of_pack.py"}
+
+
+def test_its_script_reads_and_writes_where_it_is_called_and_finds_the_packs_configurations(made, tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    mine = '{"stages": [{"name": "mine", "about": "x", "command": "python -c 1", "limit_s": 60}]}'
+    (tmp_path / "mine.yaml").write_text(mine)
+    for words, code in (
+        (("--config=configs/gpu/long.yaml", "--stage=none"), 2),
+        (("--config=mine.yaml", "--workdir=results"), 0),
+    ):
+        command = ["bash", str(made[0] / "run"), "--rehearse", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert code == 0 or "wanted some of compressor" in done.stderr
+    assert (tmp_path / "results/results.jsonl").is_file()
+
+
+def test_its_script_leaves_out_a_wheel_that_does_not_fit_and_keeps_the_others(made, tmp_path):
+    shutil.copytree(made[0], tmp_path / "pack")
+    (tmp_path / "pack/wheels/other-1-cp39-cp39-win32.whl").write_bytes(b"")
+    environment = os.environ | {"PYTHON": sys.executable, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["bash", str(tmp_path / "pack/run"), "--rehearse", "--stage=none"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "left out: other-1-cp39-cp39-win32.whl" in done.stderr
+    assert "--stage='none' is unknown" in done.stderr.splitlines()[-1]
+    assert {path.name for path in tmp_path.glob("tmp*/*_of_pack.py")} == {"one_of_pack.py", "two_of_pack.py"}
 
 
 @pytest.mark.parametrize(("there", "with_model"), [("pack", False), ("pack-model-1", True), ("pack-model-2", True)])

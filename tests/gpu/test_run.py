@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from jaxbench import terminal
-from jaxbench.gpu import run
+from jaxbench.gpu import run, stages
 from jaxbench.measure import records
 from jaxbench.measure.records import Record, RecordFile, Workload
 from tests.gpu.small_stages import counting, measuring, python, runs, stage, writing
@@ -128,7 +128,7 @@ def test_figures_have_a_row_for_each_value_and_none_for_marks(call):
         ("first", "flax", "5"), ("first", "torch", "1.23457e+06"), ("second", "torch", "1.23457e+06"),
     ]  # fmt: skip
     assert rows[0] == {
-        "stage": "first", "figure": "decode_tokens_per_s", "arm": "flax", "workload": "decode", "value": "5",
+        "stage": "first", "gpu": "", "figure": "decode_tokens_per_s", "arm": "flax", "workload": "decode", "value": "5",
         "unit": "tokens/s", "share_of_roofline": "0.512", "launch": "1", "samples": "2",
     }  # fmt: skip
     assert rows[1]["share_of_roofline"] == ""
@@ -211,7 +211,7 @@ DEAF = "trap '' INT; echo $$ > {work}/pid; while :; do sleep 9; done"
 
 
 def test_a_stage_that_ignores_an_interrupt_is_ended_too(call, monkeypatch):
-    monkeypatch.setattr(run, "GRACE_S", 0.5)
+    monkeypatch.setattr(stages, "GRACE_S", 0.5)
     (ended,) = call(stage("deaf", shlex.join(["sh", "-c", DEAF]), limit_s=5))
     assert ended.reason == "ended at its limit of 5 s"
     pid = int((call.results.parent / "work" / "deaf" / "pid").read_text())
@@ -252,10 +252,10 @@ def test_a_stage_whose_packages_are_missing_is_skipped_and_the_rest_runs(call):
 
 def test_resuming_leaves_out_what_ended_well_and_runs_the_rest(call):
     failing = f"import os; assert os.path.exists({str(call.results.parent / 'mended')!r})"
-    stages = counting("good"), counting("bad", failing), counting("late")
-    call(*stages[:2])
+    wanted = counting("good"), counting("bad", failing), counting("late")
+    call(*wanted[:2])
     (call.results.parent / "mended").touch()
-    ended = call(*stages, resume=True)
+    ended = call(*wanted, resume=True)
     assert [(each.arm, each.status) for each in ended] == [("bad", "ok"), ("late", "ok")]
     assert "good: done before" in call.said
     assert {name: runs(call, name) for name in ("good", "bad", "late")} == {"good": 1, "bad": 2, "late": 1}
@@ -354,8 +354,9 @@ def test_an_interrupt_keeps_finished_stages_and_ends_what_runs(tmp_path):
     _, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, error
     assert error.splitlines()[-1].startswith("interrupted; finished stages are in ") and "--resume" in error
-    assert [(each.metric, each.arm) for each in records.read_lines(tmp_path / "r" / records.RESULTS_NAME)] == [
-        (RATE.metric, "flax"), (run.STAGE, "done"),
+    found = records.read_lines(tmp_path / "r" / records.RESULTS_NAME)
+    assert [(each.metric, each.arm, each.reason) for each in found] == [
+        (RATE.metric, "flax", ""), (run.STAGE, "done", ""), (run.STAGE, "sleeping", "interrupted"),
     ]  # fmt: skip
     pid = int(begun.read_text())
     wait_for(lambda: is_gone(pid))

@@ -1,8 +1,11 @@
 """Stages of configs/gpu: what a command line becomes, and what of a file is refused."""
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pydantic
 import pytest
@@ -133,3 +136,19 @@ def test_every_stage_of_the_files_writes_in_its_own_folder_and_runs_where_it_is_
         whole = shlex.split(each.command)
         assert any(word.startswith(("--output={work}/", "--workdir={work}")) for word in whole), each.name
         assert "--device={device}" in whole or each.name == "compressor_packed", each.name  # it only rewrites a file
+
+
+PRODUCT = "import jax, jax.numpy as jnp; x = jnp.ones((2, 2)); print(jax.jit(jnp.matmul).lower(x, x).as_text())"
+
+
+def test_products_of_float32_are_no_tf32_where_they_stand_beside_those_of_pytorch():
+    (each,) = (each for each in config.load(FILES[-1], (), Stages).stages if each.name == "memory_cost")
+    settings = os.environ | each.settings(work="/w", device="cpu")
+    done = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True, text=True, env=settings)
+    assert "HIGHEST" in done.stdout, done.stderr
+
+
+def test_what_comes_back_of_all_stages_is_no_more_files_than_a_lent_machine_gives():
+    found = config.load(FILES[-1], (), Stages).stages
+    own = ("results.jsonl", "figures.csv", "environment.json", "log.txt")
+    assert len(own) + sum(len(each.returned) for each in found) <= 8

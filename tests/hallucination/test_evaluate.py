@@ -1,6 +1,7 @@
 """Detectors and their evaluation: nothing is fitted on what it is judged by, noise stays noise, signal is found."""
 
 import csv
+import hashlib
 import json
 import os
 import subprocess
@@ -205,7 +206,11 @@ def test_words_alone_are_judged_by_the_command(tmp_path):
     command += [f"--workdir={tmp_path / 'out'}", "--draws=100", "--folds=3"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
+    kept = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    found = kept["rows"]
+    files = b"".join((folder / f"{name}.jsonl").read_bytes() for name in NAMES_OF)
+    assert kept["data_sha256"] == hashlib.sha256(files).hexdigest() and kept["data_sha256"] in done.stdout
+    assert kept["model_sha256"] is None and "jax" in kept["machine"]["versions"]
     assert found["number of novel words"]["pooled"][0] == 1.0 and "the detector" not in found
     assert rows.BASELINE in done.stdout
     lines = list(csv.DictReader((tmp_path / "out" / "evaluation.csv").read_text(encoding="utf-8").splitlines()))

@@ -32,3 +32,11 @@ def test_a_counter_that_cannot_be_read_is_no_figure(tmp_path):
     assert not any("rapl" in name for name in energy.readings(tmp_path))
     assert energy.spent({}, {}) is None
     assert energy.spent({"a": energy.Reading(1.0, 9.0)}, {}) is None
+
+
+def test_the_counter_of_the_whole_platform_is_not_added_to_its_packages(tmp_path):
+    package(tmp_path, "intel-rapl:0", 5_000_000)
+    package(tmp_path, "intel-rapl:1", 9_000_000)
+    (tmp_path / "intel-rapl:0" / "name").write_text("package-0\n")
+    (tmp_path / "intel-rapl:1" / "name").write_text("psys\n")
+    assert [name for name in energy.readings(tmp_path) if "rapl" in name] == ["intel-rapl:0"]

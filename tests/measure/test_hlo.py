@@ -107,12 +107,12 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so():
     assert hlo.collectives(text, 4)["collective-permute"][:5] == ("collective-permute", 1, 32, 32, 1)
     known = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
     assert hlo.collectives(known, 4)["collective-permute"].count == 9
+    assert "collective-permute" not in hlo.collectives(known.replace('"n":"9"', '"n":"0"'), 4)
 
 
 def test_shapes_in_bytes():
-    assert hlo.shape_bytes("(f32[2,3]{1,0:T(8,128)}, bf16[4]{0}, pred[8], s4[4], f8e4m3fn[5], s32[])") == [
-        24, 8, 8, 2, 5, 4,
-    ]  # fmt: skip
+    shape = "(f32[2,3]{1,0:T(8,128)}, bf16[4]{0}, pred[8], s4[4], f8e4m3fn[5], s32[], f8e4m3b11fnuz[7])"
+    assert hlo.shape_bytes(shape) == [24, 8, 8, 2, 5, 4, 7]
 
 
 def test_text_without_an_entry_is_an_error():

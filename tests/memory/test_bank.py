@@ -293,6 +293,18 @@ def test_statistics_are_those_of_a_state_made_by_hand():
     assert stats.compression_ratio.tolist() == [2.5, 0.0] and stats.reconstruction_cosine.tolist() == [0.9, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_statistics_read_a_torch_state_that_carries_gradients_in_any_type(dtype):
+    _, _, twin, _ = layer()
+    _, state, _ = twin(torch.tensor(np.asarray(stream())))
+    assert any(x.requires_grad for x in state)
+    wanted = memory_stats(layer()[0](stream())[1])
+    state = state._replace(mass=state.mass.to(dtype), use=state.use.to(dtype))
+    limit = 1e-12 if dtype == torch.float64 else 1e-2
+    for found, exact in zip(memory_stats(state), wanted, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=limit, atol=limit)
+
+
 def test_a_compression_that_loses_nothing_has_cosine_one():
     config = TINY.model_copy(update={"ratio": 1, "memory_slots": 8, "compression": "mean"})
     _, state, loss = layer(config)[0](stream())

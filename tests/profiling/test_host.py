@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import psutil
 import pytest
 
 from jaxbench import cli
-from jaxbench.profiling import host
+from jaxbench.profiling import child, host
 from tests.structure import ROOT
 from tests.test_cli import command, shell_environment
 
@@ -116,6 +118,24 @@ def test_the_peak_is_the_true_one_and_the_lines_are_of_all_that_was_held(tmp_pat
     assert 150 < found.peak / 2**20 < 155
     held = {number: lines.get(str(line_of(GROWS, words)), 0) for number, words in ((50, "kept ="), (15, "brief ="))}
     assert held == pytest.approx({50: 50, 15: 15}, abs=0.1)
+
+
+def test_twice_as_much_is_seen_while_a_snapshots_pause_still_lasts():
+    allocations = child.Allocations()
+    try:
+        allocations.look()
+        allocations._next_s = math.inf
+        first = allocations._most
+        held = [bytearray(2**22)]
+        held.append(bytearray(2 * first + 2**22))
+        allocations.look()
+        assert allocations._most > first + sum(map(len, held))
+        second, allocations._next_s = allocations._most, math.inf
+        held.append(bytearray(second // 2))  # no twice: it waits
+        allocations.look()
+        assert allocations._most == second
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("tool", TOOLS)

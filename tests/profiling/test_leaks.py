@@ -6,6 +6,7 @@ import random
 
 import jax.numpy as jnp
 import pytest
+from scipy import stats
 
 from jaxbench import cli
 from jaxbench.profiling import leaks
@@ -60,6 +61,22 @@ def test_jumps_of_an_allocator_are_no_leak_and_a_slow_rise_is():
 def test_too_few_calls_are_refused():
     with pytest.raises(ValueError, match="3 calls"):
         leaks.growth([1.0] * 3, least=1)
+
+
+def test_too_few_calls_are_refused_before_the_first():
+    called = []
+    for find in (leaks.find, lambda call, **rest: leaks.find_elsewhere(call, lambda: 0, warmup=0, **rest)):
+        with pytest.raises(ValueError, match="3 calls"):
+            find(lambda: called.append(1), repeats=3)
+    assert not called
+
+
+def test_many_calls_are_thinned_and_their_growth_is_still_a_calls(monkeypatch):
+    taken = []
+    slopes = stats.theilslopes
+    monkeypatch.setattr(stats, "theilslopes", lambda y, *rest, **how: taken.append(len(y)) or slopes(y, *rest, **how))
+    found = leaks.growth([5000.0 * call for call in range(100_000)], least=1)
+    assert taken == [leaks.MOST_SAMPLES] and found.verdict == "leak" and found.bytes_a_call == pytest.approx(5000)
 
 
 def test_another_process_is_read_by_its_resident_memory():

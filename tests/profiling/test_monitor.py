@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import types
 import pytest
 
 from jaxbench.profiling import compare, monitor
+from tests.structure import ROOT
 
 WRITER = """
 import json, sys
@@ -39,6 +41,36 @@ def test_rows_rates_and_the_end_of_a_process_are_seen(tmp_path):
         process.stdin.close()
         process.wait()
     assert watched.look() is None
+
+
+def test_what_an_earlier_run_wrote_into_a_file_is_no_rate(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n" * 1000)
+    watched = monitor.Watched(os.getpid())
+    with open(rows, "a", encoding="utf-8") as file:
+        assert watched.look().rows_per_s["rows.jsonl"] == 0
+        file.write("{}\n" * 10)
+        file.flush()
+        assert watched.look().rows_per_s["rows.jsonl"] > 0
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    files = [tmp_path / "a" / "rows.jsonl", tmp_path / "b" / "rows.jsonl"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("")
+    watched = monitor.Watched(os.getpid(), [str(file) for file in files])
+    files[0].write_text("{}\n")
+    found = watched.look().rows_per_s
+    assert found["a/rows.jsonl"] > 0 and found["b/rows.jsonl"] == 0
+
+
+def test_a_file_that_is_no_jsonl_is_refused_and_for_s_is_kept(tmp_path):
+    (tmp_path / "rows.csv").write_text("a\n")
+    script = [sys.executable, "experiments/profile.py", "monitor", f"--pid={os.getpid()}"]
+    done = subprocess.run([*script, f"--rows={tmp_path}/rows.csv"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "rows.csv is no .jsonl file" in done.stderr
+    subprocess.run([*script, "--for_s=0.2", "--interval_s=3600"], cwd=ROOT, check=True, timeout=240)
 
 
 def test_a_worker_that_computes_while_the_others_wait_is_a_straggler():

@@ -53,6 +53,33 @@ def test_foreign_code_has_unknown_flops():
     assert program_cost.read(TEXT).costs["foreign"] == (None, 4 * 4 + 2 * 4 * 16, "bf16")
 
 
+MANY = """HloModule jit_g, is_scheduled=true
+
+ENTRY %main (a: f32[64]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  %zero = f32[] constant(0)
+  %both = f32[64]{0} add(%a, %a)
+  %sums = f32[64]{0} reduce-window(%a, %zero), window={size=16 pad=15_0}, to_apply=%add
+  ROOT %sort.1 = (f32[64]{0}, f32[64]{0}, f32[64]{0}, f32[64]{0}, f32[64]{0}, /*index=5*/f32[64]{0}) sort(%a, %both, %sums, %a, %both, /*index=5*/%sums), dimensions={0}, to_apply=%less
+}
+"""  # noqa: E501
+
+
+def test_an_instruction_of_many_results_is_read_too():
+    costed = program_cost.read(MANY)
+    assert costed.costs["sort.1"].bytes == 6 * 256 + 3 * 256
+    assert costed.program.names["sort.1"] == "sort (" + ", ".join(["f32[64]"] * 6) + ")"
+    assert costed.program.opcodes == {"add": 1, "reduce-window": 1, "sort": 1}
+
+
+def test_an_operand_named_twice_is_read_once():
+    assert program_cost.read(MANY).costs["both"] == (64, 2 * 256, "f32")
+
+
+def test_each_result_of_a_window_reads_its_own():
+    assert program_cost.read(MANY).costs["sums"].flops == 64 * 16
+
+
 def test_scopes_leave_out_what_jax_puts_between():
     assert program_cost.read(TEXT).scopes["dot.1"] == ("outer", "inner")
 
@@ -72,6 +99,15 @@ def test_the_program_with_most_of_what_ran_is_taken():
     other = program_cost.read(TEXT.replace("dot.1", "dot.9"))
     ran = [events.Event(("jit_f", 7), "dot.9", "t", 0, 1)]
     assert events.assign(ran, [program_cost.read(TEXT), other])[("jit_f", 7)] is other
+
+
+def test_programs_of_equal_instructions_are_told_apart_by_xlas_number():
+    small, large = program_cost.read(TEXT, 4), program_cost.read(TEXT.replace("bf16[4,16]", "bf16[4,160]"), 8)
+    ran = [events.Event(("jit_f", number), "dot.1", "t", 0, 1) for number in (4, 8, 9)]
+    found = events.assign(ran, [small, large])
+    assert found[("jit_f", 4)] is small and found[("jit_f", 8)] is large and found[("jit_f", 9)] is small
+    from_cache = [each._replace(number=each.number + 2) for each in (small, large)]
+    assert list(events.assign(ran[:2], from_cache).values()) == from_cache
 
 
 def test_slices_of_one_scope_are_joined_within_a_run_and_apart_between_runs():

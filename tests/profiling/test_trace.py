@@ -69,6 +69,15 @@ def test_a_product_is_in_the_table_with_its_calls_and_flops(profiled):
     assert [row["seconds"] for row in rows] == sorted((row["seconds"] for row in rows), reverse=True)
 
 
+def test_one_function_of_two_shapes_has_the_flops_of_both(tmp_path):
+    program = jax.jit(lambda x: x @ x)
+    with trace.recorded(tmp_path / "p", say=lambda _: None):
+        for size in (48, 80):
+            program(jnp.ones((size, size))).block_until_ready()
+    rows = [row for row in read(tmp_path / "p", "operations.json")["rows"] if "dot_general" in row["name"]]
+    assert sum(row["flops"] for row in rows) == 2 * 48**3 + 2 * 80**3
+
+
 def test_scopes_are_slices_that_hold_their_operations(profiled):
     with gzip.open(profiled[0] / "scopes.json.gz", "rt") as file:
         found = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]

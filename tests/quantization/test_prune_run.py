@@ -9,8 +9,8 @@ import pytest
 
 from jaxbench import cli, outputs, transformer
 from jaxbench.parity import cases
+from jaxbench.pretrained import assets, weights
 from jaxbench.pretrained import tokenizer as tokenizers
-from jaxbench.pretrained import weights
 from jaxbench.quantization import prune_run, pruning, pruning_text
 from jaxbench.training import engine, trainer
 from jaxbench.training.train_config import TrainConfig
@@ -124,6 +124,7 @@ def test_training_mends_a_part_of_what_pruning_broke(wanda):
 def test_the_record_says_what_was_done_and_the_line_too(model, wanda):
     record = json.loads((wanda.path / prune_run.RECORD).read_text())
     assert record["sha256"] == weights.load_checkpoint(model).sha256 and record["settings"]["method"] == "wanda-2:4"
+    assert record["text_sha256"] == assets.TEXT_SHA256  # of the default text, which --data= would replace
     assert record["zeros"] == wanda.zeros._asdict() and record["held_out_nats_per_token"] == wanda.losses
     assert record["held_out_tokens"] == wanda.held_out_tokens > 0
     line = prune_run.summary(wanda, prune_run.Settings("wanda-2:4", finetune_steps=12))

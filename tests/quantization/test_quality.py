@@ -16,7 +16,7 @@ import yaml
 
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.pretrained import small_tokenizers, weights
+from jaxbench.pretrained import assets, small_tokenizers, weights
 from jaxbench.quantization.study import measure, methods, quality, report, windows
 from jaxbench.quantization.study.quality import Estimate, Method
 
@@ -198,6 +198,8 @@ def test_the_command_measures_keeps_and_shows(folder, tmp_path):
     code, out = run_command(*command)
     assert code == 0 and "int3-gptq" in out and "bits per byte" in out, out
     summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["about"]["text_sha256"] == {"default": assets.TEXT_SHA256} and assets.TEXT_SHA256 in out
+    assert summary["about"]["calibration_sha256"] == assets.TEXT_SHA256
     kl = {name: row["texts"]["default"]["kl"]["mean"] for name, row in summary["methods"].items()}
     assert kl["bf16"] < kl["w8a8"] < kl["int3"] and kl["int3-gptq"] < kl["int3"]
     for name in ("report.html", "report.svg", "results.csv"):
@@ -222,6 +224,7 @@ def test_the_quantize_command_writes_what_it_says(folder, tmp_path):
         "--rows=8", "--length=32", f"--output={tmp_path / 'w3'}",
     )  # fmt: skip
     assert code == 0 and "7 matrices rounded, relative error of products" in out, out
+    assert f"8 rows of 32 tokens of the text with sha256 {assets.TEXT_SHA256}" in out, out
     read = weights.load_checkpoint(tmp_path / "w3")
     values = read.params["layers.0.mlp.up_proj.kernel"]
     groups = values.reshape(2, 16, -1)

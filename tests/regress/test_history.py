@@ -8,7 +8,7 @@ import types
 import pytest
 
 from jaxbench import cli
-from jaxbench.regress import history, history_commands, report, run_file
+from jaxbench.regress import advice, history, history_commands, report, run_file
 from jaxbench.regress.judge import Finding
 
 NOW = datetime.datetime(2026, 11, 26, 12, tzinfo=datetime.UTC)
@@ -241,6 +241,23 @@ def test_a_report_says_the_same_in_every_form(tmp_path):
     assert 'tests="2" failures="1" skipped="1"' in xml and 'name="decode.tokens_per_s"' in xml
     assert (tmp_path / "report.csv").read_text().splitlines()[1].startswith("decode.tokens_per_s,regression,critical")
     assert report.table(run).row_count == 2
+
+
+def test_the_json_report_has_what_the_page_says_and_no_number_that_json_lacks(tmp_path):
+    risen = Finding("decode.recompilations", "regression", "critical", *[float("inf")] * 3, 0.0, 1.0, 3, 0)
+    run = record(1, findings=[risen._asdict()])
+    report.write(run, tmp_path)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert found["findings"][0]["worse"] is None and found["findings"][0]["head"] == 1.0
+    assert found["summary"] == report.summary(run) == "1 regression; 1 of the regressions critical"
+    assert found["recommendations"] == advice.recommendations(run)
+    assert "decode.recompilations" in found["recommendations"][0] and found["worth"] == report.worth(run)
+    points = {each["what"]: each["is_done"] for each in found["checklist"]}
+    assert points["no critical regression"] is False and points["the base is named"] is True
 
 
 def test_a_report_has_the_forms_that_the_suite_asks_for_and_says_what_verdicts_are_worth(tmp_path):

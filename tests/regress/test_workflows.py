@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 import yaml
 
 from jaxbench import config
-from jaxbench.regress.alert_config import Alerts
+from jaxbench.regress.alert_config import Alerts, AnyChannel, QuietHours
+from jaxbench.regress.suite import AnyCase, Requires, Suite
 from tests.structure import ROOT
 from tests.test_cli import shell_environment
 
@@ -88,6 +90,26 @@ def test_the_commands_of_the_workflows_and_their_flags_exist():
         done = subprocess.run(words, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=120)
         known = set(re.findall(r"--(?:\[no\])?(\w+)", done.stdout))
         assert done.returncode == 0 and names <= known, (command, names - known)
+
+
+def test_a_configuration_of_alerts_is_tried_by_the_command_at_its_head():
+    for path in sorted((ROOT / "configs" / "alerts").glob("*.yaml")):
+        commands = re.findall(r"experiments/benchmarks\.py (alerts try[^,\n]*|run[^,\n]*)", path.read_text())
+        assert f"--alerts={path.stem}" in commands[0], (path.name, commands)
+    words = [sys.executable, "experiments/benchmarks.py", "alerts", "try", "--alerts=team"]
+    done = subprocess.run(words, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "JAXBENCH_WEBHOOK_URL" in done.stderr
+
+
+def test_the_page_names_every_key_of_a_suite_of_its_cases_and_of_alerts():
+    text = (ROOT / "docs" / "performance_history.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") or line.startswith("Keys of such a file")]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", "\n".join(rows)))))
+    kinds = [Suite, Alerts, QuietHours, Requires, *typing.get_args(typing.get_args(AnyCase)[0])]
+    kinds += typing.get_args(typing.get_args(AnyChannel)[0])
+    assert {name for kind in kinds for name in kind.model_fields} - named == set()
+    words = {field.annotation for kind in kinds for name, field in kind.model_fields.items() if name == "workload"}
+    assert {typing.get_args(word)[0] for word in words} <= named
 
 
 def test_the_suites_and_the_alerts_of_the_workflows_are_there():

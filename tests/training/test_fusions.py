@@ -48,6 +48,11 @@ def gelu(up):
     return functional.activated(up, "gelu")
 
 
+def bias_gelu(product, bias):
+    """What follows a product with a bias: the sum and the activation."""
+    return functional.activated(functional.add_bias(product, bias), "gelu")
+
+
 def feed(state, x, key):
     """The block's own second half: norm, gate and up, SwiGLU, down, dropout, residual sum."""
     block = nnx.merge(
@@ -70,6 +75,7 @@ def chains(dtype):
     """Functions and their arguments' shapes, by name."""
     stream, inner = (jax.ShapeDtypeStruct((BATCH, LENGTH, size), dtype) for size in (WIDTH, INNER))
     scale, key = jax.ShapeDtypeStruct((WIDTH,), dtype), jax.eval_shape(lambda: prng.key_from_seed(0))
+    bias = jax.ShapeDtypeStruct((INNER,), dtype)
     state = nnx.state(nnx.eval_shape(lambda: transformer.Block(CONFIG, Compute(dtype=dtype))))
     parts = stream, stream, scale, key
     return {
@@ -79,6 +85,8 @@ def chains(dtype):
         "swiglu, gradient": (with_gradient(swiglu, 2), (inner, inner, inner)),
         "gelu": (gelu, (inner,)),
         "gelu, gradient": (with_gradient(gelu, 1), (inner, inner)),
+        "bias_gelu": (bias_gelu, (inner, bias)),
+        "bias_gelu, gradient": (with_gradient(bias_gelu, 2), (inner, inner, bias)),
         "feed": (feed, (state, stream, key)),
     }
 
@@ -128,15 +136,16 @@ def test_residual_dropout_and_norm_write_nothing_but_their_two_results(on_cpu):
 
 
 def test_without_xlas_fusion_every_operation_writes_a_buffer():
-    """The control arm: 14 full buffers in place of 2, 7 and 13 in place of 1."""
-    names = ("add_and_norm", "swiglu", "gelu")
+    """The control arm: 14 full buffers in place of 2, 7, 13 and 15 in place of 1."""
+    names = ("add_and_norm", "swiglu", "gelu", "bias_gelu")
     found = compiled("float32", names=names, xla_disable_hlo_passes="fusion")
-    assert [len(found[name]) for name in names] == [14, 7, 13]
+    assert [len(found[name]) for name in names] == [14, 7, 13, 15]
 
 
-def test_an_activation_and_its_product_write_their_result_alone(on_cpu):
+def test_an_activation_and_its_product_or_bias_write_their_result_alone(on_cpu):
     for kind, dtype in (("f32", "float32"), ("bf16", "bfloat16")):
-        assert on_cpu[dtype]["swiglu"] == on_cpu[dtype]["gelu"] == [f"{kind}[{BATCH},{LENGTH},{INNER}]"]
+        for name in ("swiglu", "gelu", "bias_gelu"):
+            assert on_cpu[dtype][name] == [f"{kind}[{BATCH},{LENGTH},{INNER}]"]
 
 
 def test_a_blocks_feed_forward_half_writes_its_products_their_operands_and_its_result(on_cpu):
@@ -146,8 +155,8 @@ def test_a_blocks_feed_forward_half_writes_its_products_their_operands_and_its_r
 
 def test_gradients_write_more_than_their_results_by_this_much(on_cpu):
     """XLA:CPU's surplus with gradients: 3 of add and norm (5 in bfloat16) over 4, 1 of SwiGLU over 3, none of GELU."""
-    results = {"add_and_norm, gradient": 4, "swiglu, gradient": 3, "gelu, gradient": 2}
-    for dtype, surplus in (("float32", [3, 1, 0]), ("bfloat16", [5, 1, 0])):
+    results = {"add_and_norm, gradient": 4, "swiglu, gradient": 3, "gelu, gradient": 2, "bias_gelu, gradient": 2}
+    for dtype, surplus in (("float32", [3, 1, 0, 0]), ("bfloat16", [5, 1, 0, 0])):
         assert [len(on_cpu[dtype][name]) - count for name, count in results.items()] == surplus
 
 
@@ -181,3 +190,4 @@ def test_a_tpu_puts_gate_up_and_swiglu_into_their_products_which_write_one_buffe
     assert len(wide) == 1 and len(found["swiglu"]) == len(found["gelu"]) == 1
     assert len(found["feed"]) == 3 + 4  # dropout's masks; norm, SwiGLU, down, sum
     assert (len(found["swiglu, gradient"]), len(found["gelu, gradient"])) == (3 + 1, 2)
+    assert (len(found["bias_gelu"]), len(found["bias_gelu, gradient"])) == (1, 2 + 1)

@@ -319,6 +319,24 @@ def test_a_step_that_is_not_finite_changes_nothing_and_stop_lasts(backend, polic
     assert metrics.is_finite and is_same == (policy == "stop") and metrics.skipped == (2 if policy == "stop" else 1)
 
 
+def test_a_run_s_step_writes_parameters_and_moments_where_they_lay():
+    """Flax: the compiled step's results alias all of the state but scalars. PyTorch: every address stays."""
+    config, params = cases.load(CASE)
+    settings = settings_of(config, StepConfig())
+    flax = engine.Engine(settings, config, params)
+    held = sum(x.nbytes for x in jax.tree.leaves(flax.state) if x.ndim)
+    assert held == 3 * 4 * sum(x.size for x in params.values())  # parameters and two moments in float32
+    assert flax._step.memory_analysis().alias_size_in_bytes >= held
+    runner = Torch(StepConfig())
+    runner.step(data(), 1e-3)  # which makes the moments
+    tensors = list(runner.state.params.parameters())
+    tensors += [x for of in runner.state.moments.state.values() for x in of.values() if x.ndim]
+    places, values = [x.data_ptr() for x in tensors], [x.detach().clone() for x in tensors]
+    runner.step(data(1), 1e-3)
+    assert [x.data_ptr() for x in tensors] == places
+    assert not any(torch.equal(x, old) for x, old in zip(tensors, values, strict=True))
+
+
 def test_the_twin_says_what_it_lacks():
     with pytest.raises(ValueError, match="optimizer 'lion' is not in torch_ref, which has adamw, sgd;"):
         Torch(StepConfig(optimizer=OptimizerConfig(kind="lion")))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jaxbench import config, parameters, prng, train, transformer
+from jaxbench import remat as jax_remat
 from jaxbench.parity import cases, distance
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, RematConfig, StepConfig
@@ -145,6 +146,22 @@ def test_a_step_takes_its_policy_from_its_configuration():
         states.append(torch_update.state_arrays(state)["params"])
         assert metrics.is_finite
     assert all((states[0][name] == states[1][name]).all() for name in states[0])
+
+
+@pytest.mark.parametrize("group", [0, -1])
+def test_groups_of_no_block_are_refused(group):
+    """-1 would leave out every block."""
+    models = (transformer, jax_remat), (torch_transformer, remat)
+    for build, own in ((module.build, own) for module, own in models):
+        model = build(CONFIG, cases.load(CASE)[1])
+        with pytest.raises(ValueError, match=f"remat: policy='group' with group={group}, wanted at least 1 block"):
+            own.apply(model, policy="group", group=group)
+
+
+def test_a_policy_that_neither_twin_has_is_refused():
+    model = transformer.build(CONFIG, cases.load(CASE)[1])
+    with pytest.raises(ValueError, match="remat: policy='blocks' is unknown, wanted one of none, block, group, names"):
+        jax_remat.apply(model, policy="blocks")
 
 
 def test_without_gradients_and_with_a_cache_blocks_run_as_ever():

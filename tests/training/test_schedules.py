@@ -62,5 +62,5 @@ def test_the_peak_scales_with_the_batch():
     assert schedules.scaled_peak(0.1, "linear", batch=64, base_batch=16) == pytest.approx(0.4)
     assert schedules.scaled_peak(0.1, "sqrt", batch=64, base_batch=16) == pytest.approx(0.2)
     assert schedules.scaled_peak(0.1, "none", batch=64, base_batch=None) == 0.1
-    with pytest.raises(ValueError, match="'linear' with base_batch=None"):
+    with pytest.raises(ValueError, match="linear with base_batch=None; wanted the rows"):
         schedules.scaled_peak(0.1, "linear", batch=64, base_batch=None)

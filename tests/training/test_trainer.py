@@ -232,7 +232,7 @@ def test_a_decoder_too_small_for_its_data_is_refused(tmp_path, text):
         settings(step={"accumulation": 3})
     with pytest.raises(ValueError, match="warmup_steps=20 and a decay over 1 do not fit in steps=12"):
         settings(schedule={"warmup_steps": 20})
-    with pytest.raises(ValueError, match="scaling 'sqrt' with base_batch=None"):
+    with pytest.raises(ValueError, match="learning_rate_scaling=sqrt with base_batch=None"):
         settings(learning_rate_scaling="sqrt")
     with pytest.raises(ValueError, match="seq_len=65 is over model.max_seq_len=64"):
         settings(data={"seq_len": 65})

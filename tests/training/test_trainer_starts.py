@@ -1,5 +1,6 @@
 """A run that is started again: where its texts lie now, and what its best loss was."""
 
+import hashlib
 import json
 import shutil
 
@@ -45,6 +46,16 @@ def test_the_best_loss_is_the_lowest_one_though_no_gain_of_it_counts(tmp_path, t
     found = losses(tmp_path / "w")
     assert summary["best_loss"] == min(found) < found[0]
     assert summary["best_step"] == 1 + found.index(min(found)) and summary["without_gain"] == 3
+
+
+def test_the_text_is_named_by_its_checksum_in_the_summary_and_in_what_is_printed(tmp_path, text, capfd):
+    other = tmp_path / "other.txt"
+    other.write_text("a dog lay under the table; " * 30)
+    sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (text, other)]
+    assert train(tmp_path / "one", text, steps=1)["text_sha256"] == sums[0]
+    assert f"text sha256 {sums[0]}\n" in capfd.readouterr().err
+    assert train(tmp_path / "two", text, steps=1, validation_path=str(other))["text_sha256"] == "".join(sums)
+    assert f"text sha256 {sums[0]}, held out {sums[1]}\n" in capfd.readouterr().err
 
 
 def test_small_gains_add_up_to_one_that_counts_and_patience_ends_a_run_without(tmp_path, text):

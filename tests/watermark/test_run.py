@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -56,6 +57,25 @@ def test_a_key_is_made_and_used_to_score_a_file(tmp_path, corpus):
     row = json.loads((tmp_path / "scores.jsonl").read_text())
     assert row["num_scored"] > 10 and 0 < row["p_value"] <= 1
     refused(watermark("keygen", f"--output={key}"), "new_key exists", "name another file")
+
+
+def test_data_is_named_with_the_sha256_that_the_result_carries(tmp_path):
+    data, out = tmp_path / "texts.jsonl", tmp_path / "out"
+    words = [f"word{i} of{i % 7} the{i % 11} mill{i % 13}" for i in range(600)]
+    texts = [" ".join(words[start : start + 60]) for start in range(0, 600, 60)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    small = (
+        "num_texts=8",
+        "num_tokens=40",
+        "num_keys=2",
+        "num_list_keys=2",
+        "per_text=1",
+        "schemes={a: {scheme: kgw}}",
+    )
+    done = watermark("calibrate", f"--data={data}", f"--workdir={out}", *(f"--set={each}" for each in small))
+    sha256 = hashlib.sha256(data.read_bytes()).hexdigest()
+    assert f"text: {data}, sha256 {sha256}\n" in done.stdout, done.stderr
+    assert json.loads((out / "calibration.json").read_text())["text_sha256"] == sha256
 
 
 def test_one_text_is_shown_with_its_scores(key_file):

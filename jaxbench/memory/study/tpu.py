@@ -3,7 +3,8 @@
     python -m jaxbench.memory.study.tpu --topology=v5e:2x2 --config=configs/ltm/mac.yaml --config=configs/ltm/bank.yaml
 
 Prefill and decode with the batch split over the chips and the training step with weights split too (fsdp), in bfloat16;
-one JSON line a program: bytes per chip, collectives by kind, seconds to compile.
+one JSON line a program: bytes per chip, collectives by kind, seconds to compile. A program that does not fit is a line
+with the compiler's sentence, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def compile_programs(
 ) -> Iterator[dict[str, Any]]:
     """Yield what the compiler says about prefill, decode and the training step of a decoder, per chip.
 
+    A program that does not fit has no bytes: `does_not_fit` is what the compiler says.
+
     Args:
       batch: rows, over all chips; a multiple of their number.
       tokens: of a prompt, a cache and a training row.
@@ -51,10 +54,13 @@ def compile_programs(
         mesh_programs.decode(abstract, serve, batch=batch, length=tokens),
         mesh_programs.train(abstract, fit, **size),
     ):
-        compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)
-        yield {
-            "program": program.name,
-            "device": topology.name,
+        about = {"program": program.name, "device": topology.name}
+        try:
+            compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)
+        except tpu_compile.DoesNotFitError as error:
+            yield about | {"does_not_fit": str(error)}
+            continue
+        yield about | {
             "bytes": compiled.resident_bytes - compiled.memory["code"],
             "collectives": {kind: total.count for kind, total in compiled.collectives.items()},
             "compile_s": round(compiled.compile_s, 1),
@@ -63,16 +69,16 @@ def compile_programs(
 
 def main() -> int:
     """Compile every configuration for every slice; return the exit code."""
-    values = flags.FLAGS
-    for name in values.topology:
-        topology = chips.parse_topology(name)
-        for path in values.config:
-            settings = config.load(path, (), MemoryTrainConfig)
+    values, fits = flags.FLAGS, True
+    runs = {path: config.load(path, (), MemoryTrainConfig) for path in values.config}
+    for topology in [chips.parse_topology(name) for name in values.topology]:
+        for path, settings in runs.items():
             model = settings.decoder(settings.model.vocab_size or VOCAB_SIZE)
             batch = -(-settings.batch_size // topology.num_chips) * topology.num_chips
             for facts in compile_programs(model, topology, batch=batch, tokens=settings.data.seq_len):
                 print(json.dumps({"config": path} | facts), flush=True)
-    return cli.EXIT_OK
+                fits = fits and "does_not_fit" not in facts
+    return cli.EXIT_OK if fits else cli.EXIT_GATE
 
 
 if __name__ == "__main__":

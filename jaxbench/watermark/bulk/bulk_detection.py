@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs, store, worker_pool
+from jaxbench.pretrained import assets
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.result_cache import ResultCacheConfig
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, score_cache
 from jaxbench.watermark.bulk import part_files
 from jaxbench.watermark.config import num_payloads
+from jaxbench.watermark.detector import features
 from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
@@ -43,6 +45,7 @@ class Job:
     field: str = "text"
     prompt_field: str | None = None
     cache: ResultCacheConfig | None = None  # of scores; decides none of them
+    neural: str | None = None  # folder of a trained detector, whose p-values stand beside the one candidate's
 
 
 class Worker:
@@ -54,6 +57,9 @@ class Worker:
         self._encoder: TextEncoder | None = None
         self._cache = None  # opened where the chunks are scored: a connection is not pickled
         self._detectors: dict[str, Any] = {}
+        if job.neural is not None:  # what is wrong with it is said before anything is scored
+            self._neural_test()
+        self._judge: Any = None  # compiled where the chunks are scored: programs are not pickled
 
     def __call__(self, chunk: lines.Chunk) -> dict[str, Any]:
         """Score one chunk, write its part and its report, and return the report."""
@@ -113,6 +119,14 @@ class Worker:
             self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, green_lists=green_lists)
         return self._detectors[name]
 
+    def _neural_test(self) -> Any:
+        from jaxbench.watermark.detector import neural_detection
+
+        judge = neural_detection.NeuralTest(self.job.neural, vocab_size=self.vocab_size)
+        for candidate in self.job.candidates:
+            judge.check(candidate.scheme)
+        return judge
+
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
         """Columns of scores, and how many of them the cache had."""
         candidates = self.job.candidates
@@ -122,7 +136,12 @@ class Worker:
             candidate = candidates[0]
             detector = self._detector(candidate.scheme, vocab_size=self.vocab_size, green_lists=candidate.green_lists)
             one, num_known = score_cache.detect(detector, ids, candidate.key, self._cache, prompt_lengths=prompt)
-            return one._asdict(), num_known
+            columns = one._asdict()
+            if self.job.neural is not None:
+                self._judge = self._judge or self._neural_test()
+                verdicts = self._judge.detect(detector, ids, candidate.key, prompt_lengths=prompt)
+                columns |= {f"neural_{name}": column for name, column in verdicts._asdict().items()}
+            return columns, num_known
         identified = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
             correction=self.job.correction, prompt_lengths=prompt, cache=self._cache,
@@ -241,10 +260,13 @@ def describe(job: Job) -> str:
     fields = {
         field.name: getattr(job, field.name)
         for field in dataclasses.fields(job)
-        if field.name not in ("make_detector", "cache")
+        if field.name not in ("make_detector", "cache", "neural")
     }
     fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
     if job.model is not None:  # another model may lie at the same place when the run goes on
         content = load_tokenizer(job.model).core.to_str()
         fields["tokenizer"] = hashlib.sha256(content.encode()).hexdigest()
+    if job.neural is not None:
+        *_, record = features.load(job.neural)
+        fields["neural"] = [record["sha256"], assets.sha256_file(features.calibration_file(job.neural))]
     return json.dumps(fields, sort_keys=True)

@@ -156,18 +156,29 @@ def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[
     return config, params, record
 
 
+def calibration_file(folder: str | Path) -> Path:
+    """Where a detector's human passages lie.
+
+    Raises:
+      ValueError: there is no such file.
+    """
+    path = Path(folder) / "calibration.npy"
+    if not path.is_file():
+        raise ValueError(f"detector: {path} cannot be read (there is no such file); run train-detector")
+    return path
+
+
 def load_calibration(folder: str | Path) -> np.ndarray:
     """Human passages [N T] that were saved with a detector.
 
     Raises:
       ValueError: there are none, or the file is damaged.
     """
+    path = calibration_file(folder)
     try:
-        found = np.load(Path(folder) / "calibration.npy", allow_pickle=False)
+        found = np.load(path, allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"detector: {folder}/calibration.npy cannot be read ({error}); run train-detector") from error
+        raise ValueError(f"detector: {path} cannot be read ({error}); run train-detector") from error
     if found.ndim != 2 or not len(found) or found.dtype.kind not in "iu":
-        raise ValueError(
-            f"detector: {folder}/calibration.npy has shape {found.shape} of {found.dtype}, wanted ids [N T]"
-        )
+        raise ValueError(f"detector: {path} has shape {found.shape} of {found.dtype}, wanted ids [N T]")
     return found

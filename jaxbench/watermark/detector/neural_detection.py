@@ -1,4 +1,4 @@
-"""A trained detector's p-value of one text, to be read beside the exact test's.
+"""A trained detector's p-values of texts, to be read beside the exact test's.
 
 The p-value is conformal (Vovk et al. 2005, chapter 2): with n null scores, of held-out human passages of the text's
 length under random keys, it is (1 + number of null scores >= the text's) / (n + 1), so that it cannot be below
@@ -8,22 +8,25 @@ level. The passages are those that train-detector kept for this (`calibration.np
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Float, Int
 
 from jaxbench import prompts
-from jaxbench.watermark import config
+from jaxbench.watermark import config, detection
 from jaxbench.watermark.detector import features, neural, training_data
-from jaxbench.watermark.reference import Evidence
+from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes.contract import Scheme
+from jaxbench.watermark.texts import Ragged
 
 NUM_NULL = 4000
 SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
+STEP = 32  # tokens: texts are filled up to multiples, each a program
 
 
 class Scorer:
@@ -55,7 +58,14 @@ def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
 
 
 def null_scores(
-    scorer: Scorer, scheme: Scheme, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
+    scorer: Callable[[features.Arrays], np.ndarray],
+    scheme: Scheme,
+    human: np.ndarray,
+    *,
+    length: int,
+    count: int,
+    vocab_size: int,
+    seed: int,
 ) -> np.ndarray:
     """Scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
     random = np.random.default_rng((seed, length))
@@ -63,12 +73,14 @@ def null_scores(
     return scorer(training_data.null_arrays(pool, np.arange(count) % len(human), length, random))
 
 
-class NeuralVerdict(NamedTuple):
-    """What the neural detector says of one text."""
+class NeuralVerdicts(NamedTuple):
+    """What the neural detector says of N texts."""
 
-    p_value: float  # >= 1 / (num_null + 1)
-    num_null: int  # null scores it is ranked among
-    num_tokens: int  # tokens that were read: at most as many as the human passages have
+    p_value: Float[np.ndarray, " N"]  # >= 1 / (num_null + 1)
+    num_null: Int[np.ndarray, " N"]  # null scores that it is ranked among; 0 = no token of the text is scored, p = 1
+    num_tokens: Int[
+        np.ndarray, " N"
+    ]  # tokens that were read, behind the prompt: at most as many as human passages have
 
 
 class NeuralTest:
@@ -86,6 +98,7 @@ class NeuralTest:
             raise ValueError(f"detector: {folder} was trained on a vocabulary of {trained}, the text has {vocab_size}")
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
+        self._null: dict[tuple[str, int], np.ndarray] = {}  # scores by scheme and length
 
     def check(self, scheme: Scheme) -> None:
         """Raise where the detector cannot judge a scheme.
@@ -96,16 +109,75 @@ class NeuralTest:
         if config.num_payloads(scheme) > 1:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
 
-    def __call__(self, scheme: Scheme, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
-        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under its key; errors as `check`."""
-        self.check(scheme)
-        length = min(len(tokens), self._human.shape[1])
-        if not evidence.scored[0, :length].any():
-            return NeuralVerdict(1.0, 0, length)
-        value = features.evidence(scheme, evidence)[:, :length].astype(np.float32)
-        row = (np.asarray(tokens[:length], np.int32)[None], value, evidence.scored[:, :length], np.zeros(1, np.float32))
-        null = null_scores(
-            self._scorer, scheme, self._human, length=length, count=NUM_NULL, vocab_size=self._vocab_size, seed=0
-        )
-        p = conformal_p(self._scorer(features.Arrays(*row)), null)
-        return NeuralVerdict(float(p[0]), NUM_NULL, length)
+    def detect(
+        self,
+        detector: detection.NumpyDetector,
+        ids: Ragged,
+        key: Key | Sequence[Key],
+        *,
+        prompt_lengths: Int[np.ndarray, " N"] | int | None = None,
+    ) -> NeuralVerdicts:
+        """Judge N texts by the evidence that a Detector finds under their key, or one each.
+
+        Texts are read from behind their prompts on, as the null passages have none. A verdict does not depend on the
+        others.
+
+        Raises:
+          ValueError: as `check`, or keys or prompt lengths do not fit the texts.
+        """
+        self.check(detector.scheme)
+        key, prompt = detection.checked_keys(key, len(ids)), detection.checked_prompts(prompt_lengths, len(ids))
+        counts = np.clip(ids.lengths - prompt, 0, self._human.shape[1])
+        found = NeuralVerdicts(np.ones(len(ids)), np.zeros(len(ids), np.int64), counts)
+        for rows, tokens, lengths in detection.batches(ids):
+            keys = key if isinstance(key, Key) else [key[row] for row in rows]
+            evidence = detector.evidence(tokens, lengths, keys, prompt_lengths=prompt[rows])
+            value = features.evidence(detector.scheme, evidence).astype(np.float32)
+            arrays = _behind(prompt[rows], counts[rows], features.Arrays(tokens, value, evidence.scored, rows))
+            for width, kept in self._widths(counts[rows], arrays.scored.any(axis=1)):
+                scores = self._scorer(features.Arrays(*(field[kept] for field in _cut(arrays, width))))
+                for length in np.unique(counts[rows[kept]]):
+                    null = self._null_scores(detector.scheme, int(length), width)
+                    alike = counts[rows[kept]] == length
+                    found.p_value[rows[kept][alike]] = conformal_p(scores[alike], null)
+                    found.num_null[rows[kept][alike]] = len(null)
+        return found
+
+    def _widths(self, counts: np.ndarray, is_scored: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (width, rows) of texts that are scored: few widths are few programs."""
+        widths = np.minimum(-(-counts // STEP) * STEP, self._human.shape[1])
+        for width in np.unique(widths[is_scored]):
+            yield int(width), np.flatnonzero(is_scored & (widths == width))
+
+    def _null_scores(self, scheme: Scheme, length: int, width: int) -> np.ndarray:
+        """Scores of NUM_NULL human passages of a length."""
+        name = f"{scheme}", length
+        if name not in self._null:
+            self._null[name] = null_scores(
+                lambda arrays: self._scorer(_cut(arrays, width)), scheme, self._human, length=length, count=NUM_NULL,
+                vocab_size=self._vocab_size, seed=0,
+            )  # fmt: skip
+        return self._null[name]
+
+
+def _behind(prompt: np.ndarray, counts: np.ndarray, arrays: features.Arrays) -> features.Arrays:
+    """Arrays [B T] from each row's prompt on, `counts` tokens of it; what is behind is padding."""
+    columns = np.arange(max(1, counts.max(initial=0)))
+    inside, places = columns < counts[:, None], columns + prompt[:, None]
+    fill = features.Arrays(-1, np.float32(features.NO_EVIDENCE), False, 0)
+    taken = {
+        name: np.where(inside, np.take_along_axis(getattr(arrays, name), np.where(inside, places, 0), axis=1), other)
+        for name, other in fill._asdict().items() if name != "labels"
+    }  # fmt: skip
+    return features.Arrays(**taken, labels=np.zeros(len(counts), np.float32))
+
+
+def _cut(arrays: features.Arrays, width: int) -> features.Arrays:
+    """Arrays of `width` columns: cut, or filled up with padding."""
+    short = max(0, width - arrays.tokens.shape[1])
+    fill = {"tokens": -1, "evidence": features.NO_EVIDENCE, "scored": False}
+    fields = {
+        name: np.pad(getattr(arrays, name)[:, :width], ((0, 0), (0, short)), constant_values=value)
+        for name, value in fill.items()
+    }
+    return arrays._replace(**fields)

@@ -5,10 +5,26 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from jaxbench.measure import tpu_compile
+from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, tpu_compile
+from jaxbench.memory.study import tpu
 from tests.structure import ROOT
+
+
+def test_a_program_that_does_not_fit_is_said_and_the_others_are_compiled(monkeypatch):
+    def refuse(lower, topology):
+        raise tpu_compile.DoesNotFitError("does not fit: used 40.00G of 15.75G")
+
+    monkeypatch.setattr(tpu_compile, "devices", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(tpu_compile, "compile_program", refuse)
+    shape = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    model = TransformerConfig(vocab_size=32, max_seq_len=8, **shape)
+    found = list(tpu.compile_programs(model, chips.parse_topology("v5e:1x1"), batch=1, tokens=8))
+    assert [row["program"] for row in found] == ["prefill", "decode", "train"]
+    assert {row["does_not_fit"] for row in found} == {"does not fit: used 40.00G of 15.75G"}
 
 
 @pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")

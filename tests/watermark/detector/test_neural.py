@@ -1,5 +1,7 @@
 """The neural detector: twins, masking, evidence on one scale, files, and training that learns."""
 
+import csv
+import dataclasses
 import io
 import json
 import re
@@ -12,10 +14,11 @@ import torch
 from rich.console import Console
 
 import torch_ref.watermark.detector.neural
-from jaxbench.watermark import config, identify, reference, run
+from jaxbench.watermark import config, detection, identify, reference, run
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.detector import features, neural, neural_detection, train_detector, training_data
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.texts import Ragged
 from tests.watermark import vocabulary
 
 SHAPE = features.NeuralConfig(num_rows=64, d_model=12, num_pooled=6, d_hidden=8, dilations=(1, 3))
@@ -150,19 +153,79 @@ def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kep
     features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
     test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
     tokens, keys = marked(scheme, count=1, length=40)
-    found = reference.evidence(scheme, keys, tokens, np.array([40]), vocab_size=VOCAB)
-    verdict = test(scheme, tokens[0], found)
-    assert verdict.num_tokens == 32 and 0 < verdict.p_value <= 1
-    assert (verdict.p_value * (verdict.num_null + 1)) == pytest.approx(round(verdict.p_value * (verdict.num_null + 1)))
-    nothing = reference.Evidence(found.words, np.zeros_like(found.scored))
-    assert test(scheme, tokens[0], nothing).p_value == 1.0
+    detector = detection.NumpyDetector(scheme, vocab_size=VOCAB)
+    (p,), (num_null,), (num_tokens,) = test.detect(detector, Ragged.from_array(tokens), keys)
+    assert num_tokens == 32 and 0 < p <= 1 and p * (num_null + 1) == pytest.approx(round(p * (num_null + 1)))
+    carrying = detection.NumpyDetector(config.parse_scheme({"scheme": "kgw", "payload_bits": 2}), vocab_size=VOCAB)
     with pytest.raises(ValueError, match="payload_bits=2"):
-        test(config.parse_scheme({"scheme": "kgw", "payload_bits": 2}), tokens[0], found)
+        test.detect(carrying, Ragged.from_array(tokens), keys)
     with pytest.raises(ValueError, match="vocabulary of 256, the text has 99"):
         neural_detection.NeuralTest(tmp_path, vocab_size=99)
     (tmp_path / "calibration.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"calibration.npy cannot be read .*run train-detector"):
         neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
+
+
+def test_p_values_of_many_texts_are_those_of_each_alone_at_its_own_length(tmp_path):
+    scheme, random = config.parse_scheme("kgw"), np.random.default_rng(3)
+    human = random.integers(0, VOCAB, (40, 48), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    test, detector = (
+        neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB),
+        detection.NumpyDetector(scheme, vocab_size=VOCAB),
+    )
+    lengths, prompts = [60, 0, 9, 33, 1, 9, 48, 20], np.array([0, 0, 0, 3, 0, 2, 5, 20])
+    texts = [random.integers(0, VOCAB, length) for length in lengths]
+    keys = [Key(i) for i in range(8)]
+    found = test.detect(detector, Ragged.from_lists(texts), keys, prompt_lengths=prompts)
+    assert found.num_tokens.tolist() == [48, 0, 9, 30, 1, 7, 43, 0]
+    assert found.num_null.tolist() == [4000, 0, 4000, 4000, 0, 4000, 4000, 0], "no token of the others is scored"
+    scorer, wanted = neural_detection.Scorer(SHAPE, PARAMS), []
+    for text, key, prompt, count in zip(texts, keys, prompts, found.num_tokens):
+        evidence = reference.evidence(
+            scheme, key, text[None], np.array([len(text)]), vocab_size=VOCAB, prompt_lengths=prompt
+        )
+        part = slice(prompt, prompt + count)
+        value = features.evidence(scheme, evidence)[:, part].astype(np.float32)
+        row = features.Arrays(
+            text[None, part].astype(np.int32), value, evidence.scored[:, part], np.zeros(1, np.float32)
+        )
+        if not row.scored.any():
+            wanted.append(1.0)
+            continue
+        null = neural_detection.null_scores(scorer, scheme, human, length=count, count=4000, vocab_size=VOCAB, seed=0)
+        wanted.append(neural_detection.conformal_p(scorer(row), null)[0])
+    np.testing.assert_allclose(found.p_value, wanted, atol=1.5 / 4001)  # padding moves the last bits of a score
+    backwards = test.detect(detector, Ragged.from_lists(texts[::-1]), keys[::-1], prompt_lengths=prompts[::-1])
+    assert (backwards.p_value[::-1] == found.p_value).all()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_files_are_judged_by_the_network_beside_the_exact_test(tmp_path, kind):
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path / "one", SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    features.save(tmp_path / "other", SHAPE, PARAMS, {"vocab_size": VOCAB}, human[:20])
+    scheme = config.parse_scheme("kgw")
+    tokens, keys = marked(scheme, count=5, length=20)
+    lines = [json.dumps({"text": row.tolist(), "prompt": 2}) for row in tokens]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    job = bulk_detection.Job(
+        (identify.Candidate("kgw", scheme, keys[0]),), vocab_size=VOCAB, prompt_field="prompt", neural=tmp_path / "one"
+    )
+    bulk_detection.run(str(tmp_path / "in.jsonl"), str(tmp_path / f"out.{kind}"), job)
+    if kind == "csv":
+        rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    else:
+        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    detector = detection.NumpyDetector(scheme, vocab_size=VOCAB)
+    test = neural_detection.NeuralTest(tmp_path / "one", vocab_size=VOCAB)
+    wanted = test.detect(detector, Ragged.from_array(tokens), keys[0], prompt_lengths=2)
+    assert [float(row["neural_p_value"]) for row in rows] == wanted.p_value.tolist()
+    assert {(int(row["neural_num_null"]), int(row["neural_num_tokens"])) for row in rows} == {(4000, 18)}
+    exact = detection.detect(detector, Ragged.from_array(tokens), keys[0], prompt_lengths=2)
+    assert [float(row["p_value"]) for row in rows] == exact.p_value.tolist()
+    others = {bulk_detection.describe(dataclasses.replace(job, neural=tmp_path / name)) for name in ("one", "other")}
+    assert len(others | {bulk_detection.describe(dataclasses.replace(job, neural=None))}) == 3
 
 
 def test_the_network_reads_what_stands_behind_the_prompt(tmp_path):
@@ -175,11 +238,10 @@ def test_the_network_reads_what_stands_behind_the_prompt(tmp_path):
             decode=lambda ids: " ",
             encode_batch=lambda texts, **how: [list(map(int, text.split())) for text in texts],
         )
-        job = bulk_detection.Job((identify.Candidate("kgw", config.parse_scheme("kgw"), Key(5)),), canonicalize=False)
+        candidate = identify.Candidate("kgw", config.parse_scheme("kgw"), Key(5))
+        job = bulk_detection.Job((candidate,), canonicalize=False, neural=tmp_path)
         screen = Console(file=io.StringIO(), width=100)
-        run.detect_text(
-            text, job, tokenizer=split, console=screen, level=0.01, prompt_tokens=prompt_tokens, neural=tmp_path
-        )
+        run.detect_text(text, job, tokenizer=split, console=screen, level=0.01, prompt_tokens=prompt_tokens)
         return re.search("neural p = .*", screen.file.getvalue())[0]
 
     whole = " ".join(map(str, np.random.default_rng(4).integers(0, VOCAB, 60)))
