@@ -9,8 +9,7 @@
     compress.py pack --weights=out/compress/compressor.safetensors --output=small.safetensors
     compress.py train --config=configs/compress/cpu.yaml --data=books.jsonl.gz --held_out=others.jsonl.gz
 
-A run of `train`, `compress` or `evaluate` that is killed goes on with the same command. Bad input ends with exit code
-2 and one line.
+A killed `train`, `compress` or `evaluate` goes on with the same command. Bad input: exit code 2 and one line.
 """
 
 from __future__ import annotations
@@ -52,15 +51,17 @@ def train() -> int:
     process_environment.ensure(VALUES.device)
     from jaxbench.compress import curve, material, training
     from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.text import packing
     from jaxbench.training.observe import Records
 
     shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
-    sides = material.of_files(
-        settings, shape, words, data=VALUES.data, held_out=VALUES.held_out, question_files=VALUES.questions
-    )  # fmt: skip
+    files = {"data": VALUES.data, "held_out": VALUES.held_out, "question_files": VALUES.questions}
+    sides = material.of_files(settings, shape, words, **files)
     for each in itertools.chain(*sides):
         each.draw(each.rows, seed=settings.seed, step=0)  # what does not fit is said at once
+    if settings.questions is None or settings.questions.share < 1:
+        print(f"text: {VALUES.data or 'default'}, sha256 {packing.text_sha256(VALUES.data)}", flush=True)
     held = weights.load_checkpoint(settings.model)
     workdir = cli.workdir("out/compress")
     cli.keep(f"checkpoints are in {workdir}; the same command goes on")

@@ -341,7 +341,8 @@ def parse(argv: Sequence[str]) -> None:
     except flags.UnrecognizedFlagError as error:
         raise ValueError(f"--{error.flagname} is no flag of this command{_nearest(error.flagname)}") from error
     except flags.Error as error:
-        raise ValueError(f"{error}; see --help") from error
+        said = re.sub(r"flag --(\S+)=None: .* other than None\.", r"--\1 is missing", str(error))
+        raise ValueError(f"{said}; see --help") from error
     if len(rest) > 1:
         raise ValueError(f"{rest[1]!r} is not a flag; flags are written --name=value, see --help")
 

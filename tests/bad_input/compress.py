@@ -119,7 +119,7 @@ CASES = [
     case_of(PACK, "--weights=w.safetensors|--output=w.safetensors", "is the input", w_safetensors="text"),
     case_of(PACK, "--weights=w.safetensors|--output=o.safetensors|--bits=1", "--bits", "1"),
     text("--name=rfcc-base-8x", "--input"),
-    text("--input=a.txt", "--output", a_txt=WORDS),
+    text("--input=a.txt", "--output is missing; see --help", a_txt=WORDS),
     text("--input=a.txt|--output=a.txt", "--output=a.txt is the input a.txt", a_txt=WORDS),
     text(f"{BOTH}|--name=rfcc-base-3x", "ratio=3; wanted one of 2, 4, 8, 16, 32", a_txt=WORDS),
     text(f"{BOTH}|--name=8x", "'8x'; wanted rfcc-base-Nx", a_txt=WORDS),

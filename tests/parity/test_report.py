@@ -95,3 +95,11 @@ def test_the_page_is_self_contained_and_escapes_names(tmp_path):
     assert "transformer/&lt;tiny&gt;" in text and "1 of 2 cases equal" in text
     assert '<td class="slower">FAIL' in text and "the cause is in layers.0" in text
     assert [entry.name for entry in path.parent.iterdir()] == ["parity.html"]
+
+
+def test_gates_of_a_cases_own_are_told_by_the_one_nearest_to_its_limit():
+    gates = [gate() | {"what": "words"}, gate() | {"what": "chi-square", "error": 3.0, "limit": 6.0}]
+    result = make() | {"gates": gates, "layers": [], "worst": 3.0}
+    assert report.summary(result).endswith(
+        "equal, 2 gates passed; nearest to its limit: chi-square, 3.0e+00 of 6.0e+00"
+    )
