@@ -4,7 +4,8 @@ The layers' kernels and their inputs are rounded to e4m3, gradients of their out
 tensor is multiplied by a scale before rounding, so that the largest magnitude that the last steps saw lands on the
 type's largest value (the delayed scaling of NVIDIA's Transformer Engine). A linear layer takes its three scales as one
 more parameter, `scales`, whose "gradient" is what this step saw: `jax.grad` then carries it out of any loop or
-rematerialised block. Differs from Transformer Engine: while no step has been seen, a tensor's own magnitude decides.
+rematerialised block. Differs from Transformer Engine: while no step has been seen, a tensor's own magnitude decides;
+and what is not finite stays so, as NaN, for the guard that looks at gradients (step.nonfinite: stop or skip).
 Such scales are a column [3 1]: a tensor has to be read as a whole before it can be rounded. Scales that are known
 beforehand are a row [3], and what computes a tensor rounds it too (docs/gpu.md); `with_scales` chooses.
 
@@ -118,8 +119,10 @@ def quantise(
 ) -> tuple[Float[Array, "*shape"], Float[Array, ""], Float[Array, ""]]:
     """Quantised x * scale, the scale used, and x's largest magnitude.
 
-    What is too large for the type becomes its largest value, what is not finite NaN: a step that has such gradients is
-    then not taken, and x's magnitude not remembered. scale [1]: 0 = the type's limit over x's magnitude.
+    What is too large for the type becomes its largest value, what is not finite NaN: a step that has such gradients
+    ends the run, or is not taken and x's magnitude not remembered (step.nonfinite).
+
+    scale [1]: 0 = the type's limit over x's magnitude.
     """
     limit = float(jnp.finfo(dtype).max)
     wide = narrow_products.as_rounded(x)

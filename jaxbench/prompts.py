@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -127,7 +128,7 @@ def pad(
     """
     if len(prompts) == 0:
         raise ValueError(f"prompts: wanted at least one, got {list(prompts)}")
-    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+    if not is_number(max_new_tokens, whole=True) or max_new_tokens < 1:
         raise ValueError(f"prompts: max_new_tokens={max_new_tokens}, wanted a whole number, at least 1")
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -187,6 +188,17 @@ def pad_vectors(vectors: Float[np.ndarray, "M D"] | None) -> Float32[np.ndarray,
     return np.pad(table, ((0, -len(table) % LONG_STEP), (0, 0)))
 
 
+def is_number(value: Any, *, whole: bool) -> bool:
+    """True for a number of Python, or one of an array library without an axis; booleans and texts are none."""
+    if isinstance(value, bool | str):
+        return False
+    try:
+        (operator.index if whole else float)(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def check_sampling(sampling: SamplingParams) -> None:
     """Check the ranges of sampling parameters.
 
@@ -195,7 +207,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     """
     for field in SamplingParams._fields:
         value, is_whole = getattr(sampling, field), field == "top_k"
-        if isinstance(value, bool) or not isinstance(value, int | np.integer if is_whole else int | float | np.number):
+        if not is_number(value, whole=is_whole):
             raise ValueError(f"sampling: {field}={value!r}, wanted a {'whole ' if is_whole else ''}number")
     ranges = {
         "temperature": (

@@ -268,6 +268,10 @@ def test_settings_that_are_no_numbers_are_named(field, value):
 
 
 def test_a_share_of_a_token_is_no_top_k():
+    for count, is_number in ((np.int32(2), True), (jnp.int32(2), True), (True, False), (2.0, False), ("2", False)):
+        assert prompts.is_number(count, whole=True) is is_number
+    for value, is_number in ((jnp.float32(1), True), (np.float64(1), True), (1j, False), (None, False), (False, False)):
+        assert prompts.is_number(value, whole=False) is is_number
     with pytest.raises(ValueError, match="sampling: top_k=1.5, wanted a whole number"):
         prompts.check_sampling(sample.SamplingParams(top_k=1.5))
 

@@ -14,6 +14,8 @@ from typing import Any
 from jaxbench import outputs, store
 from jaxbench.generation import requests, writer
 
+FORMAT = 2  # of the rows' texts: 2 = a prompt's continuation has its first word's space with every tokenizer
+
 
 def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str, Any]:
     """Everything that decides the rows by name, `run` among it: its hash.
@@ -21,7 +23,13 @@ def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str
     content: of the file of requests, the very bytes that were parsed; a pipe can be read only once.
     """
     digest = hashlib.sha256(content).hexdigest()
-    fields = {**settings._asdict(), "sampling": settings.sampling._asdict(), "input_sha256": digest, **more}
+    fields = {
+        "format": FORMAT,
+        **settings._asdict(),
+        "sampling": settings.sampling._asdict(),
+        "input_sha256": digest,
+        **more,
+    }
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return json.loads(text) | {"run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 

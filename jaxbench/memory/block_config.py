@@ -29,7 +29,7 @@ class BlockConfig(Base):
     num_kv_heads: int = Field(gt=0)  # its key-value heads; divides num_heads
     head_dim: int = Field(gt=0)  # its heads' width, even
     window: int = Field(gt=0)  # tokens that attention sees, itself included; mac: length of a segment
-    num_persistent: int = Field(default=0, ge=0)  # learned tokens that attention always sees
+    num_persistent: int = Field(default=0, ge=0)  # learned tokens that attention always sees, not of lmm
     rope_theta: float = Field(default=10000.0, gt=0)  # rotary base wavelength parameter
     norm_eps: float = Field(default=1e-5, gt=0)
     neural: NeuralMemoryConfig | None = None  # of mac, mag, mal, lmm
@@ -58,6 +58,11 @@ class BlockConfig(Base):
                 f"block: mac's segment is the memory's chunk, and its persistent tokens are the attention's: wanted "
                 f"neural.chunk_size={self.window} and neural.num_persistent=0, got {memory.chunk_size} and "
                 f"{memory.num_persistent}"
+            )
+        if self.kind == "lmm" and self.num_persistent:
+            raise ValueError(
+                f"block: kind=lmm has no attention that would see num_persistent={self.num_persistent} learned tokens; "
+                "wanted 0 (a neural memory's own are neural.num_persistent)"
             )
         if self.kind == "bank" and (memory.num_heads, memory.head_dim) != (self.num_heads, self.head_dim):
             raise ValueError(

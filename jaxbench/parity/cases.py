@@ -140,7 +140,8 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
     else:
         learned = 0 if kind == "mac" or not depth else 2
         neural = NeuralMemoryConfig(**shape, num_heads=2, chunk_size=4, depth=depth, num_persistent=learned)
-        config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=2, neural=neural)
+        persistent = 0 if kind == "lmm" else 2
+        config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=persistent, neural=neural)
     path = {"module": "memory.blocks", "task": "memory.target", "data": "memory.block_config"}
     return Case(f"memory/{kind}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",),
                 is_closed=kind == "mac")  # fmt: skip

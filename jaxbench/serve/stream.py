@@ -111,6 +111,7 @@ class Completion(Form):
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         super().__init__(id, model, tokenizer, body)
         self._places: dict[int, Place] = {}  # where each answer is
+        self._begun: set[int] = set()  # answers with a token that is text
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """As its interface has it."""
@@ -148,13 +149,14 @@ class Completion(Form):
 
     def _offset(self, number: int, token: int, goes_on: bool) -> int:
         """Character of the answer's text that its next token begins in; tokens may be parts of one."""
-        begins = number not in self._places and not goes_on
+        begins = number not in self._begun and not goes_on
         place, decode = self._places.setdefault(number, Place()), self._tokenizer.decode
         own, alone = self._shown(token)[1], decode([token])
         if begins and "\ufffd" not in alone:
             own = alone.encode()
         if alone and not decode([token], skip_special=True):  # an end token is in no text
-            own = b""
+            return place.of(b"")
+        self._begun.add(number)
         return place.of(own)
 
 

@@ -21,7 +21,8 @@ LENGTH, ROWS = 10, 2
 
 def shape_of(kind):
     sizes = {"d_model": 8, "head_dim": 4}
-    attention = sizes | {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1, "window": 4, "num_persistent": 2}
+    attention = sizes | {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1, "window": 4}
+    attention |= {"num_persistent": 0 if kind == "lmm" else 2}
     if kind == "bank":
         bank = BankConfig(**sizes, num_heads=2, block_size=2, memory_slots=2, ratio=2)
         return BlockConfig(kind=kind, **attention, bank=bank)
@@ -195,6 +196,8 @@ def test_wrong_shapes_and_states_are_refused_with_their_values():
             BlockConfig(**(bank.model_dump() | change))
     with pytest.raises(ValueError, match=r"neural.chunk_size=5 and neural.num_persistent=0, got 4 and 0"):
         BlockConfig(**(shape_of("mac").model_dump() | {"window": 5}))
+    with pytest.raises(ValueError, match="kind=lmm has no attention that would see num_persistent=2"):
+        BlockConfig(**(shape_of("lmm").model_dump() | {"num_persistent": 2}))
     for kind, package in (("mac", blocks), ("mag", torch_blocks)):
         shape = shape_of(kind)
         block = package.build(shape, block_config.initial_params(shape, 0))

@@ -123,17 +123,16 @@ def test_the_peak_is_the_true_one_and_the_lines_are_of_all_that_was_held(tmp_pat
 def test_twice_as_much_is_seen_while_a_snapshots_pause_still_lasts():
     allocations = child.Allocations()
     try:
+        held = [bytearray(2**23)]
         allocations.look()
-        allocations._next_s = math.inf
-        first = allocations._most
-        held = [bytearray(2**22)]
-        held.append(bytearray(2 * first + 2**22))
+        first, allocations._next_s = allocations._most, math.inf
+        assert first > 2**23
+        held.append(bytearray(first))  # a little below twice and MORE: it waits
         allocations.look()
-        assert allocations._most > first + sum(map(len, held))
-        second, allocations._next_s = allocations._most, math.inf
-        held.append(bytearray(second // 2))  # no twice: it waits
+        assert allocations._most == first
+        held.append(bytearray(2 * child.MORE))
         allocations.look()
-        assert allocations._most == second
+        assert allocations._most > 2 * first + child.MORE and len(held) == 3
     finally:
         tracemalloc.stop()
 

@@ -97,7 +97,9 @@ def test_a_configuration_of_alerts_is_tried_by_the_command_at_its_head():
         commands = re.findall(r"experiments/benchmarks\.py (alerts try[^,\n]*|run[^,\n]*)", path.read_text())
         assert f"--alerts={path.stem}" in commands[0], (path.name, commands)
     words = [sys.executable, "experiments/benchmarks.py", "alerts", "try", "--alerts=team"]
-    done = subprocess.run(words, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=120)
+    named = ("JAXBENCH_", "GITHUB_")  # what its channels ask for, which may be set here
+    variables = {name: value for name, value in shell_environment().items() if not name.startswith(named)}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "JAXBENCH_WEBHOOK_URL" in done.stderr
 
 

@@ -226,6 +226,7 @@ def test_tokens_of_log_probabilities_have_the_spaces_of_the_text_and_stay_apart(
     assert text == "the thethe the" and "".join(found["tokens"]) == f" {text}</s>"
     assert found["text_offset"] == [0, 3, 7, 10, len(text)]
     assert found["top_logprobs"][0] == {" the": -1.0, "the": -2.0}
+    assert told(tokenizer, [1, *ids])["text_offset"] == [0, *found["text_offset"]]
     going_on = told(tokenizer, ids, goes_on=True)
     assert going_on["tokens"] == found["tokens"] and going_on["text_offset"] == [0, 4, 8, 11, len(text) + 1]
     said = told(tokenizer, ids[:2], ((other, -2.0),), form=stream.Chat, kind=ChatBody, top_logprobs=1)["content"]

@@ -66,11 +66,13 @@ def null_scores(
     count: int,
     vocab_size: int,
     seed: int,
+    start: int = 0,
+    green_lists: Any = None,
 ) -> np.ndarray:
-    """Scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
+    """Scores [count] of human passages [N T], cut to a length from token `start` on, under random keys of a scheme."""
     random = np.random.default_rng((seed, length))
-    pool = training_data.human_pool(scheme, human, vocab_size=vocab_size)
-    return scorer(training_data.null_arrays(pool, np.arange(count) % len(human), length, random))
+    pool = training_data.human_pool(scheme, human, vocab_size=vocab_size, green_lists=green_lists)
+    return scorer(training_data.null_arrays(pool, np.arange(count) % len(human), length, random, start=start))
 
 
 class NeuralVerdicts(NamedTuple):
@@ -98,7 +100,7 @@ class NeuralTest:
             raise ValueError(f"detector: {folder} was trained on a vocabulary of {trained}, the text has {vocab_size}")
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
-        self._null: dict[tuple[str, int], np.ndarray] = {}  # scores by scheme and length
+        self._null: dict[tuple[str, int, int], np.ndarray] = {}  # scores by scheme, length and start
 
     def check(self, scheme: Scheme) -> None:
         """Raise where the detector cannot judge a scheme.
@@ -119,26 +121,30 @@ class NeuralTest:
     ) -> NeuralVerdicts:
         """Judge N texts by the evidence that a Detector finds under their key, or one each.
 
-        Texts are read from behind their prompts on, as the null passages have none. A verdict does not depend on the
-        others.
+        Texts are read from behind their prompts on. A prompt is the first tokens' context, so that they are scored;
+        the null passages then begin behind as many tokens. A verdict does not depend on the others.
 
         Raises:
           ValueError: as `check`, or keys or prompt lengths do not fit the texts.
         """
         self.check(detector.scheme)
         key, prompt = detection.checked_keys(key, len(ids)), detection.checked_prompts(prompt_lengths, len(ids))
-        counts = np.clip(ids.lengths - prompt, 0, self._human.shape[1])
+        starts = np.minimum(prompt, detector.scheme.context_length)  # of the null passages
+        counts = np.clip(np.minimum(ids.lengths - prompt, self._human.shape[1] - starts), 0, None)
         found = NeuralVerdicts(np.ones(len(ids)), np.zeros(len(ids), np.int64), counts)
         for rows, tokens, lengths in detection.batches(ids):
+            if not counts[rows].any():
+                continue
             keys = key if isinstance(key, Key) else [key[row] for row in rows]
             evidence = detector.evidence(tokens, lengths, keys, prompt_lengths=prompt[rows])
             value = features.evidence(detector.scheme, evidence).astype(np.float32)
             arrays = _behind(prompt[rows], counts[rows], features.Arrays(tokens, value, evidence.scored, rows))
             for width, kept in self._widths(counts[rows], arrays.scored.any(axis=1)):
                 scores = self._scorer(features.Arrays(*(field[kept] for field in _cut(arrays, width))))
-                for length in np.unique(counts[rows[kept]]):
-                    null = self._null_scores(detector.scheme, int(length), width)
-                    alike = counts[rows[kept]] == length
+                kinds = np.stack([counts[rows[kept]], starts[rows[kept]]], axis=1)
+                for length, start in np.unique(kinds, axis=0).tolist():
+                    null = self._null_scores(detector, length, start, width)
+                    alike = (kinds == (length, start)).all(axis=1)
                     found.p_value[rows[kept][alike]] = conformal_p(scores[alike], null)
                     found.num_null[rows[kept][alike]] = len(null)
         return found
@@ -149,13 +155,13 @@ class NeuralTest:
         for width in np.unique(widths[is_scored]):
             yield int(width), np.flatnonzero(is_scored & (widths == width))
 
-    def _null_scores(self, scheme: Scheme, length: int, width: int) -> np.ndarray:
-        """Scores of NUM_NULL human passages of a length."""
-        name = f"{scheme}", length
+    def _null_scores(self, detector: detection.NumpyDetector, length: int, start: int, width: int) -> np.ndarray:
+        """Scores of NUM_NULL human passages of a length, as the detector's scheme scores them from `start` on."""
+        name = f"{detector.scheme}", length, start
         if name not in self._null:
             self._null[name] = null_scores(
-                lambda arrays: self._scorer(_cut(arrays, width)), scheme, self._human, length=length, count=NUM_NULL,
-                vocab_size=self._vocab_size, seed=0,
+                lambda arrays: self._scorer(_cut(arrays, width)), detector.scheme, self._human, length=length,
+                count=NUM_NULL, vocab_size=self._vocab_size, seed=0, start=start, green_lists=detector.green_lists,
             )  # fmt: skip
         return self._null[name]
 

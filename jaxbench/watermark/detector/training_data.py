@@ -11,7 +11,7 @@ human text has fresh words throughout. Test edits are made on the tokens, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,15 +44,17 @@ def marked_pool(scheme: Scheme, tokens: np.ndarray, keys: Sequence[Key], *, voca
     return Pool(scheme, tokens, evidence.scored, evidence.words)
 
 
-def human_pool(scheme: Scheme, tokens: np.ndarray, *, vocab_size: int) -> Pool:
+def human_pool(scheme: Scheme, tokens: np.ndarray, *, vocab_size: int, green_lists: Any = None) -> Pool:
     """Pool of human texts [N T] as one scheme scores them."""
-    evidence = reference.evidence(scheme, Key(0), tokens, vocab_size=vocab_size)
+    evidence = reference.evidence(scheme, Key(0), tokens, vocab_size=vocab_size, green_lists=green_lists)
     return Pool(scheme, tokens, evidence.scored, None)
 
 
-def null_arrays(pool: Pool, rows: np.ndarray, length: int, random: np.random.Generator) -> features.Arrays:
-    """Beginnings of texts of a pool under keys that have nothing to do with them."""
-    tokens, scored = pool.tokens[rows, :length], pool.scored[rows, :length]
+def null_arrays(
+    pool: Pool, rows: np.ndarray, length: int, random: np.random.Generator, *, start: int = 0
+) -> features.Arrays:
+    """Passages of texts of a pool, from token `start` on, under keys that have nothing to do with them."""
+    tokens, scored = (field[rows, start : start + length] for field in (pool.tokens, pool.scored))
     words = pool.scheme.null_words(random, tokens.shape)
     value = features.evidence(pool.scheme, reference.Evidence(words, scored))
     return features.Arrays(tokens, value.astype(np.float32), scored, np.zeros(len(rows), np.float32))

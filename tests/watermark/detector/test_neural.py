@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from rich.console import Console
 
@@ -17,7 +18,7 @@ import torch_ref.watermark.detector.neural
 from jaxbench.watermark import config, detection, identify, reference, run
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.detector import features, neural, neural_detection, train_detector, training_data
-from jaxbench.watermark.keys import Key
+from jaxbench.watermark.keys import PUBLIC_KEY, Key
 from jaxbench.watermark.texts import Ragged
 from tests.watermark import vocabulary
 
@@ -193,11 +194,45 @@ def test_p_values_of_many_texts_are_those_of_each_alone_at_its_own_length(tmp_pa
         if not row.scored.any():
             wanted.append(1.0)
             continue
-        null = neural_detection.null_scores(scorer, scheme, human, length=count, count=4000, vocab_size=VOCAB, seed=0)
+        null = neural_detection.null_scores(
+            scorer, scheme, human, length=count, count=4000, vocab_size=VOCAB, seed=0, start=min(prompt, 1)
+        )
         wanted.append(neural_detection.conformal_p(scorer(row), null)[0])
     np.testing.assert_allclose(found.p_value, wanted, atol=1.5 / 4001)  # padding moves the last bits of a score
     backwards = test.detect(detector, Ragged.from_lists(texts[::-1]), keys[::-1], prompt_lengths=prompts[::-1])
     assert (backwards.p_value[::-1] == found.p_value).all()
+
+
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (4, 3), (4, 12)])
+def test_p_values_of_unmarked_texts_behind_a_prompt_hold_their_level(tmp_path, width, count):
+    scheme, random = config.parse_scheme({"scheme": "kgw", "context": {"width": width}}), np.random.default_rng(5)
+    human = random.integers(0, VOCAB, (400, 32), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
+    texts, keys = random.integers(0, VOCAB, (400, 10 + count)), [Key(i) for i in range(400)]
+    detector = detection.NumpyDetector(scheme, vocab_size=VOCAB)
+    found = test.detect(detector, Ragged.from_array(texts), keys, prompt_lengths=10)
+    assert (found.num_tokens == count).all() and (found.num_null == neural_detection.NUM_NULL).all()
+    assert scipy.stats.binomtest(int((found.p_value <= 0.05).sum()), 400, 0.05, alternative="greater").pvalue > 1e-4
+
+
+def test_texts_without_a_token_are_no_error_whatever_they_stand_beside(tmp_path):
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
+    detector = detection.NumpyDetector(config.parse_scheme("kgw"), vocab_size=VOCAB)
+    for texts in ([[]], [[]] * 150 + [list(range(200))] * 150):
+        found = test.detect(detector, Ragged.from_lists(texts), Key(1))
+        assert (found.p_value[:150] == 1.0).all() and (found.num_null > 0).tolist() == [bool(text) for text in texts]
+
+
+def test_a_scheme_with_lists_of_its_own_is_judged_by_them(tmp_path):
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
+    scheme = config.parse_scheme({"scheme": "kgw_transformers"})
+    found = test.detect(detection.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(human[:3]), PUBLIC_KEY)
+    assert (found.num_null == neural_detection.NUM_NULL).all() and ((0 < found.p_value) & (found.p_value <= 1)).all()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
