@@ -44,9 +44,11 @@ site=$(mktemp -d)
 python=${PYTHON:-python3}
 install=("$python" -m pip install -q --no-index --no-deps --no-compile --target "$site")
 if ! "${install[@]}" "$here"/wheels/*.whl; then # one that does not fit this Python leaves the others
+  fitting=()
   for wheel in "$here"/wheels/*.whl; do
-    "${install[@]}" "$wheel" || echo "left out: ${wheel##*/}" >&2
-  done
+    if "${install[@]}" --dry-run "$wheel"; then fitting+=("$wheel"); else echo "left out: ${wheel##*/}" >&2; fi
+  done # in one call: a second one leaves out what shares a folder with the first one's
+  [ ${#fitting[@]} -eq 0 ] || "${install[@]}" "${fitting[@]}" || echo "left out: all wheels" >&2
 fi
 export PYTHONPATH="$site:$here${PYTHONPATH:+:$PYTHONPATH}"
 parts=("$here"-model-1/part "$here"-model-2/part)
@@ -56,9 +58,15 @@ if [ -e "${parts[0]}" ] && [ -e "${parts[1]}" ]; then
   cat "${parts[@]}" > "$JAXBENCH_CACHE/models/$(cat "$here"-model-1/name)"
 fi
 words=()
+before=
 for word in "$@"; do # configurations may be the pack's own
-  name=${word#--config=}
-  if [ "$name" != "$word" ] && [ ! -e "$name" ] && [ -e "$here/$name" ]; then word=--config=$here/$name; fi
+  case $before,$word in
+    --config,* | -config,*) name=$word ;;
+    *,--config=* | *,-config=*) name=${word#*=} ;;
+    *) name= ;;
+  esac
+  before=$word
+  if [ -n "$name" ] && [ ! -e "$name" ] && [ -e "$here/$name" ]; then word=${word%"$name"}$here/$name; fi
   words+=("$word")
 done
 exec "$python" "$here/experiments/gpu.py" ${words[@]+"${words[@]}"}

@@ -54,6 +54,8 @@ def apart(lost: list[str], name: str, keep: Callable[[Record], None], record: Re
 
     lost: takes a line of it, for `check_all`.
     """
+    if lost:
+        gc.collect()  # arrays of those before; while an error is caught, its frames still hold them
     try:
         yield
     except Exception as error:  # what a library says of a kernel, or of memory, is of any type
@@ -61,8 +63,6 @@ def apart(lost: list[str], name: str, keep: Callable[[Record], None], record: Re
         keep(record.model_copy(update={"status": "error", "reason": reason, "value": None}))
         lost.append(f"{name}: {reason}")
         print(lost[-1], file=sys.stderr, flush=True)
-    if lost:
-        gc.collect()  # arrays that the error held
 
 
 def check_all(lost: Sequence[str], count: int) -> None:

@@ -15,23 +15,27 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs
-from jaxbench.gpu.stages import INTERRUPTED, Log, Stage, call
+from jaxbench.gpu.stages import INTERRUPTED, Log, Stage, call, end_left
 from jaxbench.measure import environment, records
 from jaxbench.measure.records import Record, RecordFile
 
 STAGE = "stage"  # metric of the record that says how a stage ended
 LEAST_S = 15.0  # a stage is not begun with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
+RUNNING = ".running"  # behind a stage's name: the file under `work` that names its command while it runs
 KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
 PART_BYTES = 15 * 2**20  # of a returned file: what comes back from a lent machine has files of 16 MiB at most
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # a file that is not one of records, or is gone
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
     "weights_bytes_per_s", "largest_batch",
@@ -53,12 +57,31 @@ class Place(NamedTuple):
     data: str = ""  # folder of texts that were carried along
 
 
+@contextlib.contextmanager
+def _hangup_interrupts() -> Iterator[None]:
+    """A terminal that goes away ends what runs in the block as SIGTERM does, but where nohup was to keep it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt(signal.SIGHUP.name)
+
+    signal.signal(signal.SIGHUP, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@_hangup_interrupts()
 def run(
     stages: Sequence[Stage], place: Place, *, budget_s: float, resume: bool, say: Callable[[str], None]
 ) -> list[Record]:
     """Run the stages that fit the budget, and return their `stage` records.
 
-    resume: stages that ended well in results.jsonl, of the same code, command and device, are left out.
+    resume: stages that ended well in results.jsonl, of the same code, command, configurations and device, are left
+      out.
 
     Raises:
       ValueError: there are results of another call, and resume is False.
@@ -68,8 +91,11 @@ def run(
     if file.path.exists() and not resume:
         raise ValueError(f"gpu: {file.path} has results; --resume goes on with them, or name another --workdir")
     commit, facts = environment.commit(), machine()
+    for mark in sorted(place.work.glob(f"*{RUNNING}")):  # it would write where its stage writes, and hold the device
+        if end_left(mark):
+            say(f"{mark.stem}: ended what a killed call had left running")
     where = {"commit": commit, "device": place.device, "gpu": gpu_of(facts) if place.device == "gpu" else ""}
-    finished = finished_stages(file, stages, **where)
+    finished = finished_stages(file, stages, **where, is_rehearsal=place.is_rehearsal)
     write_machine(place.results / "environment.json", facts)
     ended = []
     for stage in stages:
@@ -92,9 +118,11 @@ def run(
     return ended
 
 
-def finished_stages(file: RecordFile, stages: Sequence[Stage], *, commit: str, device: str, gpu: str) -> set[str]:
+def finished_stages(
+    file: RecordFile, stages: Sequence[Stage], *, commit: str, device: str, gpu: str, is_rehearsal: bool = False
+) -> set[str]:
     """Names of the stages that ended well with this code and command on this device; gpu: its name, as gpu_of."""
-    wanted = {stage.name: _command(stage) for stage in stages}
+    wanted = {stage.name: _command(stage, is_rehearsal=is_rehearsal) for stage in stages}
     return {
         record.arm
         for record in file.read()
@@ -108,7 +136,8 @@ def machine() -> dict:
     facts = environment.describe(threads=environment.usable_cores())
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit", "--format=csv"]
     try:
-        facts["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.splitlines()
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        facts["nvidia_smi"] = [] if done.returncode else done.stdout.splitlines()  # what it says of an error is no GPU
     except (OSError, subprocess.TimeoutExpired):
         facts["nvidia_smi"] = []
     return facts
@@ -126,7 +155,8 @@ def write_machine(path: Path, facts: dict) -> None:
     if path.is_file():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # no such JSON: nothing to keep
             old = json.loads(path.read_text(encoding="utf-8"))
-            earlier = [*old.pop("earlier", []), old]
+            before = old.pop("earlier", [])
+            earlier = [each for each in (*(before if isinstance(before, list) else ()), old) if isinstance(each, dict)]
     same = ("host", "nvidia_smi", "versions", "commit")
     earlier = [old for old in earlier if [old.get(name) for name in same] != [facts.get(name) for name in same]]
     outputs.write_json(path, facts | ({"earlier": earlier} if earlier else {}))
@@ -185,22 +215,29 @@ class Keeper:
     def look(self) -> None:
         """Keep what is new where the stage's files have changed; one that is half written is for the next look."""
         paths = [self.folder / name for name in KEPT]
-        stats = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
+        stats = []
+        for path in paths:
+            with contextlib.suppress(OSError):  # not there, or no more
+                stat = path.stat()
+                stats.append((path.name, stat.st_size, stat.st_mtime_ns))
         if stats != self._looked:
             self._looked = stats
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self.take()
+            self.take()
 
-    def take(self) -> None:
-        """Keep what is new.
+    def take(self) -> str:
+        """Keep what is new; why nothing could be read, else empty.
 
         Raises:
-          ValueError, KeyError, TypeError: a file is not one of records.
+          OSError: results.jsonl cannot be written.
         """
-        found = {record.model_dump_json(): record for record in kept_records(self.folder)}
+        try:
+            found = {record.model_dump_json(): record for record in kept_records(self.folder)}
+        except UNREADABLE as error:
+            return f"its records cannot be read: {error!r}"[:300]
         new = [line for line in found if line not in self._kept]
         self._file.append(*(_of_stage(found[line], self._stage, self._place, self._gpu) for line in new))
         self._kept.update(new)
+        return ""
 
 
 def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> Record:
@@ -213,13 +250,16 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
     begun, clock = time.monotonic(), time.time()
-    log = Log(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n")
-    reason = call(words, stage.settings(**how), limit_s, log, keeper.look)
-    seconds, printed = time.monotonic() - begun, log.close()
+    log, reason = Log(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n"), INTERRUPTED
+    command = _command(stage, is_rehearsal=place.is_rehearsal)  # as it is begun
     try:
-        keeper.take()
-    except (ValueError, KeyError, TypeError) as error:
-        reason = reason or f"its records cannot be read: {error!r}"[:300]
+        with log, contextlib.suppress(KeyboardInterrupt):  # another one, while the command was being ended
+            mark = place.work / f"{stage.name}{RUNNING}"
+            reason = call(words, stage.settings(**how), limit_s, log, keeper.look, mark)
+    finally:
+        seconds = time.monotonic() - begun
+        unread = keeper.take()
+        reason = reason or unread
     try:
         for name in stage.returned:
             if (folder / name).is_file() and (folder / name).stat().st_mtime >= clock:  # not of an earlier call
@@ -227,7 +267,7 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
     except OSError as error:
         reason = reason or f"what it returns cannot be written: {error}"[:300]
     status = "error" if reason else "ok"
-    detail = _command(stage) | {"figures": len(keeper)} | ({"tail": printed[-TAIL:]} if reason else {})
+    detail = command | {"figures": len(keeper)} | ({"tail": log.said[-TAIL:]} if reason else {})
     return _record(stage, status, reason, value=seconds, detail=detail)
 
 
@@ -286,12 +326,16 @@ def _on(record: Record, place: Place, gpu: str) -> Record:
     if not gpu:
         return record.model_copy(update={"device": record.device or place.device})
     own = {"config_id": f"{record.config_id} {gpu}".strip(), "detail": record.detail | {"gpu": gpu}}
+    if record.run_id:  # of host and device, not of the GPU: a launch begun there would end what one begun here has kept
+        own["run_id"] = f"{record.run_id} {gpu}"
     return record.model_copy(update=own | {"device": record.device or place.device})
 
 
-def _command(stage: Stage) -> dict[str, Any]:
+def _command(stage: Stage, *, is_rehearsal: bool) -> dict[str, Any]:
     """What makes a stage's figures those of another one: by this a resumed call knows it again."""
-    return {"command": stage.command, "environment": stage.environment}
+    found = {"command": stage.command, "environment": stage.environment}
+    named = stage.configurations(is_rehearsal=is_rehearsal)  # the commit does not say what is in these
+    return found | ({"configurations": named} if named else {})
 
 
 def _record(stage: Stage, status: str, reason: str, **fields) -> Record:

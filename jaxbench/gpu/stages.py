@@ -1,13 +1,16 @@
 """What is measured on a GPU, in order of worth: the model of configs/gpu/*.yaml (S file: neither JAX nor PyTorch).
 
-And how the command of one stage is run: inside its limit, to the end of all that it started, its output in a log.
+And how the command of one stage is run: inside its limit, to the end of what it started, its output in a log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,13 +21,14 @@ from typing import Any
 
 import pydantic
 
-from jaxbench import process_environment
+from jaxbench import outputs, process_environment
 from jaxbench.config import Base
 from jaxbench.measure.process import last_line
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0  # between asking a stage to end and ending it
 LOOK_S = 5.0  # between two looks at what a stage has measured so far: what a killed call loses at most
+CLOCK_S = 2.0  # by which two processes may read the start of a third apart
 LOG_BYTES = 2**20  # that log.txt keeps of what a stage printed, half of them its first ones
 INTERRUPTED = "interrupted"  # reason of the stage that ran then
 
@@ -76,6 +80,19 @@ class Stage(Base):
         """
         places = {"work": work, "device": device, "data": data}
         return {name: self._filled(value, **places) for name, value in self.environment.items()}
+
+    def configurations(self, *, is_rehearsal: bool) -> dict[str, str]:
+        """Name and sha256 of each YAML file that its command names, and of those that such a file names in turn."""
+        text = f"{self.command} {self.rehearsal}" if is_rehearsal else self.command
+        names, found = [word.rpartition("=")[2] for word in shlex.split(text)], {}
+        while names:
+            name = names.pop()
+            if name in found or not name.endswith((".yaml", ".yml")) or not (ROOT / name).is_file():
+                continue
+            content = (ROOT / name).read_bytes()
+            found[name] = hashlib.sha256(content).hexdigest()
+            names += re.findall(r"[\w./-]+\.ya?ml", re.sub(r"#.*", "", content.decode(errors="replace")))
+        return found
 
     def _filled(self, word: str, **places: str) -> str:
         try:
@@ -135,14 +152,23 @@ def missing(packages: Sequence[str]) -> list[str]:
 
 
 class Log:
-    """What a stage prints, at the end of log.txt as it comes: nothing of it is lost with this process."""
+    """What a stage prints, at the end of log.txt as it comes: nothing of it is lost with this process.
+
+    As a context manager it is ended with the block, and `said` is what it says then.
+    """
 
     def __init__(self, path: Path, title: str):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.output = path, open(path, "ab")
+        self.path, self.output, self.said = path, open(path, "ab"), ""
         self.output.write((("\n" if self.output.tell() else "") + title).encode(errors="backslashreplace"))
         self.output.flush()
         self._start = self.output.tell()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.said = self.close()
 
     def printed(self) -> str:
         """What was printed: of more than LOG_BYTES the first and the last ones, what is between them counted."""
@@ -166,12 +192,18 @@ class Log:
         return said
 
 
-def call(words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log, look: Callable[[], None]) -> str:
+def call(
+    words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log, look: Callable[[], None], mark: Path
+) -> str:
     """Run the command of a stage; why it failed, empty where it did not.
 
     Args:
       own: settings of its environment.
       look: called while it runs, every LOOK_S.
+      mark: file that names the command while it runs, for `end_left`.
+
+    Raises:
+      KeyboardInterrupt: another one came while the command was being ended, which it is.
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     settings |= {"PYTHONUNBUFFERED": "1", process_environment.MARKER: ""} | dict(own)
@@ -182,7 +214,7 @@ def call(words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log,
         )  # fmt: skip
     except OSError as error:
         return f"cannot be started: {error.strerror}: {words[0]}"
-    if reason := _watched(process, limit_s, look):
+    if reason := _watched(process, limit_s, look, mark):
         return reason
     if process.returncode < 0:
         number = -process.returncode
@@ -193,10 +225,67 @@ def call(words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log,
     return f"exit code {code}: {last_line(log.printed(), 'nothing printed')}" if code else ""
 
 
-def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None]) -> str:
-    """Wait for a command; why it was ended, empty where it has ended itself. Nothing that it started is left."""
+def end_left(mark: Path) -> bool:
+    """End what a call that was killed has left running of a stage, with what it has started; False where nothing was.
+
+    A process of the mark's number that began at another time is not the command, and one whose call runs is not left.
+    """
+    import psutil
+
+    try:
+        found = json.loads(mark.read_text(encoding="utf-8"))
+        command, caller = (_same(*found[name]) for name in ("command", "call"))
+    except (OSError, ValueError, KeyError, TypeError):  # no mark, or half of one
+        return False
+    if caller is not None:
+        return False
+    if command is not None:
+        with contextlib.suppress(psutil.Error):
+            started = {command, *command.children(recursive=True)}
+            _kill(command.pid, started)
+            end = time.monotonic() + GRACE_S
+            while any(_runs(each) for each in started) and time.monotonic() < end:
+                time.sleep(0.05)
+    mark.unlink(missing_ok=True)
+    return command is not None
+
+
+def _same(pid: int, begun: float) -> Any:
+    """The process of this number and time of start (psutil.Process), None where it runs no more."""
+    import psutil
+
+    try:
+        found = psutil.Process(pid)
+        return found if abs(found.create_time() - begun) < CLOCK_S and _runs(found) else None
+    except psutil.Error:
+        return None
+
+
+def _runs(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _write_mark(mark: Path, process: subprocess.Popen) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):  # without it a killed call's command is left running
+        pids = {"command": process.pid, "call": os.getpid()}
+        outputs.write_json(mark, {name: [pid, psutil.Process(pid).create_time()] for name, pid in pids.items()})
+
+
+def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None], mark: Path) -> str:
+    """Wait for a command; why it was ended, empty where it has ended itself. What it started is ended with it.
+
+    But for a process that has left the command's session, and whose parent has ended, between two looks.
+    """
     end, started = time.monotonic() + limit_s, set()
     try:
+        _write_mark(mark, process)
         while process.poll() is None:
             started |= _started(process)
             look()
@@ -208,7 +297,10 @@ def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None]
         look()  # before it is waited for: who interrupts may not have the patience
         return INTERRUPTED
     finally:
-        _end(process, started | _started(process))
+        try:
+            _end(process, started)
+        finally:
+            mark.unlink(missing_ok=True)
     return ""
 
 
@@ -224,17 +316,24 @@ def _started(process: subprocess.Popen) -> set[Any]:
 
 def _end(process: subprocess.Popen, started: set[Any]) -> None:
     """End a command that runs, and all that it started: what is left would keep the device's memory."""
-    import psutil
-
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGINT)
+    try:
+        started |= _started(process)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+    finally:  # whoever interrupts again has waited long enough
+        _kill(process.pid, started)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+
+
+def _kill(group: int, started: set[Any]) -> None:
+    import psutil
+
     with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the command itself has ended
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
     for each in started:
         with contextlib.suppress(psutil.Error):
             each.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)

@@ -1,13 +1,16 @@
 """What breaks among several measurements is a record of its own, and the others are kept."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 
 from jaxbench import process_environment
-from jaxbench.measure.records import RecordFile
+from jaxbench.gpu import rates
+from jaxbench.measure.records import Record, RecordFile
 from tests.structure import ROOT
 
 QUICK = "--xla_backend_optimization_level=0"  # and one device: a decoder is not split
@@ -72,3 +75,34 @@ def test_one_that_breaks_leaves_the_others(module, place, words, culprit, metric
     assert [(each.status, each.reason, each.value is None) for each in found] == [
         ("error", reason, True) if name in each.arm else ("ok", "", False) for each in found
     ]
+
+
+class Weights:
+    """Stands for arrays that fill a device."""
+
+
+def broken(held):
+    """Fail with weights in a frame that its own error holds, as those of a library do."""
+    weights = Weights()
+    held.append(weakref.ref(weights))
+    try:
+        raise MemoryError("out of memory")
+    except MemoryError as error:
+        again = error
+        assert again
+        raise
+
+
+def test_what_one_that_broke_has_held_is_freed_before_the_next_begins():
+    lost, held, kept = [], [], []
+    record = Record(metric="decode_tokens_per_s", unit="tokens/s")
+    gc.disable()  # it would free them at a time of its own
+    try:
+        with rates.apart(lost, "large", kept.append, record):
+            broken(held)
+        assert held[0]() is not None  # else this would test nothing
+        with rates.apart(lost, "small", kept.append, record):
+            assert held[0]() is None
+    finally:
+        gc.enable()
+    assert lost == ["large: MemoryError: out of memory"] and [each.status for each in kept] == ["error"]

@@ -15,11 +15,12 @@ from tests.structure import ROOT
 
 
 def write_wheels(folder):
-    """Stand in for pip, which has no network here: two wheels of one module each."""
+    """Stand in for pip, which has no network here: two wheels of a module each, and one in a folder they share."""
     folder.mkdir()
     for name in ("one", "two"):
         with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
             archive.writestr(f"{name}_of_pack.py", "")
+            archive.writestr(f"shared_of_pack/{name}.py", "")
             archive.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
             archive.writestr(
                 f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -117,6 +118,9 @@ def test_its_script_reads_and_writes_where_it_is_called_and_finds_the_packs_conf
     (tmp_path / "mine.yaml").write_text(mine)
     for words, code in (
         (("--config=configs/gpu/long.yaml", "--stage=none"), 2),
+        (("-config=configs/gpu/long.yaml", "--stage=none"), 2),
+        (("--config", "configs/gpu/long.yaml", "--stage=none"), 2),
+        (("--stage", "none", "-config", "configs/gpu/long.yaml"), 2),
         (("--config=mine.yaml", "--workdir=results"), 0),
     ):
         command = ["bash", str(made[0] / "run"), "--rehearse", *words]
@@ -135,6 +139,18 @@ def test_its_script_leaves_out_a_wheel_that_does_not_fit_and_keeps_the_others(ma
     assert done.returncode == 2 and "left out: other-1-cp39-cp39-win32.whl" in done.stderr
     assert "--stage='none' is unknown" in done.stderr.splitlines()[-1]
     assert {path.name for path in tmp_path.glob("tmp*/*_of_pack.py")} == {"one_of_pack.py", "two_of_pack.py"}
+    assert {path.name for path in tmp_path.glob("tmp*/shared_of_pack/*.py")} == {"one.py", "two.py"}
+
+
+def test_its_script_goes_on_where_no_wheel_fits(made, tmp_path):
+    shutil.copytree(made[0], tmp_path / "pack")
+    for path in (tmp_path / "pack/wheels").iterdir():
+        path.write_bytes(b"")  # of this Python's tags, and no wheel
+    environment = os.environ | {"PYTHON": sys.executable, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["bash", str(tmp_path / "pack/run"), "--rehearse", "--stage=none"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "left out: one-1" in done.stderr and "left out: two-1" in done.stderr
+    assert done.returncode == 2 and "--stage='none' is unknown" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("there", "with_model"), [("pack", False), ("pack-model-1", True), ("pack-model-2", True)])

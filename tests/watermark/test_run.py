@@ -64,14 +64,7 @@ def test_data_is_named_with_the_sha256_that_the_result_carries(tmp_path):
     words = [f"word{i} of{i % 7} the{i % 11} mill{i % 13}" for i in range(600)]
     texts = [" ".join(words[start : start + 60]) for start in range(0, 600, 60)]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    small = (
-        "num_texts=8",
-        "num_tokens=40",
-        "num_keys=2",
-        "num_list_keys=2",
-        "per_text=1",
-        "schemes={a: {scheme: kgw}}",
-    )
+    small = "num_texts=8 num_tokens=40 num_keys=2 num_list_keys=2 per_text=1".split() + ["schemes={a: {scheme: kgw}}"]
     done = watermark("calibrate", f"--data={data}", f"--workdir={out}", *(f"--set={each}" for each in small))
     sha256 = hashlib.sha256(data.read_bytes()).hexdigest()
     assert f"text: {data}, sha256 {sha256}\n" in done.stdout, done.stderr
@@ -271,9 +264,8 @@ def test_characters_of_several_tokens_are_shown_whole():
 def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "b.jsonl"
     path.write_text("Some words of one text here.\nAnd these are the words of another one.\n")
-    total, edits = run.attack_file(
-        str(path), str(out), attacks.parse_attack({"attack": "case", "strength": 1.0}), seed=1
-    )
+    attack = attacks.parse_attack({"attack": "case", "strength": 1.0})
+    total, edits = run.attack_file(str(path), str(out), attack, seed=1)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
@@ -282,9 +274,8 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
 
 def test_an_attack_leaves_out_what_detection_leaves_out_and_says_so(tmp_path):
     path, out, said = tmp_path / "a.jsonl", tmp_path / "b.jsonl", []
-    path.write_bytes(
-        b'{"text": "Some words."}\n{"text": "\xff"}\n{"text": [1, 2]}\n\n{"text": "And others."}\n{broken\n'
-    )
+    text = '{"text": "Some words."}\n{"text": "?"}\n{"text": [1, 2]}\n\n{"text": "And others."}\n{broken\n'
+    path.write_bytes(text.encode().replace(b"?", b"\xff"))
     total, _ = run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, say=said.append)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert total == 2 and [row["original"] for row in rows] == ["Some words.", "And others."]
