@@ -82,7 +82,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("stage", None, "names of the stages to run (unset: all, in the order of the file)")
     flags.DEFINE_float("budget_s", 540.0, "seconds for all of them", lower_bound=1.0)
     flags.DEFINE_bool(
-        "resume", False, "leave out what ended well with this code and command on such a GPU, in --workdir"
+        "resume",
+        False,
+        "leave out what ended well with this code, command and configurations on such a GPU, in --workdir",
     )
     flags.DEFINE_bool("rehearse", False, "every stage at a tiny size on the CPU")
     flags.DEFINE_string("work", None, "folder of the stages' own files (unset: WORKDIR-work)")
