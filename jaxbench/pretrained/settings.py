@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,27 +74,17 @@ def build(read: Callable[[Settings], dict[str, Any]], s: Settings) -> Transforme
     try:
         config = TransformerConfig(**read(s))
     except pydantic.ValidationError as error:
-        parts = [".".join(map(str, e["loc"])) + " " + e["msg"] + f", got {shown(e['input'])}" for e in error.errors()]
-        raise ValueError(f"{s.source}: {'; '.join(parts)}") from error
+        raise ValueError(f"{s.source}: {'; '.join(map(_said, error.errors()))}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{s.source}: a setting has the wrong type or is zero ({error})") from error
-    _refuse_impossible_scaling(s, config)
     return config
 
 
-def _refuse_impossible_scaling(s: Settings, config: TransformerConfig) -> None:
-    """Raise where a rotary scaling divides by zero, or ramps from its high limit to its low one."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return
-    if scaling.kind == "yarn" and config.rope_theta <= 1:
-        raise ValueError(f"{s.source}: yarn with rope_theta={config.rope_theta} is not supported, wanted more than 1")
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.kind == "llama3" and low >= high:
-        raise ValueError(
-            f"{s.source}: llama3 scaling with low_freq_factor={low} and high_freq_factor={high} is not supported, "
-            "wanted the first to be less"
-        )
+def _said(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors; a check of several fields names their values itself."""
+    if not error["loc"]:
+        return error["msg"].removeprefix("Value error, ").removeprefix("model: ")
+    return f"{'.'.join(map(str, error['loc']))} {error['msg']}, got {shown(error['input'])}"
 
 
 def refuse_other_functions(s: Settings, config: TransformerConfig) -> None:
