@@ -8,6 +8,8 @@ level. The passages are those that train-detector kept for this (`calibration.np
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from jaxbench import prompts
+from jaxbench import outputs, process_environment, prompts
+from jaxbench.pretrained import assets
 from jaxbench.watermark import config, detection
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.keys import Key
@@ -25,6 +28,7 @@ from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged
 
 NUM_NULL = 4000
+VERSION = 1  # of kept null scores: a change of the network, the evidence or the draws is another number
 SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
 STEP = 32  # tokens: texts are filled up to multiples, each a program
 
@@ -59,20 +63,16 @@ def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
 
 def null_scores(
     scorer: Callable[[features.Arrays], np.ndarray],
-    scheme: Scheme,
-    human: np.ndarray,
+    pool: training_data.Pool,
     *,
     length: int,
     count: int,
-    vocab_size: int,
     seed: int,
     start: int = 0,
-    green_lists: Any = None,
 ) -> np.ndarray:
-    """Scores [count] of human passages [N T], cut to a length from token `start` on, under random keys of a scheme."""
-    random = np.random.default_rng((seed, length))
-    pool = training_data.human_pool(scheme, human, vocab_size=vocab_size, green_lists=green_lists)
-    return scorer(training_data.null_arrays(pool, np.arange(count) % len(human), length, random, start=start))
+    """Scores [count] of human passages, cut to a length from token `start` on, under random keys of their scheme."""
+    random, rows = np.random.default_rng((seed, length)), np.arange(count) % len(pool.tokens)
+    return scorer(training_data.null_arrays(pool, rows, length, random, start=start))
 
 
 class NeuralVerdicts(NamedTuple):
@@ -100,6 +100,11 @@ class NeuralTest:
             raise ValueError(f"detector: {folder} was trained on a vocabulary of {trained}, the text has {vocab_size}")
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
+        sums = record["sha256"], assets.sha256_file(features.calibration_file(folder))
+        self._about = (
+            f"{VERSION} {NUM_NULL} {vocab_size} {' '.join(sums)}"  # what null scores depend on, beside a scheme
+        )
+        self._pools: dict[str, training_data.Pool] = {}  # by scheme
         self._null: dict[tuple[str, int, int], np.ndarray] = {}  # scores by scheme, length and start
 
     def check(self, scheme: Scheme) -> None:
@@ -157,13 +162,35 @@ class NeuralTest:
 
     def _null_scores(self, detector: detection.NumpyDetector, length: int, start: int, width: int) -> np.ndarray:
         """Scores of NUM_NULL human passages of a length, as the detector's scheme scores them from `start` on."""
-        name = f"{detector.scheme}", length, start
+        scheme = detector.scheme.model_dump_json()
+        name = scheme, length, start
         if name not in self._null:
-            self._null[name] = null_scores(
-                lambda arrays: self._scorer(_cut(arrays, width)), detector.scheme, self._human, length=length,
-                count=NUM_NULL, vocab_size=self._vocab_size, seed=0, start=start, green_lists=detector.green_lists,
-            )  # fmt: skip
+            digest = hashlib.sha256(f"{self._about} {detector.scheme.scheme} {name}".encode()).hexdigest()
+            path = process_environment.cache_dir() / "watermark" / f"null-{digest[:16]}.npy"
+            if (known := _read(path)) is None:
+                if scheme not in self._pools:
+                    about = {"vocab_size": self._vocab_size, "green_lists": detector.green_lists}
+                    self._pools[scheme] = training_data.human_pool(detector.scheme, self._human, **about)
+                scorer, pool = lambda arrays: self._scorer(_cut(arrays, width)), self._pools[scheme]
+                known = null_scores(scorer, pool, length=length, count=NUM_NULL, seed=0, start=start)
+                _write(path, known)
+            self._null[name] = known
         return self._null[name]
+
+
+def _read(path: Path) -> np.ndarray | None:
+    """Null scores that were kept, None where there are none or they are damaged."""
+    try:
+        found = np.load(path, allow_pickle=False).astype(np.float64)
+    except (OSError, EOFError, ValueError):
+        return None
+    return found if found.shape == (NUM_NULL,) and np.isfinite(found).all() else None
+
+
+def _write(path: Path, scores: np.ndarray) -> None:
+    """Keep null scores, which are float32, for other processes and runs; a cache that cannot be written is none."""
+    with contextlib.suppress(OSError), outputs.whole(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, scores.astype(np.float32))
 
 
 def _behind(prompt: np.ndarray, counts: np.ndarray, arrays: features.Arrays) -> features.Arrays:

@@ -158,13 +158,11 @@ def judge(
 ) -> list[dict[str, Any]]:
     """Rows of true-positive rates of one test scheme, the neural detector beside the exact test."""
     scheme, out, null = settings.test_schemes[name], [], {}
+    calibration = training_data.human_pool(scheme, human.calibration, vocab_size=vocab_size)
     for condition, texts in conditions(settings, tokens, human.test, seed=len(name)):
         length = texts.shape[1]
         if length not in null:
-            null[length] = null_scores(
-                scorer, scheme, human.calibration,
-                length=length, count=settings.num_null, vocab_size=vocab_size, seed=settings.seed,
-            )  # fmt: skip
+            null[length] = null_scores(scorer, calibration, length=length, count=settings.num_null, seed=settings.seed)
         found, exact = evidence(scheme, texts, keys, vocab_size=vocab_size)
         p = conformal_p(scorer(found), null[length])
         for level in settings.levels:

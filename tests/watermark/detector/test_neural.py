@@ -182,6 +182,7 @@ def test_p_values_of_many_texts_are_those_of_each_alone_at_its_own_length(tmp_pa
     assert found.num_tokens.tolist() == [48, 0, 9, 30, 1, 7, 43, 0]
     assert found.num_null.tolist() == [4000, 0, 4000, 4000, 0, 4000, 4000, 0], "no token of the others is scored"
     scorer, wanted = neural_detection.Scorer(SHAPE, PARAMS), []
+    pool = training_data.human_pool(scheme, human, vocab_size=VOCAB)
     for text, key, prompt, count in zip(texts, keys, prompts, found.num_tokens):
         evidence = reference.evidence(
             scheme, key, text[None], np.array([len(text)]), vocab_size=VOCAB, prompt_lengths=prompt
@@ -194,9 +195,7 @@ def test_p_values_of_many_texts_are_those_of_each_alone_at_its_own_length(tmp_pa
         if not row.scored.any():
             wanted.append(1.0)
             continue
-        null = neural_detection.null_scores(
-            scorer, scheme, human, length=count, count=4000, vocab_size=VOCAB, seed=0, start=min(prompt, 1)
-        )
+        null = neural_detection.null_scores(scorer, pool, length=count, count=4000, seed=0, start=min(prompt, 1))
         wanted.append(neural_detection.conformal_p(scorer(row), null)[0])
     np.testing.assert_allclose(found.p_value, wanted, atol=1.5 / 4001)  # padding moves the last bits of a score
     backwards = test.detect(detector, Ragged.from_lists(texts[::-1]), keys[::-1], prompt_lengths=prompts[::-1])
@@ -214,6 +213,26 @@ def test_p_values_of_unmarked_texts_behind_a_prompt_hold_their_level(tmp_path, w
     found = test.detect(detector, Ragged.from_array(texts), keys, prompt_lengths=10)
     assert (found.num_tokens == count).all() and (found.num_null == neural_detection.NUM_NULL).all()
     assert scipy.stats.binomtest(int((found.p_value <= 0.05).sum()), 400, 0.05, alternative="greater").pvalue > 1e-4
+
+
+def test_null_scores_are_kept_for_other_processes_and_a_damaged_file_is_none(tmp_path, monkeypatch):
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path / "detector", SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path / "cache"))
+    detector = detection.NumpyDetector(config.parse_scheme("kgw"), vocab_size=VOCAB)
+
+    def p_values():
+        test = neural_detection.NeuralTest(tmp_path / "detector", vocab_size=VOCAB)
+        return test.detect(detector, Ragged.from_array(human[:5, :20]), Key(1)).p_value.tolist()
+
+    first = p_values()
+    (path,) = (tmp_path / "cache" / "watermark").iterdir()
+    kept = np.load(path)
+    assert kept.shape == (neural_detection.NUM_NULL,) and p_values() == first
+    np.save(path, np.full_like(kept, 1e9))
+    assert p_values() == [1.0] * 5, "what is kept is read"
+    path.write_bytes(b"no array")
+    assert p_values() == first and (np.load(path) == kept).all()
 
 
 def test_texts_without_a_token_are_no_error_whatever_they_stand_beside(tmp_path):
