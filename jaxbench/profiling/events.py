@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,8 +68,9 @@ def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Cos
     """The program of each key: of its module's, the one that has most of the instructions that ran.
 
     Programs of one function for several shapes may have equal instructions: these are told apart by XLA's numbers. A
-    program that was compiled here has the number of its key, one that was read from the cache the next or the next but
-    one, below the next key's. Where no number fits, the first of them stands for all.
+    program that was compiled here has the number of its key, one that was read from the cache that of the process that
+    compiled it. So they stand in the order of the keys where there are as many of both; else the number decides, and
+    where none is the key's, the first of them stands for all.
     """
     ran: dict[Key, set[str]] = defaultdict(set)
     for event in events:
@@ -82,7 +82,8 @@ def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Cos
             continue
         shared = [len(instructions & each.costs.keys()) for each in of_module]
         equal = [each for each, count in zip(of_module, shared, strict=True) if count == max(shared)]
-        later = min((number for module, number in ran if module == key[0] and number > key[1]), default=math.inf)
-        numbered = [each for each in equal if key[1] <= each.number < later]
-        found[key] = min(numbered, key=lambda each: each.number) if numbered else equal[0]
+        numbers = sorted(number for module, number in ran if module == key[0])
+        own = sorted(of_module, key=lambda each: each.number)  # with all of them compiled here, by the very numbers
+        own = dict(zip(numbers, own)) if len(numbers) == len(own) else {each.number: each for each in own}
+        found[key] = next((each for each in equal if each is own.get(key[1])), equal[0])
     return found
