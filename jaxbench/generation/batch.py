@@ -23,13 +23,8 @@ def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str
     content: of the file of requests, the very bytes that were parsed; a pipe can be read only once.
     """
     digest = hashlib.sha256(content).hexdigest()
-    fields = {
-        "format": FORMAT,
-        **settings._asdict(),
-        "sampling": settings.sampling._asdict(),
-        "input_sha256": digest,
-        **more,
-    }
+    own = {"format": FORMAT, "sampling": settings.sampling._asdict(), "input_sha256": digest}
+    fields = settings._asdict() | own | more
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return json.loads(text) | {"run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 

@@ -19,12 +19,11 @@ from jaxbench import outputs, store, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 
-# Dense peak rates, TFLOP/s, the first whose name is in a device's. Sources: NVIDIA's data sheets of A100 (2020), H100
-# (SXM, PCIe and NVL) and H200 (2023, 2024); other cards of these names are measured, as all that are unknown.
+# Dense peak rates, TFLOP/s, the first whose name is in a device's; what has none here is measured. Sources: NVIDIA's
+# data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their namesakes.
 PEAK_TFLOPS = {
-    "H100 PCIe": {"bfloat16": 756.5, "float16": 756.5, "float32": 51.2},
-    "H100 NVL": {"bfloat16": 835.5, "float16": 835.5, "float32": 60.0},
-    "H200 NVL": {"bfloat16": 835.5, "float16": 835.5, "float32": 60.0},
+    "H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0},
+    "NVL": {},
     "A100": {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5},
     "H100": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
     "H200": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},

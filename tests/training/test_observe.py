@@ -47,7 +47,8 @@ def test_what_is_not_trained_has_no_gradient_of_its_own_to_count():
 def test_known_devices_have_a_peak_and_others_none():
     assert observe.peak_flops("NVIDIA H200", "bfloat16") == 989.4e12
     assert observe.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
-    assert observe.peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
+    assert observe.peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert observe.peak_flops("NVIDIA H100 NVL", "bfloat16") is None
     assert observe.peak_flops("cpu", "float32") is None and observe.peak_flops("NVIDIA H200", "float64") is None
 
 

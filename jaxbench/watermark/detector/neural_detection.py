@@ -80,9 +80,7 @@ class NeuralVerdicts(NamedTuple):
 
     p_value: Float[np.ndarray, " N"]  # >= 1 / (num_null + 1)
     num_null: Int[np.ndarray, " N"]  # null scores that it is ranked among; 0 = no token of the text is scored, p = 1
-    num_tokens: Int[
-        np.ndarray, " N"
-    ]  # tokens that were read, behind the prompt: at most as many as human passages have
+    num_tokens: Int[np.ndarray, " N"]  # tokens read behind the prompt, at most as many as the human passages have
 
 
 class NeuralTest:
@@ -101,9 +99,8 @@ class NeuralTest:
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
         sums = record["sha256"], assets.sha256_file(features.calibration_file(folder))
-        self._about = (
-            f"{VERSION} {NUM_NULL} {vocab_size} {' '.join(sums)}"  # what null scores depend on, beside a scheme
-        )
+        # what null scores depend on, beside a scheme, a length and a start
+        self._about = f"{VERSION} {NUM_NULL} {vocab_size} {' '.join(sums)}"
         self._pools: dict[str, training_data.Pool] = {}  # by scheme
         self._null: dict[tuple[str, int, int], np.ndarray] = {}  # scores by scheme, length and start
 
