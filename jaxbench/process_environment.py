@@ -1,8 +1,8 @@
 """The environment that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
 
 Three things can only be set from outside: which platforms JAX looks for (with libtpu installed and no TPU attached,
-looking prints pages of errors), how glibc's malloc keeps memory (large arrays are page-fault bound otherwise,
-docs/xla_cpu.md rule 8), and where compiled programs are cached.
+looking prints pages of errors), how glibc's malloc keeps memory (large arrays are page-fault bound otherwise, and
+weights lie in tens of thousands of small pages, docs/xla_cpu.md rule 8), and where compiled programs are cached.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # those of TPUs
 GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # on the PCI bus: the vendor of TPUs, and its network card and disk
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
 ARENAS = "MALLOC_ARENA_MAX"
+TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux for huge pages of what malloc holds
 MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
 
 
@@ -45,6 +47,7 @@ def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": MALLOC_BYTES,
         "MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES,
         ARENAS: "1",  # blocks above 64 MB of any other arena go back to the system when they are freed
+        TUNABLES: f"{HUGE_PAGES}=1",
         "TOKENIZERS_PARALLELISM": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",  # C++ information and warnings off, errors stay
         "JAX_COMPILATION_CACHE_DIR": str(compile_cache_dir()),
@@ -58,7 +61,14 @@ def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     if device == "gpu":
         wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch and JAX share the device
     kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if HUGE_PAGES not in kept[TUNABLES]:  # the user's are others
+        kept[TUNABLES] = ":".join(filter(None, (kept[TUNABLES], wanted[TUNABLES])))
     return kept | {"JAX_PLATFORMS": PLATFORMS[device]}
+
+
+def malloc_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of environment variables, those that glibc's malloc reads."""
+    return {name: value for name, value in sorted(variables.items()) if name.startswith("MALLOC_") or name == TUNABLES}
 
 
 def check_attached(device: str) -> None:

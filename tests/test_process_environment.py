@@ -17,7 +17,7 @@ from tests.structure import ROOT
 
 def run_fresh(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Run Python code in a process without this one's JAX and malloc variables."""
-    names = ("JAX_", "XLA_", "MALLOC_", process_environment.MARKER)
+    names = ("JAX_", "XLA_", "MALLOC_", process_environment.TUNABLES, process_environment.MARKER)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     command = [sys.executable, "-c", code, "argument with space"]
     return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=120)
@@ -36,6 +36,57 @@ def test_platforms_follow_the_device_and_the_rest_respects_the_user(monkeypatch)
     assert "TPU_SKIP_MDS_QUERY" not in process_environment.environment("tpu")
     with pytest.raises(ValueError, match="'phone'"):
         process_environment.environment("phone")
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_huge_pages_are_asked_for_unless_the_user_has_said_otherwise(own, wanted, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    found = process_environment.environment("cpu")
+    assert found["GLIBC_TUNABLES"] == wanted
+    monkeypatch.setenv("GLIBC_TUNABLES", wanted)  # a process that was started anew asks again
+    assert process_environment.environment("cpu")["GLIBC_TUNABLES"] == wanted
+    assert process_environment.malloc_settings(found | {"HOME": "x"}).keys() >= {"GLIBC_TUNABLES", "MALLOC_ARENA_MAX"}
+    assert "HOME" not in process_environment.malloc_settings(found | {"HOME": "x"})
+
+
+HOLDS = """
+from jaxbench import process_environment
+process_environment.ensure("cpu")
+import jax.numpy as jnp
+held = [jnp.ones(2**18).block_until_ready() for _ in range(64)]
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))
+"""
+
+
+def huge_pages_are_given() -> bool:
+    """True where Linux and glibc (2.35) give them to who asks."""
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    name, _, version = (
+        (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ") if sys.platform == "linux" else ("",) * 3
+    )
+    is_new = name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
+    return is_new and modes.exists() and "[madvise]" in modes.read_text()
+
+
+@pytest.mark.skipif(
+    not huge_pages_are_given(), reason="huge pages are asked for with glibc 2.35, on Linux in mode madvise"
+)
+def test_arrays_of_a_process_lie_in_huge_pages():
+    with_them, without = (
+        int(run_fresh(HOLDS, **more).stdout) for more in ({}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
+    )
+    assert with_them > without + 8 * 1024  # KiB, of 64 MiB in arrays of one: scattered memory may hold few
 
 
 def test_simulated_devices_keep_the_users_flags_and_have_threads_to_spare(monkeypatch):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxbench import outputs, store
+from jaxbench import outputs, process_environment, store
 from jaxbench.bench import agreement, launch, parts, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.measure import environment, records
@@ -86,7 +86,7 @@ def _begun(work: plan.Plan, *, resume: bool, say: Callable[[str], None]) -> Reco
 
 def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
     """Sentences of the report: what every arm shares and what differs by nature."""
-    malloc = " ".join(f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("MALLOC_"))
+    malloc = " ".join(f"{name}={value}" for name, value in process_environment.malloc_settings(variables).items())
     return [
         f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
         f"Arms start with these malloc settings: {malloc or 'the defaults'}; those of PyTorch and llama.cpp without "

@@ -9,7 +9,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from jaxbench.process_environment import cpuinfo, usable_cores
+from jaxbench.process_environment import cpuinfo, malloc_settings, usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("jaxbench", "torch_ref", "experiments")
@@ -32,7 +32,7 @@ def describe(*, threads: int) -> dict:
         "versions": versions(),
         "commit": commit(),
         "load_average": list(os.getloadavg()),
-        "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
+        "malloc": malloc_settings(os.environ),
         "pressure": pressure(),
     }
 

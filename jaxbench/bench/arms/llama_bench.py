@@ -1,6 +1,7 @@
 """llama.cpp by its own benchmarks, llama-bench and llama-batched-bench, on the model's GGUF file.
 
-Its fastest form: built for this machine, weights repacked, no Python between tokens. Each sample is a process that
+Its fastest form: built for this machine, weights repacked, no Python between tokens, and the file read into memory of
+malloc's, which lies in huge pages (a mapped file does not: docs/xla_cpu.md, rule 8). Each sample is a process that
 loads the file, warms up and measures; only what it measured counts. It makes up its tokens, so its text is not
 compared.
 """
@@ -74,7 +75,7 @@ class LlamaBenchArm(contract.Arm):
 
     def _run(self, program: Path, *flags: str) -> list[dict]:
         threads = ["-t", str(self.threads)] + (["-tb", str(self.threads)] if program == self.batched else [])
-        command = [str(program), "-m", self.file, *threads, *flags]
+        command = [str(program), "-m", self.file, "--load-mode", "none", *threads, *flags]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
             raise ValueError(f"{program.name}: exit {done.returncode}: {process.last_line(done.stderr)}")

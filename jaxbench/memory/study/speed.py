@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jaxbench import outputs
+from jaxbench import outputs, process_environment
 from jaxbench.config import Base
 from jaxbench.measure import environment, process, verdicts
 from jaxbench.measure.process import Worker, WorkerError
@@ -155,7 +155,8 @@ def _worker(arm: str, workdir: Path, device: str, *, is_malloc_tuned: bool = Tru
     threads = 1 if device == "cpu" else environment.usable_cores()  # beside a GPU they compile, and wait
     variables = process.environment(device, threads=threads, library=library)
     if not is_malloc_tuned:
-        variables = {name: value for name, value in variables.items() if not name.startswith("MALLOC_")}
+        tuned = process_environment.malloc_settings(variables)
+        variables = {name: value for name, value in variables.items() if name not in tuned}
     how = {"environment": variables, "log": log, "threads": threads, "timeout_s": TIMEOUT_S, "python": _python(arm)}
     return Worker(arm, WORKER, **how)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 import statistics
 import subprocess
@@ -25,19 +26,20 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from jaxbench import cli, outputs, terminal
+from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.measure import environment, line_picture, process, verdicts
 from jaxbench.measure.line_picture import BLUE, BROWN, GREEN, GREY, PINK, Axis, Line, Panel, Point
+from jaxbench.process_environment import TUNABLES
 from jaxbench.serve.study import load
 
 VALUES = flags.FLAGS
 HOST = "127.0.0.1"
 COLORS = (GREY, BLUE, PINK, GREEN, BROWN)
 OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--model={model}", "--set=name=model")
-# threads that spin (--poll) would take the cores of its own HTTP, and of the clients
+# Threads that spin (--poll) would take the cores of its own HTTP, and of the clients. A mapped file has no huge pages.
 LLAMA = (
     str(process.PEERS / "llama.cpp/llama-server"), "-m", "{model}", "--host", HOST, "--port", "{port}", "-t", "2",
-    "-fa", "on", "--no-webui", "--poll", "0",
+    "-fa", "on", "--no-webui", "--poll", "0", "--load-mode", "none",
 )  # fmt: skip
 SLOTS = ("--set=engine.kernels=xla", "--set=engine.slot_tokens=768", "--set=engine.segment=128")
 BITS = ("--set=engine.activations=int8", "--set=engine.cache=int8")
@@ -104,7 +106,9 @@ def started(
       ValueError: it does not start; the last lines of its log are in the message.
     """
     began = time.monotonic()
-    with open(log, "ab") as file, subprocess.Popen(command, stdout=file, stderr=file, cwd=process.ROOT) as server:
+    tuned = {TUNABLES: process_environment.environment("cpu")[TUNABLES]}  # jaxbench's own start with it by themselves
+    how = {"cwd": process.ROOT, "env": os.environ | tuned}
+    with open(log, "ab") as file, subprocess.Popen(command, stdout=file, stderr=file, **how) as server:
         try:
             while not _answers(f"http://{HOST}:{port}{path}"):
                 code, is_late = server.poll(), time.monotonic() - began > limit_s

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from jaxbench import cli, outputs
+from jaxbench import cli, outputs, process_environment
 from jaxbench.measure import environment, verdicts
 from jaxbench.pretrained import assets
 from jaxbench.serve.study import clients, load
@@ -236,9 +236,10 @@ def said(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure every arm, and show; return the exit code."""
+    clients.check_arms(VALUES.arms, clients.ARMS)
+    process_environment.ensure("cpu")  # for the engine alone: servers see to it themselves
     from jaxbench.pretrained import tokenizer
 
-    clients.check_arms(VALUES.arms, clients.ARMS)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
     text = tokenizer.load_tokenizer(str(model))
