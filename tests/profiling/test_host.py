@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from shlex import quote
 
 import psutil
 import pytest
@@ -160,7 +161,7 @@ def test_the_exit_code_of_the_command_is_handed_on(tmp_path, tool, text, code):
 
 def test_a_command_that_fails_is_shown_and_said_with_its_own_words(tmp_path):
     script = written(tmp_path / "ends.py", "import sys\nsum(range(3_000_000))\nsys.exit('its own words')\n")
-    done = command("profile.py", "cpu", f"--command={script}")
+    done = command("profile.py", "cpu", f"--command={quote(str(script))}")
     assert (done.returncode, done.stderr.splitlines()) == (
         1, ["its own words", "failed: the command ended with exit code 1; its profile ends there"],
     ), done.stderr  # fmt: skip
@@ -184,7 +185,7 @@ def test_an_interrupt_of_the_parent_ends_the_command_and_shows_what_was_sampled(
     script = written(tmp_path / "waits.py", WAITS)
     started = [sys.executable, str(ROOT / "experiments" / "profile.py"), *words, f"--output={tmp_path / 'p'}"]
     process = subprocess.Popen(
-        [*started, f"--command={script} {tmp_path}"],
+        [*started, f"--command={quote(str(script))} {quote(str(tmp_path))}"],
         cwd=ROOT, env=shell_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
@@ -233,7 +234,7 @@ def test_what_does_not_end_at_an_interrupt_is_killed(tmp_path):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_reader_that_closes_the_output_ends_the_command_quietly(tmp_path, tool):
     script = written(tmp_path / "prints.py", "for number in range(300_000):\n    print(number)\n")
-    words = [sys.executable, "experiments/profile.py", "cpu", f"--tool={tool}", f"--command={script}"]
+    words = [sys.executable, "experiments/profile.py", "cpu", f"--tool={tool}", f"--command={quote(str(script))}"]
     process = subprocess.Popen(
         words, cwd=ROOT, env=shell_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
