@@ -176,7 +176,8 @@ class LlamaCppArm(contract.Arm):
         self.model = None
         if train is None:
             threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
-            self.model = llama_cpp.Llama(self.file, n_ctx=2048, verbose=False, **threads)
+            # a mapped file does not lie in huge pages (docs/xla_cpu.md, rule 8)
+            self.model = llama_cpp.Llama(self.file, n_ctx=2048, use_mmap=False, verbose=False, **threads)
 
     def prepare(self, workload: Workload) -> dict:
         """Nothing to compile; say which rows this arm has no part in."""
