@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -29,6 +30,7 @@ MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and d
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux for huge pages of what malloc holds
 MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
+INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: what its variables were before, null where there was none
 
 
 def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
@@ -139,7 +141,16 @@ def ensure(device: str, *, library: str = "XLA") -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [sys.executable, *sys.orig_argv[1:]]
-    os.execve(sys.executable, arguments, {**os.environ, **wanted, MARKER: str(os.getpid())})
+    before = {name: os.environ.get(name) for name in wanted} | json.loads(os.environ.get(INHERITED, "{}"))
+    marks = {MARKER: str(os.getpid()), INHERITED: json.dumps(before)}
+    os.execve(sys.executable, arguments, {**os.environ, **wanted, **marks})
+
+
+def inherited() -> dict[str, str]:
+    """Variables of this process as its user set them: without those that `ensure` set, here or in a parent."""
+    before = json.loads(os.environ.get(INHERITED, "{}"))
+    kept = {name: value for name, value in os.environ.items() if name not in (MARKER, INHERITED, *before)}
+    return kept | {name: value for name, value in before.items() if value is not None}
 
 
 def cache_dir() -> Path:

@@ -15,11 +15,12 @@ from jaxbench import process_environment
 from tests.structure import ROOT
 
 
-def run_fresh(code: str, **environment: str) -> subprocess.CompletedProcess:
+def run_fresh(code: str, argument: str = "argument with space", **environment: str) -> subprocess.CompletedProcess:
     """Run Python code in a process without this one's JAX and malloc variables."""
-    names = ("JAX_", "XLA_", "MALLOC_", process_environment.TUNABLES, process_environment.MARKER)
+    own = (process_environment.MARKER, process_environment.INHERITED)
+    names = ("JAX_", "XLA_", "MALLOC_", process_environment.TUNABLES, *own)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    command = [sys.executable, "-c", code, "argument with space"]
+    command = [sys.executable, "-c", code, argument]
     return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=120)
 
 
@@ -125,6 +126,35 @@ print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name
     *starts, last = done.stdout.splitlines()
     assert len(starts) == 2 and len(set(starts)) == 1  # twice, in the same process
     assert json.loads(last) == ["argument with space", "cpu", True]
+
+
+ANEW_TWICE = """
+import json, os, subprocess, sys
+from jaxbench import process_environment
+process_environment.ensure(sys.argv[1])
+if sys.argv[1] == "gpu":
+    print(json.dumps([dict(os.environ), process_environment.inherited()]))
+else:  # a command that starts another one
+    subprocess.run([*sys.orig_argv[:-1], "gpu"], check=True)
+"""
+
+
+def test_what_the_user_had_set_is_known_after_starting_anew_once_and_once_more():
+    set_by_user = {"GLIBC_TUNABLES": "glibc.malloc.check=0", "MALLOC_TRIM_THRESHOLD_": "7", "JAX_PLATFORMS": "rocm"}
+    done = run_fresh(ANEW_TWICE, argument="cpu", **set_by_user)
+    assert done.returncode == 0, done.stderr
+    now, inherited = json.loads(done.stdout)
+    assert now["JAX_PLATFORMS"] == "cuda,cpu" and now["GLIBC_TUNABLES"].endswith("hugetlb=1")
+    assert "MALLOC_ARENA_MAX" in now and "MALLOC_ARENA_MAX" not in inherited
+    assert {name: inherited.get(name) for name in set_by_user} == set_by_user
+    assert process_environment.INHERITED not in inherited and process_environment.MARKER not in inherited
+    assert inherited["HOME"] == now["HOME"]
+
+
+def test_a_process_that_never_started_anew_has_what_it_has(monkeypatch):
+    monkeypatch.delenv(process_environment.INHERITED, raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert process_environment.inherited()["MALLOC_TRIM_THRESHOLD_"] == "1"
 
 
 def test_starting_anew_after_jax_was_imported_is_an_error():

@@ -16,7 +16,7 @@ import pydantic
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig
 from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, plain, with_lora
-from jaxbench.pretrained import families, hf_config
+from jaxbench.pretrained import assets, families, hf_config
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # First values that leave the decoder's own weights as they are; PiSSA, OLoRA, CorDA, LoftQ and others change those as
@@ -35,7 +35,7 @@ def save(
 ) -> Path:
     """Write the adapters of a decoder as a folder that PEFT reads; all of it appears at once or nothing.
 
-    base: name or folder of the decoder without them, as PEFT keeps it.
+    base: name or folder of the decoder without them, as PEFT keeps it; "default" is written as its id on the hub.
 
     Raises:
       ValueError: the folder has content, or transformers joins an adapted projection with others.
@@ -52,7 +52,8 @@ def save(
             tensors[f"{PREFIX}{theirs[module]}.lora_{letter}.weight"] = np.ascontiguousarray(np.asarray(value).T)
     lora = config.lora
     values: dict[str, Any] = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none",
+        "base_model_name_or_path": assets.MODEL_ID if base == "default" else base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "inference_mode": True,
         "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
         "target_modules": sorted({theirs[module].rsplit(".", 1)[1] for module in _adapted(params)}),

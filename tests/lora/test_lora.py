@@ -189,6 +189,15 @@ def test_folders_that_would_be_read_wrongly_are_refused(change, match, tmp_path)
         peft_files.load(tmp_path / "a", cases.LLAMA)
 
 
+@pytest.mark.parametrize(
+    ("base", "written"),
+    [("default", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("models/mine", "models/mine"), (None, None)],
+)
+def test_peft_is_told_which_decoder_the_adapters_belong_to(base, written, tmp_path):
+    peft_files.save(tmp_path / "a", cases.ADAPTED, initial.initial_params(cases.ADAPTED, 0), base=base)
+    assert json.loads((tmp_path / "a" / peft_files.CONFIG).read_text())["base_model_name_or_path"] == written
+
+
 def test_adapters_in_bfloat16_are_read_as_the_float32_numbers_that_both_backends_take(tmp_path):
     params = initial.initial_params(cases.ADAPTED, 0, distinct=True)
     narrow = {name: np.asarray(value, jax.numpy.bfloat16) for name, value in params.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxbench import process_environment
 from jaxbench.regress import judge, pairs, run, tiny, trees
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
@@ -94,6 +95,26 @@ def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_pa
     assert set(pairs.launch_medians(tmp_path / "work" / pairs.SAMPLES)["words.tokens_per_s"]) == {HEAD}
     with pytest.raises(ValueError, match="this tree cannot be imported: head: start: NameError"):
         Launches(plan_of(tmp_path / "other", head=broken), lambda text: None).until(1)
+
+
+def test_each_side_starts_with_the_variables_that_its_own_commit_sets_beside_the_users(tmp_path, monkeypatch):
+    before, after = '"MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES,', '"MALLOC_TRIM_THRESHOLD_": "12345",'
+    base = changed_tree(tmp_path / "base", "jaxbench/process_environment.py", before, after)
+    set_here = {**process_environment.environment("cpu"), "MALLOC_MMAP_THRESHOLD_": "1000"}  # the second by the user
+    for name, value in set_here.items():
+        monkeypatch.setenv(name, value)
+    theirs = dict.fromkeys(set_here) | {"MALLOC_MMAP_THRESHOLD_": "1000"}
+    monkeypatch.setenv(process_environment.INHERITED, json.dumps(theirs))
+    old, new = base.environment("cpu", 1), trees.here().environment("cpu", 1)
+    names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    assert names == {"PYTHONPATH", "MALLOC_TRIM_THRESHOLD_"} and old["MALLOC_TRIM_THRESHOLD_"] == "12345"
+    assert old["MALLOC_MMAP_THRESHOLD_"] == new["MALLOC_MMAP_THRESHOLD_"] == "1000"
+    plan = plan_of(tmp_path, base=base, head=trees.here())
+    (said,) = run._variables(plan)
+    assert said.endswith("other variables: MALLOC_TRIM_THRESHOLD_ 12345 -> 8589934592")
+    assert run._variables(plan._replace(sides={BASE: trees.here(), HEAD: trees.here()})) == []
+    (tmp_path / "base" / "jaxbench" / "measure" / "process.py").unlink()  # a commit from before it
+    assert base.environment("cpu", 1)["MALLOC_TRIM_THRESHOLD_"] == "8589934592"
 
 
 def test_every_kind_of_case_runs(tmp_path):
