@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxbench.measure import verdicts, worker
+from jaxbench.measure import inductor, verdicts, worker
 
 SAMPLE_S = 1e-3  # least length of a sample: shorter calls are repeated
 WINDOW = 5  # samples whose median must stop falling before anything counts
@@ -27,7 +27,13 @@ class Session:
         self.arm_name, self.threads = arm_name, threads
 
     def start(self, *, path: str) -> dict:
-        """Import the frameworks and open the pair's file."""
+        """Import the frameworks and open the pair's file.
+
+        Raises:
+          ValueError: torch.compile is the arm, and cannot build code here.
+        """
+        if self.arm_name == "torch_compiled" and (reason := inductor.unusable("cpu")):
+            raise ValueError(reason)
         import jax
         import torch
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from jaxbench.bench.arms import contract, torch_arms
 from jaxbench.bench.arms.torch_arms import TorchBase
+from jaxbench.measure import inductor
 from jaxbench.measure.records import Workload
 
 
@@ -115,7 +116,7 @@ class CompiledTransformersArm(TransformersArm):
 
     def start(self) -> str:
         """Import the compiler too, and check that Inductor can build code here."""
-        reason = super().start() or torch_arms.missing_compiler(self.device)
+        reason = super().start() or inductor.unusable(self.device)
         settings = {"mode": "reduce-overhead" if self.device == "gpu" else "default", "fullgraph": False}
         compilation = self.transformers.CompileConfig(**settings, dynamic=False)
         compilation._compile_all_devices = True  # on CPUs too

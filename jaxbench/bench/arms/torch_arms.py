@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from jaxbench.bench.arms import contract, twin_arm
-from jaxbench.measure import worker
+from jaxbench.measure import inductor, worker
 from jaxbench.measure.records import Workload
 
 
@@ -201,7 +200,7 @@ class CompiledArm(EagerArm):
         importlib.import_module("torch._dynamo")  # seconds, and no part of loading a model
         if self.device == "gpu":
             self.torch_compile = "step"
-        return reason or missing_compiler(self.device)
+        return reason or inductor.unusable(self.device)
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Load as eager does; what is compiled is compiled when it is first called."""
@@ -252,13 +251,6 @@ class CompiledStepArm(CompiledArm):
         if workload.kind != "decode":
             return {"skip": "as torch_compile: only its decode step is compiled in another way"}
         return super().prepare(workload)
-
-
-def missing_compiler(device: str) -> str:
-    """Why Inductor cannot build code for a device, or an empty string."""
-    if device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        return "torch.compile needs a C++ compiler (g++ or clang++), none is on the PATH"
-    return ""
 
 
 def compiler_seconds() -> float:

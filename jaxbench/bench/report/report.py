@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxbench import outputs, terminal
 from jaxbench.bench import labels, summary
-from jaxbench.bench.report import contents, page, picture
+from jaxbench.bench.report import contents, figures, page, picture
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.suite import Suite
 from jaxbench.measure.records import Record, RecordFile
@@ -96,6 +96,8 @@ def show(view: View, *, console=None) -> None:
         console.print(
             f"{labels.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
         )
+    for note in _missing_notes(view):
+        console.print(note, highlight=False, markup=False)
     for note in contents.program_notes(view) + contents.product_notes(view):
         console.print(note)
     for note in view.agreement:
@@ -110,6 +112,16 @@ def show(view: View, *, console=None) -> None:
         console.print(f"[dim]{len(undecided)} rows are undecided; {least}[/dim]")
     if view.drift > view.suite.verdicts.control_drift:
         console.print(f"[yellow]the machine moved: the control loop changed by {100 * view.drift:.0f} %[/yellow]")
+
+
+def _missing_notes(view: View) -> list[str]:
+    """Sentences: why cells of the table are empty, once for each arm and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in contents.missing(view):
+        if row.metric in TERMINAL_METRICS:
+            found.setdefault((row.arm, row.reason), []).append(figures.heading(row.metric, row.workload))
+    shown = {key: names[0] + (f" and {len(names) - 1} more" if names[1:] else "") for key, names in found.items()}
+    return [f"not measured: {labels.arm(arm)}, {names}: {reason}" for (arm, reason), names in shown.items()]
 
 
 def _measured_table(view: View):
@@ -139,7 +151,7 @@ def _terminal_cell(row: summary.Row | None) -> str:
     if row is None:
         return ""
     if row.value is None:
-        return f"[dim]{row.reason[:24]}[/dim]"
+        return "[dim]not measured[/dim]"
     text = labels.percentiles(row.percentiles) or labels.value(row.value, row.unit)
     if not row.ratio:
         return text

@@ -12,6 +12,7 @@ import pytest
 from jaxbench import initial
 from jaxbench.bench import plan
 from jaxbench.bench.arms import arm_table, jax_arms
+from jaxbench.measure import inductor
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
 
@@ -40,6 +41,7 @@ def generated(name, folder):
     return facts, [arm.measure(DECODE, INPUTS)["tokens"] for _ in range(2)], arm
 
 
+@pytest.mark.skipif(bool(inductor.unusable("cpu")), reason=inductor.unusable("cpu") or "-")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
 @pytest.mark.parametrize("name", ["torch_compile_step", "transformers_compile"])
 def test_a_compiled_decode_step_says_what_the_eager_arm_says(name, folder):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
 from xml.etree import ElementTree
 
 import pytest
+import rich.console
 
 from jaxbench import outputs
 from jaxbench.bench import labels
@@ -172,6 +174,14 @@ def test_csv_keeps_full_precision(view, tmp_path):
     assert (tpu["device"], float(tpu["value"])) == ("v5e:2x2", 9.5e11)
     skipped = next(line for line in lines if line["metric"] == "train_tokens_per_s")
     assert skipped["value"] == "" and skipped["reason"] == "no <train> step & no reason"
+
+
+def test_the_terminal_says_in_full_why_a_cell_is_empty(view):
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    report.show(view, console=console)
+    text = console.file.getvalue()
+    assert "not measured: HF transformers, train step: float32, batch 2, 128 tokens: no <train> step & no reason" in text
+    assert text.count("not measured") == 2  # in its cell too, and nothing of proofs
 
 
 def test_picture_is_well_formed_and_shows_each_rate(view):
