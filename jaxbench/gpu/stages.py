@@ -91,7 +91,8 @@ class Stage(Base):
                 continue
             content = (ROOT / name).read_bytes()
             found[name] = hashlib.sha256(content).hexdigest()
-            names += re.findall(r"[\w./-]+\.ya?ml", re.sub(r"#.*", "", content.decode(errors="replace")))
+            for value in _strings(content):
+                names += [value, *re.findall(r"[\w./-]+\.ya?ml", value)]  # also where a command stands in it
         return found
 
     def _filled(self, word: str, **places: str) -> str:
@@ -105,6 +106,25 @@ class Stage(Base):
     def missing(self) -> list[str]:
         """Packages it needs that are not installed."""
         return missing(self.needs)
+
+
+def _strings(content: bytes) -> list[str]:
+    """Strings of a YAML file; none where it is damaged, which the command itself will say."""
+    import yaml
+
+    try:
+        left, found = [yaml.safe_load(content)], []
+    except (yaml.YAMLError, ValueError):  # ValueError: no UTF-8, a date that Python does not take
+        return []
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found
 
 
 class Stages(Base):

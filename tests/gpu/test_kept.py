@@ -94,8 +94,8 @@ def note_started(monkeypatch, folder):
 
 def test_a_stage_ends_with_its_command_whatever_that_has_started(call, monkeypatch):
     monkeypatch.setattr(stages, "LOOK_S", 0.05)
-    wait = "while [ ! -e {work}/seen ]; do sleep 0.05; done"
-    begin = f"setsid sleep 600 & echo $! > {{work}}/pid; echo said; {wait}"  # it holds the output open
+    wait = "while [ ! -e '{work}/seen' ]; do sleep 0.05; done"
+    begin = f"setsid sleep 600 & echo $! > '{{work}}/pid'; echo said; {wait}"  # it holds the output open
     note_started(monkeypatch, call.results.parent / "work/one")
     (ended,) = call(stage("one", shlex.join(["sh", "-c", begin]), limit_s=PATIENCE_S))
     assert (ended.status, ended.reason) == ("ok", "") and ended.value < PATIENCE_S
@@ -137,7 +137,7 @@ def test_without_the_packages_of_every_command_one_line_says_what_brings_them(tm
     assert line.startswith("error: gpu: this Python lacks pydantic; carry the wheels of `make gpu_pack`")
 
 
-DEAF = "trap '' INT; setsid sleep 600 & echo $! > {work}/pid; sleep 600"
+DEAF = "trap '' INT; setsid sleep 600 & echo $! > '{work}/pid'; sleep 600"
 
 
 def test_a_second_interrupt_ends_all_at_once_and_keeps_what_was_measured(call, monkeypatch):
@@ -176,7 +176,7 @@ def begun(pid):
 
 def test_a_resumed_call_ends_what_a_killed_one_left_running(call, tmp_path):
     """Else it would write into the same file, and hold the device."""
-    slow = stage("slow", shlex.join(["sh", "-c", "sleep 600 & echo $$ $! > {work}/pids; wait"]))
+    slow = stage("slow", shlex.join(["sh", "-c", "sleep 600 & echo $$ $! > '{work}/pids'; wait"]))
     chosen = tmp_path / "stages.yaml"
     chosen.write_text(json.dumps({"stages": [slow.model_dump()]}))
     words = ["--rehearse", f"--config={chosen}", f"--workdir={call.results}", f"--work={tmp_path / 'work'}"]
@@ -333,7 +333,9 @@ def test_a_stage_whose_configuration_has_other_content_is_run_again(words, call,
     mine.write_text("a: 1\n")
     suite.write_text(f"model: {mine}  # what it measures\n")
     one = counting("one")
-    one = one.model_copy(update={"command": f"{one.command} {words.format(mine, suite)}"})
+    one = one.model_copy(
+        update={"command": f"{one.command} {words.format(shlex.quote(str(mine)), shlex.quote(str(suite)))}"}
+    )
     for text, times in (("a: 1\n", 1), ("a: 1\n", 1), ("a: 2\n", 2), ("a: 2\n", 2)):
         mine.write_text(text)
         call(one, resume=True)

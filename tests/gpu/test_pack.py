@@ -186,7 +186,7 @@ def test_a_model_that_is_missing_is_refused_before_anything_is_written(wheels, t
 def test_the_halves_of_the_model_join_to_its_bytes(wheels, tmp_path):
     lines = list(pack.gather(tmp_path / "pack", with_model=True))
     halves = [tmp_path / f"pack-model-{number}" for number in (1, 2)]
-    assert [Path(line.split()[0]) for line in lines] == [tmp_path / "pack", *halves]
+    assert [Path(line.split("  ")[0]) for line in lines] == [tmp_path / "pack", *halves]
     model = assets.default_model_path()
     assert b"".join((half / "part").read_bytes() for half in halves) == model.read_bytes()
     assert [(half / "name").read_text() for half in halves] == [model.name] * 2

@@ -121,6 +121,6 @@ def test_few_entries_are_all_written_out():
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(words, wanted, tmp_path):
-    done = command(tmp_path, *words.format(folder=tmp_path).split())
+    done = command(tmp_path, *(word.format(folder=tmp_path) for word in words.split()))
     assert done.returncode == 2 and wanted in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -186,10 +186,10 @@ def test_a_rehearsal_runs_the_tiny_form(call):
 
 CHILDREN = """
 trap 'exit 1' INT
-sleep 600 >/dev/null 2>&1 & echo $! > {work}/child
-setsid sleep 600 >/dev/null 2>&1 & echo $! > {work}/apart
+sleep 600 >/dev/null 2>&1 & echo $! > '{work}/child'
+setsid sleep 600 >/dev/null 2>&1 & echo $! > '{work}/apart'
 echo measured
-mv {work}/before {work}/results.jsonl
+mv '{work}/before' '{work}/results.jsonl'
 wait
 """
 
@@ -207,7 +207,7 @@ def test_a_stage_at_its_limit_is_ended_with_its_children_and_keeps_its_records(c
         wait_for(lambda pid=pid: is_gone(pid))
 
 
-DEAF = "trap '' INT; echo $$ > {work}/pid; while :; do sleep 9; done"
+DEAF = "trap '' INT; echo $$ > '{work}/pid'; while :; do sleep 9; done"
 
 
 def test_a_stage_that_ignores_an_interrupt_is_ended_too(call, monkeypatch):
@@ -342,7 +342,7 @@ def test_a_failed_stage_ends_the_command_with_1_after_its_table(tmp_path):
 
 
 def test_an_interrupt_keeps_finished_stages_and_ends_what_runs(tmp_path):
-    begin = "sleep 600 >/dev/null 2>&1 & echo $! > {work}/pid; mv {work}/pid {work}/begun; wait"
+    begin = "sleep 600 >/dev/null 2>&1 & echo $! > '{work}/pid'; mv '{work}/pid' '{work}/begun'; wait"
     sleeping = stage("sleeping", shlex.join(["sh", "-c", begin]))
     chosen = config_of(tmp_path, stage("done", python(measuring(RATE))), sleeping, stage("never", "ls"))
     process = subprocess.Popen(

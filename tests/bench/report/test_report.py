@@ -180,7 +180,9 @@ def test_the_terminal_says_in_full_why_a_cell_is_empty(view):
     console = rich.console.Console(file=io.StringIO(), width=200)
     report.show(view, console=console)
     text = console.file.getvalue()
-    assert "not measured: HF transformers, train step: float32, batch 2, 128 tokens: no <train> step & no reason" in text
+    assert (
+        "not measured: HF transformers, train step: float32, batch 2, 128 tokens: no <train> step & no reason" in text
+    )
     assert text.count("not measured") == 2  # in its cell too, and nothing of proofs
 
 
