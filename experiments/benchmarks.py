@@ -11,9 +11,9 @@
     benchmarks.py site
     benchmarks.py dashboard
 
-A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree as pairs of fresh
-processes in turn. A critical regression or a broken limit ends with exit code 1, bad input with 2 and one line. A run
-that is killed goes on with the same command.
+A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree alternately, as
+pairs of fresh processes. A critical regression or a broken limit ends with exit code 1, bad input with 2 and one line.
+A killed run is resumed by the same command.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _define_suite() -> None:
 
 
 def _suite() -> tuple[Any, str]:
-    """The suite that --suite names, and its name."""
+    """Return the suite that --suite names, and its name."""
     from jaxbench import config
     from jaxbench.regress.suite import Suite
 
     path = Path(VALUES.suite)
     if not path.suffix:
         path = SUITES / f"{VALUES.suite}.yaml"
-        path = path if path.is_file() else cli.ROOT / path  # a name is one of the repository's, from any folder
+        path = path if path.is_file() else cli.ROOT / path  # a name means the repository's suite, from any folder
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in (cli.ROOT / SUITES).glob("*.yaml")))
         raise ValueError(f"--suite={VALUES.suite}: {path} is no file; wanted one of {known}, or a YAML file")
@@ -59,7 +59,7 @@ def _suite() -> tuple[Any, str]:
 
 
 def _part(suite: Any, name: str) -> tuple[Any, str, tuple[str, ...]]:
-    """The part of a suite that --cases names, the suite's name, and the names of the cases that are left out."""
+    """Return the part of a suite that --cases names, the suite's name, and the names of the cases left out."""
     if VALUES.cases is None:
         return suite, name, ()
     part = suite.only(VALUES.cases)
@@ -68,7 +68,7 @@ def _part(suite: Any, name: str) -> tuple[Any, str, tuple[str, ...]]:
 
 
 def _say() -> Any:
-    """What prints a line of progress with the seconds since now."""
+    """Return a function that prints a line of progress with the seconds since this call."""
     from rich import markup
 
     console, started = terminal.console(stderr=True), time.monotonic()
@@ -94,7 +94,7 @@ def define_run() -> None:
 
 
 def run() -> int:
-    """Run a suite, beside a base where one is named."""
+    """Run a suite, versus a base if one is named."""
     from jaxbench.measure import environment
     from jaxbench.regress import html_report, report, trees
     from jaxbench.regress import run as running
@@ -144,7 +144,7 @@ def run() -> int:
         if alerts is not None:
             try:
                 alert_commands.take_in(alerts, found.record, id)
-            except ValueError as error:  # a damaged file of alerts hides no verdict
+            except ValueError as error:  # a damaged file of alerts must not hide the verdict
                 failed.append(f"nobody was told: {error}")
     if failed:
         raise cli.GateFailed("; ".join(failed))
@@ -152,7 +152,7 @@ def run() -> int:
 
 
 def gate() -> int:
-    """Compare what is counted with the commit that this branch left."""
+    """Compare counted figures with the commit that this branch started from."""
     suite, _ = _suite()
     return gate_command.gate(suite, say=_say())
 
@@ -168,7 +168,7 @@ def define_qualify() -> None:
 
 
 def qualify() -> int:
-    """Measure false alarms and power on this machine: this tree beside itself, and slow-downs injected."""
+    """Measure false alarms and power on this machine: this tree versus itself, and with injected slow-downs."""
     from jaxbench.measure import environment
     from jaxbench.regress import qualify as qualifying
     from jaxbench.regress import run as running

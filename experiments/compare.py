@@ -2,12 +2,12 @@
 
     python experiments/compare.py --config=configs/suites/default.yaml        (or: make compare)
 
-Writes results.jsonl, results.csv, report.html and TensorBoard scalars into --workdir. Interrupt at any point: what is
-finished is kept, --resume goes on with the results of the same configuration, device, commit, versions and arms.
+Writes results.jsonl, results.csv, report.html and TensorBoard scalars into --workdir. Interrupt at any point: finished
+results are kept, and --resume continues from those of the same configuration, device, commit, versions and arms.
 
-Exit code 1, the reasons last: a parity proof failed or broke, float32 outputs differ by more than a near tie, or an
-arm, a TPU compile or a trace that the suite asks for broke. What this machine cannot run at all (no compiler, no
-libtpu) is named in the report and ends with 0.
+Exit code 1, with the reasons printed last: a parity proof failed or crashed, float32 outputs differ by more than a near
+tie, or an arm, a TPU compile or a trace that the suite asks for crashed. What this machine cannot run at all (no
+compiler, no libtpu) is named in the report; the exit code stays 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxbench import cli
 
 
 def main() -> int:
-    """Run the suite that the flags name; 1 when a proof, an arm or another part of it failed."""
+    """Run the suite that the flags name; exit code 1 if a proof, an arm or another part failed."""
     from rich import markup
 
     from jaxbench import terminal

@@ -1,4 +1,4 @@
-"""Few vectors in place of many tokens, for a decoder that reads them.
+"""Compress many tokens into few vectors, which a decoder reads instead of them.
 
     compress.py compress --input=book.txt --output=book.vectors.safetensors --name=rfcc-base-8x
     compress.py list
@@ -9,7 +9,7 @@
     compress.py pack --weights=out/compress/compressor.safetensors --output=small.safetensors
     compress.py train --config=configs/compress/cpu.yaml --data=books.jsonl.gz --held_out=others.jsonl.gz
 
-A killed `train`, `compress` or `evaluate` goes on with the same command. Bad input: exit code 2 and one line.
+A killed `train`, `compress` or `evaluate` is resumed by the same command. Bad input: exit code 2 and one line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train() -> int:
     files = {"data": VALUES.data, "held_out": VALUES.held_out, "question_files": VALUES.questions}
     sides = material.of_files(settings, shape, words, **files)
     for each in itertools.chain(*sides):
-        each.draw(each.rows, seed=settings.seed, step=0)  # what does not fit is said at once
+        each.draw(each.rows, seed=settings.seed, step=0)  # raises at once if a text does not fit
     if settings.questions is None or settings.questions.share < 1:
         print(f"text: {VALUES.data or 'default'}, sha256 {packing.text_sha256(VALUES.data)}", flush=True)
     held = weights.load_checkpoint(settings.model)
@@ -85,7 +85,7 @@ def _model() -> str | None:
 
 
 def _made() -> dict[str, Any]:
-    """What makes vectors: the decoder's name, the number type, the backend."""
+    """Return what vectors depend on: the decoder's name, the number type, the backend."""
     twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
     return {"model": _model(), "precision": VALUES.precision, "twin": twin}
 
@@ -140,7 +140,7 @@ def compress() -> int:
 
 
 def _compressed(compressor: Any, source: Path) -> Any:
-    """Vectors of a file, in memory."""
+    """Compress a file's text to vectors, in memory."""
     from jaxbench.compress import auto
     from jaxbench.text import stream as text_stream
 
@@ -162,7 +162,7 @@ def define_ask() -> None:
 
 
 def ask() -> int:
-    """Ask a question about a text that is compressed, or is compressed first."""
+    """Ask a question about a text that is already compressed, or compress it first."""
     from jaxbench.compress import auto, document
     from jaxbench.text import stream as text_stream
 
@@ -197,7 +197,7 @@ def ask() -> int:
 
 
 def list_() -> int:
-    """List the compressors that are there."""
+    """List the available compressors."""
     from jaxbench.compress import artifact
 
     known = artifact.describe(VALUES.weights)
@@ -235,7 +235,7 @@ def define_evaluate() -> None:
     cli.define_workdir()
 
 
-FIGURES_OF = {  # flags that some figures do not have
+FIGURES_OF = {  # flags that only these figures have
     "data": ("texts", "needles"), "needles": ("needles",), "count": ("questions", "needles"), "windows": ("texts",),
     "chunks": ("texts",), "store": ("texts",), "adapters": ("texts",), "tokens": ("texts",),
 }  # fmt: skip
@@ -331,7 +331,7 @@ def benchmark() -> int:
 
 
 def _questions_asked(compressor: Any, text: str) -> dict[str, Any]:
-    """Seconds to the first token of a question over a compressed text, with activations of 32 and 8 bits."""
+    """Measure seconds to first token of a question over a compressed text, with activations of 32 and 8 bits."""
     from jaxbench import sample
     from jaxbench.compress import benchmark as speed
     from jaxbench.compress import questions
@@ -373,7 +373,7 @@ def define_pack() -> None:
 
 
 def pack() -> int:
-    """Write trained weights in few bits, without what only trains."""
+    """Write trained weights in few bits, without parts that only training needs."""
     from jaxbench.compress import artifact
     from jaxbench.pretrained import weights
 

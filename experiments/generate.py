@@ -6,11 +6,11 @@
     generate.py --input=requests.jsonl --output=rows.jsonl --batch_size=8
 
 A line of --input is {"prompt": TEXT} or {"messages": [{"role": "user", "content": TEXT}, ...]}; other keys are kept.
-A run that is killed goes on with the same command (with --overwrite: without that). The text goes to standard output,
-everything else to standard error. Bad input ends with exit code 2 and one line.
+A killed run is resumed by the same command (if it had --overwrite: without that flag). The text goes to standard
+output, everything else to standard error. Bad input ends with exit code 2 and one line.
 
---kernels=auto takes the native kernels on a CPU, in the number types of the model's own file, and what the framework
-computes itself (xla) where they cannot be had; it then says why.
+--kernels=auto uses the native kernels on a CPU, in the number types of the model's own file, or the framework's own
+operations (xla) where native kernels are not available; it then says why.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TWINS = {
     "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native.model"),
     "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.native.model"),
 }
-FILE_FLAGS = ("output", "batch_size", "overwrite")  # of --input
-# What a terminal would obey: shown as a picture of the control character.
+FILE_FLAGS = ("output", "batch_size", "overwrite")  # only with --input
+# Control characters that a terminal would obey: shown as their pictures.
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 SHOWN |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 say = functools.partial(print, file=sys.stderr, flush=True)
@@ -68,14 +68,14 @@ def define() -> None:
     cli.define_device()
 
 
-# What the flags say, checked before anything is loaded
+# Flags, checked before anything is loaded
 
 
 def check_flags() -> writer.Settings:
-    """Settings of the rows, after all flags were checked against each other.
+    """Check all flags against each other, and return the settings of the rows.
 
     Raises:
-      ValueError: one is missing, out of range, or would do nothing.
+      ValueError: a flag is missing, out of range, or would do nothing.
     """
     if VALUES.input is not None and VALUES.prompt is not None:
         raise ValueError(f"--prompt={VALUES.prompt[:60]!a} and --input={VALUES.input}: give one of them")
@@ -100,7 +100,7 @@ def check_flags() -> writer.Settings:
 
 
 def check_sampling() -> prompts.SamplingParams:
-    """How a token is drawn.
+    """Return the sampling parameters.
 
     Raises:
       ValueError: a value is out of range, or filters a draw that does not take place.
@@ -117,7 +117,7 @@ def check_sampling() -> prompts.SamplingParams:
 
 
 def choose() -> tuple[decoder.Choice, decoder.Backend]:
-    """Kernels, and the modules of --backend."""
+    """Return the choice of kernels, and the modules of --backend."""
     is_torch = VALUES.backend == "torch"
     importlib.import_module("torch_ref.devices" if is_torch else "jaxbench.devices").check_device(VALUES.device)
     read_config = functools.partial(weights.read_config, model())
@@ -128,11 +128,11 @@ def choose() -> tuple[decoder.Choice, decoder.Backend]:
     return choice, decoder.Backend(*map(importlib.import_module, modules), placement=placement)
 
 
-# The three ways
+# The three modes: one prompt, a conversation, a file
 
 
 def model() -> str | None:
-    """--model as the loaders take it."""
+    """Return --model as the loaders take it."""
     return None if VALUES.model == "default" else VALUES.model
 
 
@@ -145,7 +145,7 @@ def load(tokenizer: Any, settings: writer.Settings) -> tuple[writer.Writer, deco
 
 
 def answer(ask: Any) -> Any:
-    """Print the text that ask(step=, show=) makes, as it comes or as a whole; returns what ask returned."""
+    """Print the text that ask(step=, show=) makes, as it comes or as a whole; return what ask returned."""
     is_terminal, begun = sys.stdout.isatty(), False
     is_stream = is_terminal if VALUES.stream is None else VALUES.stream
 
@@ -165,7 +165,7 @@ def answer(ask: Any) -> Any:
 
 
 def one_prompt(settings: writer.Settings) -> int:
-    """Go on with --prompt."""
+    """Continue --prompt."""
     tokenizer = load_tokenizer(model())
     if VALUES.chat:
         message = {"role": "user", "content": VALUES.prompt}
@@ -184,7 +184,7 @@ def talk(settings: writer.Settings) -> int:
     """Hold a conversation."""
     tokenizer = load_tokenizer(model())
     probe = [{"role": "user", "content": "?"}]
-    requests.message_ids(tokenizer, probe, "--chat", VALUES.system)  # is there a template?
+    requests.message_ids(tokenizer, probe, "--chat", VALUES.system)  # raises if the model has no chat template
     write, loaded = load(tokenizer, settings)
     held = conversation.Conversation(write, tokenizer, new_tokens=settings.new_tokens, system=VALUES.system)
     note(loaded)
@@ -199,10 +199,10 @@ def talk(settings: writer.Settings) -> int:
 
 
 def typed() -> Iterator[str]:
-    """Lines of standard input, asked for on a terminal."""
+    """Yield the lines of standard input, after a prompt if it is a terminal."""
     if sys.stdin is None:
-        return  # it is closed
-    sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is refused by itself, as a message
+        return  # standard input is closed
+    sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused alone, as a message
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -219,7 +219,7 @@ def rows(settings: writer.Settings) -> int:
     """Continue the requests of --input."""
     output = batch.check_output(VALUES.output, [VALUES.input, model()], overwrite=VALUES.overwrite)
     tokenizer = load_tokenizer(model())
-    content = Path(VALUES.input).read_bytes()  # once: a pipe is empty then, and a file may change
+    content = Path(VALUES.input).read_bytes()  # read once: a pipe can be read only once, and a file may change
     asked = requests.parsed(content, VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
     choice, backend = choose()
     decoder.check_rows(choice, VALUES.batch_size)
@@ -257,7 +257,7 @@ def write_rows(
 
 
 def progress(total: int, done: int) -> Any:
-    """A bar of rows on standard error, on terminals only."""
+    """Return a progress bar of rows on standard error, shown on terminals only."""
     from rich import progress as parts
 
     console = terminal.console(stderr=True)
@@ -271,13 +271,13 @@ def progress(total: int, done: int) -> Any:
 
 
 def note(loaded: decoder.Decoder) -> None:
-    """Say why native kernels were not taken, where they were looked for."""
+    """Print why native kernels are not used, if they were looked for."""
     if loaded.choice.note:
         say(loaded.choice.note)
 
 
 def main() -> int:
-    """Generate."""
+    """Generate text; return the exit code."""
     settings = check_flags()
     process_environment.ensure(VALUES.device, library=cli.array_library())
     cli.keep("what was shown is all there is")

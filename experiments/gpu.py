@@ -1,15 +1,15 @@
-"""Measure on a GPU what waits for one, in stages of order of worth, inside a budget of seconds.
+"""Run the measurements that need a GPU, in stages, the most valuable first, within a budget of seconds.
 
-    make gpu_pack                                        one folder to carry: code, wheels that such a machine lacks
+    make gpu_pack                                        one folder to copy: code, wheels that such a machine lacks
     make gpu                                             every stage in 540 s; python experiments/gpu.py --budget_s=540
     python experiments/gpu.py --stage=rates,train_124m   some of them
     python experiments/gpu.py --resume                   the ones that are not done yet, on this machine or another
     python experiments/gpu.py --rehearse                 every stage tiny, on a CPU, through the same code (2.5 minutes)
-    python experiments/gpu.py --config=configs/gpu/long.yaml --data=FOLDER     trainings, in a lease of their own
+    python experiments/gpu.py --config=configs/gpu/long.yaml --data=FOLDER     training runs, in a separate lease
 
-Each stage is a command with a limit of time (configs/gpu/stages.yaml); what it measures is written as it comes:
+Each stage is a command with a time limit (configs/gpu/stages.yaml); its measurements are written as they come:
 results.jsonl, figures.csv, environment.json and log.txt in --workdir, the stages' own files under --work. Exit code
-1: a stage failed; 2: nothing could be begun.
+1: a stage failed; 2: nothing could be started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
     from absl import flags
 
     from jaxbench import cli
-except ModuleNotFoundError as error:  # of what everything needs; what a stage needs is asked for below
+except ModuleNotFoundError as error:  # packages that everything needs; those of a stage are checked below
     wanted = "carry the wheels of `make gpu_pack` and begin with its script `run`"
     print(f"error: gpu: this Python lacks {error.name}; {wanted}", file=sys.stderr)
     raise SystemExit(2) from error
@@ -33,7 +33,7 @@ VALUES = flags.FLAGS
 
 
 def main() -> int:
-    """Run the stages, or gather a pack; 1 when a stage failed."""
+    """Run the stages, or gather a pack; exit code 1 if a stage failed."""
     from jaxbench import outputs, process_environment, terminal
     from jaxbench.gpu import pack, run
     from jaxbench.gpu.stages import Stages, missing

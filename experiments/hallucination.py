@@ -1,8 +1,8 @@
-"""Does an answer rest on the context it was given? Features, heads and scores of a reader.
+"""Detect whether an answer is supported by its context: features, attention heads and scores of a reader model.
 
     hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
-    hallucination.py scores     --input=FILE --output=FILE                    what each token or chunk scores
-    hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
+    hallucination.py scores     --input=FILE --output=FILE                    the scores of each token or chunk
+    hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score detects, nested
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
     hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
     hallucination.py export     --detector=FILE --format=onnx --output=FOLDER a detector for other runtimes
@@ -10,9 +10,8 @@
     hallucination.py answer     --input=FILE --output=FILE                    answers, risky tokens read again (AARF)
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 
-A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features`,
-`scores`, `detect` or `answer` that is killed goes on with the same command. Bad input ends with exit code 2 and one
-line.
+A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A killed run of `features`,
+`scores`, `detect` or `answer` is resumed by the same command. Bad input ends with exit code 2 and one line.
 docs/hallucination.md
 """
 
@@ -103,7 +102,7 @@ def define_evaluate() -> None:
 
 
 def evaluate_rows() -> int:
-    """Judge priors, words, scores and detectors, each on sources that it was not fitted to."""
+    """Evaluate priors, words, scores and detectors, each on sources that it was not fitted to."""
     from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table
     from jaxbench.hallucination.study import evaluate, report, rows, table
 
@@ -121,7 +120,7 @@ def evaluate_rows() -> int:
             saved = saved_detector.load(VALUES.detector)
             saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
             named = {each.partition("=")[0].strip() for each in VALUES.set}
-            if VALUES["config"].present:  # the default one says nothing that the user wants
+            if VALUES["config"].present:  # the default one is not the user's choice
                 named |= reading.model_fields_set
             saved_detector.check_settings(saved, reading, named)
             reading = saved.settings.model_copy(update={"model": reading.model})
@@ -173,7 +172,7 @@ def define_detect() -> None:
 
 
 def detect_all() -> int:
-    """Write the verdict on every row of a file, or on answers that are being written."""
+    """Write a verdict on every row of a file, or on answers that are still being written."""
     needed("detector", "what `fit` wrote")
     place, processes = where.chosen()
     package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
@@ -277,7 +276,7 @@ def answer() -> int:
 
 
 def answer_rows(settings: Any, placed: list[tuple[str, dict[str, Any]]], output: Path) -> int:
-    """Answer the rows that are not finished yet; placed: where each is, and the row."""
+    """Answer the rows that are not finished yet; placed: the place and content of each row."""
     from jaxbench.hallucination import lengths, mitigation, reader_settings
 
     names = ("backend", "mitigate", "new_tokens", "batch_size")
@@ -316,7 +315,7 @@ def define_redeep() -> None:
 
 
 def redeep() -> int:
-    """Show what a regression scores where it was chosen, and on responses that chose nothing."""
+    """Show a regression's results on the responses that it was chosen on, and on held-out ones."""
     from jaxbench.hallucination import reader_table, score_regression, stored_scores
 
     needed("scores", "a file of chunk scores")

@@ -1,15 +1,15 @@
-"""Run bulk work later, one job after another: a queue in a folder.
+"""Run bulk jobs later, one after another: a queue in a folder.
 
     jobs.py submit --command="experiments/watermark.py detect --key_file=k --input=a.jsonl --output=a.parquet"
-    jobs.py work                            run what waits, until Ctrl-C; on any machine that shares the folder
+    jobs.py work                            run waiting jobs, until Ctrl-C; on any machine that shares the folder
     jobs.py work --until_empty --workers=2  two at a time, until nothing is left
     jobs.py list                            every job and its state
-    jobs.py show --job=ID                   one job, and the end of what it said
-    jobs.py wait --job=ID                   until it has ended; ends with its exit code
+    jobs.py show --job=ID                   one job, and the end of its log
+    jobs.py wait --job=ID                   wait until it has ended; ends with its exit code
     jobs.py cancel --job=ID                 retry, remove: likewise
 
-A worker that is killed loses nothing: the next one runs the same command, which goes on where it stopped. A command
-that breaks is run again, one that ends with 1 or 2 (a failed gate, bad input) is not. --queue names the folder.
+A killed worker loses nothing: the next one runs the same command, which resumes where it stopped. A command that
+crashes is run again; one that ends with 1 or 2 (a failed gate, bad input) is not. --queue names the folder.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def define_work() -> None:
 
 
 def held(*, is_written: bool = True) -> Queue:
-    """The queue that --queue names; is_written: False where a command only reads it.
+    """Return the queue that --queue names; is_written: False where a command only reads it.
 
     Raises:
-      ValueError: it is no folder.
+      ValueError: it is not a folder.
     """
     from jaxbench.jobs.queue import Queue
 
@@ -77,7 +77,7 @@ def held(*, is_written: bool = True) -> Queue:
 
 
 def named() -> str:
-    """The id that --job names, as a whole or by its beginning.
+    """Return the id that --job names, in full or by its beginning.
 
     Raises:
       ValueError: it names none, or several.
@@ -127,7 +127,7 @@ def work() -> int:
 
 
 def list_jobs() -> int:
-    """Print a line a job."""
+    """Print one line per job."""
     from rich.table import Table
 
     jobs = held(is_written=False)
@@ -141,7 +141,7 @@ def list_jobs() -> int:
             entry.job.id, entry.progress.state, str(entry.progress.attempts), _time(entry),
             entry.job.title or shlex.join(entry.job.words),
         )  # fmt: skip
-    for id in sorted({*ids}.intersection(jobs.ids()) - {entry.job.id for entry in entries}):  # removed ones are not
+    for id in sorted({*ids}.intersection(jobs.ids()) - {entry.job.id for entry in entries}):  # not those removed
         table.add_row(id, "damaged", "", "", "its files cannot be read: `show` says why, `remove` removes it")
     terminal.console().print(table)
     return cli.EXIT_OK
@@ -157,7 +157,7 @@ def show() -> int:
 
 
 def wait() -> int:
-    """Wait for a job; end with its exit code, or 1 where it has none."""
+    """Wait for a job; return its exit code, or 1 where it has none."""
     from jaxbench.jobs import queue
 
     id, jobs = named(), held(is_written=False)
@@ -177,7 +177,7 @@ def change(what: str) -> int:
 
 
 def _time(entry: Entry) -> str:
-    """How long it ran, or since when it waits."""
+    """Return how long a job ran, or since when it waits."""
     progress = entry.progress
     if progress.started is None:
         return f"since {datetime.datetime.fromtimestamp(entry.job.submitted):%m-%d %H:%M}"

@@ -1,11 +1,11 @@
 """Measure long-term memory.
 
-    memory.py arms                    what a memory buys: decoders with and without it on tasks that need one
-    memory.py cost                    what a layer of attention or memory costs by length of context
-    memory.py speed                   the neural memory beside titans-pytorch: speed, peak memory, time by length
-    memory.py stability               long training of deep memories: does a number stop being one?
+    memory.py arms                    what a memory gains: decoders with and without it on tasks that need one
+    memory.py cost                    cost of a layer of attention or memory by context length
+    memory.py speed                   the neural memory versus titans-pytorch: speed, peak memory, time by length
+    memory.py stability               long training of deep memories: do values become NaN or infinite?
 
-Bad input ends with exit code 2 and one line; a missed aim of cost or stability with 1.
+Bad input ends with exit code 2 and one line; a missed target of cost or stability with 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from absl import flags
 from jaxbench import cli, process_environment, terminal
 
 VALUES = flags.FLAGS
-AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so many tokens
+AIM, AIM_LENGTH = 128, 32_768  # target: times less memory than naive attention, at so many tokens
 
 
 def configured(name: str) -> Callable[[], None]:
-    """Function that defines the flags of a command: --config, --set, --workdir, of arms --part, of layers --device."""
+    """Return a function that defines a command's flags: --config, --set, --workdir; arms: --part; layers: --device."""
 
     def define() -> None:
         cli.define_config(f"configs/memory/{name}.yaml")
@@ -51,17 +51,17 @@ def measure_arms() -> int:
 
 
 def refuse_tpu() -> None:
-    """Raise where --device is one that PyTorch has not here.
+    """Refuse a --device that PyTorch does not have here.
 
     Raises:
-      ValueError: it is a TPU.
+      ValueError: --device is a TPU.
     """
     if VALUES.device == "tpu":
         raise ValueError(f"--device={VALUES.device}: layers are timed on both backends; wanted cpu or gpu")
 
 
 def measure_speed() -> int:
-    """Measure the neural memory and titans-pytorch in turn, and print the tables."""
+    """Measure the neural memory and titans-pytorch alternately, and print the tables."""
     refuse_tpu()
     process_environment.ensure(VALUES.device)
     from jaxbench.memory.study import speed
@@ -72,7 +72,7 @@ def measure_speed() -> int:
 
 
 def measure_stability() -> int:
-    """Train memories of several depths, and print their losses; 1 when a number is not finite."""
+    """Train memories of several depths, and print their losses; return 1 if a number is not finite."""
     process_environment.ensure("cpu")
     from jaxbench.memory.study import stability
 
@@ -83,7 +83,7 @@ def measure_stability() -> int:
 
 
 def measure_cost() -> int:
-    """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
+    """Measure layers by length, and print the table; return 1 if the bank saves less than its target."""
     refuse_tpu()
     process_environment.ensure(VALUES.device)
     import torch_ref.memory.study.cost_layer

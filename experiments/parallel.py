@@ -4,9 +4,9 @@
     python experiments/parallel.py --all               30 minutes: every mesh, schedule and ZeRO stage for 8 devices
     python experiments/parallel.py --all --part=2/8    every eighth case of it, from the second on
     python experiments/parallel.py --case=2.5d         one case
-    python experiments/parallel.py --output=FILE       a JSON line a case besides
+    python experiments/parallel.py --output=FILE       also write one JSON line per case
 
-Three float64 training steps a case: losses, gradients, parameters and AdamW's moments against the unsharded program.
+Three float64 training steps per case: losses, gradients, parameters and AdamW's moments versus the unsharded program.
 Expected: every case passes, worst relative error 4e-12 (the gate is 1e-9). A failing case names the kind and the
 tensor, and the command ends with exit code 1.
 """
@@ -28,7 +28,7 @@ COUNT = "--xla_force_host_platform_device_count="
 
 
 def define_flags() -> None:
-    """Define what this command has."""
+    """Define the flags of this command."""
     flags.DEFINE_bool("all", False, "the full product of the settings instead of the pairwise list")
     flags.DEFINE_string("case", None, "id of one case, such as 2.5d or llama-stage4-micro8-1f1b-model2-one")
     cli.define_part()
@@ -36,10 +36,10 @@ def define_flags() -> None:
 
 
 def selected() -> list:
-    """Cases that the flags ask for.
+    """Return the cases that the flags ask for.
 
     Raises:
-      ValueError: an unknown case, one beside --all or --part, or a part that is not k/n with 1 <= k <= n.
+      ValueError: an unknown case, a case together with --all or --part, or a part that is not k/n with 1 <= k <= n.
     """
     from jaxbench.parity import memory_meshes, meshes
 
@@ -56,12 +56,12 @@ def selected() -> list:
 
 
 def main() -> int:
-    """Prove the selected cases; 1 when one fails."""
+    """Prove the selected cases; return 1 if one fails."""
     if (output := flags.FLAGS.output) is not None:
         if not Path(output).parent.is_dir():
             raise ValueError(f"--output={output}: there is no folder {Path(output).parent}; make it, or name another")
         outputs.check_file(output, overwrite=True)  # lines are appended
-    flags_of_xla = os.environ.get("XLA_FLAGS", "").split()  # a number of devices for a training run is none for a proof
+    flags_of_xla = os.environ.get("XLA_FLAGS", "").split()  # a training run's device count must not apply here
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags_of_xla if not flag.startswith(COUNT))
     os.environ.update(process_environment.simulated_devices(NUM_DEVICES))
     process_environment.ensure("cpu")

@@ -2,17 +2,17 @@
 
     python experiments/parity.py --case=transformer/llama-grouped    20 seconds: every gate on a tiny model
     python experiments/parity.py --case=transformer/smollm2          1 minute, 7 GB: the default model
-    python experiments/parity.py --case=transformer/smollm2 --gradients    1 minute, 13 GB: its gradients in float64 too
+    python experiments/parity.py --case=transformer/smollm2 --gradients    1 minute, 13 GB: its float64 gradients too
     python experiments/parity.py --case=watermark/*,memory/bank      several
     python experiments/parity.py --all                               10 minutes: every case, and the mutation score
     python experiments/parity.py --all --device=gpu                  the same with JAX on a GPU, and its fused attention
     python experiments/parity.py --model=PATH                        your checkpoint: GGUF file or Hugging Face folder
 
 Writes parity.json and parity.html (a heat map of every layer) into --workdir. A failing run names the module where the
-difference starts and the one that causes it, and ends with exit code 1. Expected: equal, worst error about 1e-14.
+difference starts and the module that causes it, and ends with exit code 1. Expected: equal, worst error about 1e-14.
 
 --model compares Flax and Equinox with PyTorch module by module in float64, and PyTorch with transformers where
-transformers reads the file; --backend leaves one of the two out.
+transformers reads the file; --backend selects only one of Flax and Equinox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxbench.parity import cases
 
 
 def define_flags() -> None:
-    """Define what only this command has."""
+    """Define the flags that only this command has."""
     flags.DEFINE_list("case", None, "ids of the cases to prove, such as transformer/smollm2 or watermark/*")
     flags.DEFINE_bool("all", False, "prove every case, and print the mutation score")
     flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
@@ -46,16 +46,16 @@ def define_flags() -> None:
 
 
 def found(name: str) -> list[cases.Case]:
-    """Case of this id, or all that a pattern such as watermark/* fits."""
+    """Return the case with this id, or all that match a pattern such as watermark/*."""
     ids = fnmatch.filter([case.id for case in cases.CASES], name) if "*" in name else []
     return [cases.find(each) for each in ids or [name]]
 
 
 def selected() -> list[cases.Case]:
-    """Cases of the table that the flags ask for.
+    """Return the cases of the table that the flags ask for.
 
     Raises:
-      ValueError: nothing is asked for, two things at once, an unknown case, or one of another device.
+      ValueError: nothing or two things are asked for, a case is unknown, or it needs another device.
     """
     values = flags.FLAGS
     named = {"case": None if values.case is None else ",".join(values.case), "model": values.model}
@@ -77,7 +77,7 @@ def selected() -> list[cases.Case]:
 
 
 def results_of(chosen: list[cases.Case]) -> Iterator[dict[str, Any] | str]:
-    """Result of each case, or of --model's checkpoint with each backend; a sentence where one cannot be had."""
+    """Yield the result of each case, or of --model's checkpoint per backend; a sentence where there is none."""
     from jaxbench.parity import own_model, run
     from jaxbench.pretrained import weights
 
@@ -96,7 +96,7 @@ def results_of(chosen: list[cases.Case]) -> Iterator[dict[str, Any] | str]:
 
 
 def main() -> int:
-    """Run what the flags ask for; 1 when a gate fails."""
+    """Run what the flags ask for; return 1 if a gate fails."""
     chosen = selected()
     process_environment.ensure(flags.FLAGS.device)
     from jaxbench import outputs, terminal

@@ -1,11 +1,11 @@
-"""Settings of the frameworks for NVIDIA, AMD, Apple, Intel and TPU: what each does, who says so, what was measured.
+"""Settings of the frameworks for NVIDIA, AMD, Apple, Intel and TPU: effect, source and measurements of each.
 
     presets.py list
     presets.py show --name=nvidia
     eval "$(python experiments/presets.py export --name=nvidia)"
     presets.py check --name=nvidia
 
-A preset becomes variables of the environment, which any command then runs under; what is set already wins.
+A preset becomes environment variables for any command to run under; variables that are already set win.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def define_export() -> None:
 
 
 def export() -> int:
-    """Print the lines that a shell reads; lines of Python that cannot be exported go to stderr."""
+    """Print lines for a shell; lines of Python, which cannot be exported, go to stderr."""
     from jaxbench import presets
 
     found = presets.load(VALUES.name)
@@ -75,7 +75,7 @@ def export() -> int:
 
 
 def check() -> int:
-    """Say which XLA flags of a preset the installed JAX does not know; exit code 1 where there are any."""
+    """Report the XLA flags of a preset that the installed JAX does not know: exit code 1 if there are any."""
     from jaxbench import presets
 
     found = presets.load(VALUES.name)

@@ -1,4 +1,4 @@
-"""Where a command's time and memory go: by operation, by line, over repeated calls, while it runs.
+"""Profile a command's time and memory: by operation, by line, over repeated calls, while it runs.
 
     profile.py cpu --command="experiments/generate.py --prompt=Hello"
     profile.py memory --command="experiments/generate.py --prompt=Hello"
@@ -9,7 +9,7 @@
     profile.py compare --base=FOLDER --head=FOLDER
     profile.py monitor --pid=4711
 
-FOLDER is what any command writes with --profile=FOLDER. A leak, or a command that fails, ends with exit code 1, bad
+FOLDER is written by any command with --profile=FOLDER. A leak, or a command that fails, ends with exit code 1, bad
 input with 2 and one line. Ctrl-C ends the command too, and shows what was sampled until then.
 """
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "profile":
-    # cProfile, which PyTorch imports, asks for the standard library's module of this name, and Python looks into the
-    # folder of a main first: hand it what it asks for.
+    # cProfile, which PyTorch imports, imports the standard library's module of this name, but Python searches the
+    # folder of the main script first: give it the module that it wants.
     import importlib.util
     import sysconfig
 
@@ -39,7 +39,7 @@ from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.profiling import compare, events, host, leaks, monitor, trace
 
 VALUES = flags.FLAGS
-WRITING_S = 300.0  # that an interrupted command has to write what --profile recorded
+WRITING_S = 300.0  # for an interrupted command to write what --profile recorded
 
 
 def _define_command() -> None:
@@ -58,7 +58,7 @@ def _wanted(*names: str) -> None:
     """Check that flags are given.
 
     Raises:
-      ValueError: one is not.
+      ValueError: one is missing.
     """
     for name in names:
         if not VALUES[name].value:
@@ -105,7 +105,7 @@ def define_memory() -> None:
 
 
 def memory() -> int:
-    """See what a command had allocated when it was most."""
+    """Show what a command had allocated at its peak."""
     import importlib.util
 
     words = _words()
@@ -123,7 +123,7 @@ def memory() -> int:
 
 
 def _keep_nothing() -> None:
-    """Have an interrupt say that nothing was finished; who shows something later keeps that."""
+    """Let an interrupt report that nothing was finished; commands that show results later replace this."""
     cli.keep("", when=lambda: False)
 
 
@@ -170,7 +170,7 @@ def define_leaks() -> None:
 
 
 def find_leaks() -> int:
-    """Call something again and again and see what memory it keeps."""
+    """Call something repeatedly, and show what memory it keeps."""
     if (VALUES.call is None) == (VALUES.url is None):
         raise ValueError(f"--call={VALUES.call} and --url={VALUES.url}: give one of them")
     options: dict[str, Any] = {"repeats": VALUES.repeats, "warmup": VALUES.warmup}
@@ -193,7 +193,7 @@ def find_leaks() -> int:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """What shows on a terminal how many calls are done; it keeps no memory, as a progress bar's samples would."""
+    """Return a function that shows how many calls are done; unlike a progress bar, it keeps no samples in memory."""
     done = [0]
 
     def advance(count: int) -> None:
@@ -206,7 +206,7 @@ def _counter(total: int) -> Callable[[int], None]:
 
 
 def _find_in_server() -> Callable[..., leaks.Found]:
-    """How a running server is asked, checked before the first request."""
+    """Return the search for leaks in a running server, with its flags checked before the first request."""
     if VALUES.pid is None:
         raise ValueError(f"--url={VALUES.url} needs --pid, the process whose memory is read")
     read, ask = leaks.resident_of(VALUES.pid), leaks.asker(VALUES.url, VALUES.body)
@@ -293,7 +293,7 @@ def define_monitor() -> None:
 
 
 def follow() -> int:
-    """Say what a running process does until it ends."""
+    """Report what a running process does until it ends."""
     import time
 
     if VALUES.pid is None:

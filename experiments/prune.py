@@ -3,9 +3,9 @@
     prune.py model --method=wanda --fraction=0.5 --output=FOLDER           half of the weights become zero
     prune.py model --method=2:4 --finetune_steps=200 --output=FOLDER       two of every four; trained on with zeros held
     prune.py model --method=structured --keep_d_ff=1024 --output=FOLDER    a narrower model, whose products are smaller
-    prune.py speed                                                         dense beside sparse, in one process
+    prune.py speed                                                         dense versus sparse, in one process
 
-`model` writes a Hugging Face folder that every command here and transformers read, whole or not at all, with
+`model` writes a Hugging Face folder, complete or not at all, which every command here and transformers read, with
 pruning.json: what was removed, and the held-out loss before and after. Bad input ends with exit code 2 and one line.
 Methods and limits: docs/sparsity.md.
 """
@@ -53,7 +53,7 @@ def define_model_flags() -> None:
 
 
 def prune_model() -> int:
-    """Write the pruned model and say what was removed."""
+    """Write the pruned model, and print what was removed."""
     from jaxbench.quantization import prune_run
 
     if VALUES.method is None:
@@ -71,7 +71,7 @@ def prune_model() -> int:
 
 
 def check_idle(settings: Any) -> None:
-    """Check that no flag was given that does nothing beside the others.
+    """Check that no given flag is without effect next to the others.
 
     Raises:
       ValueError: a rate without steps, or settings of a text that is not read.
@@ -107,7 +107,7 @@ def define_speed_flags() -> None:
 
 
 def measure_speed() -> int:
-    """Measure, print the table, and write it where asked."""
+    """Measure, print the table, and write it if asked to."""
     for name in ("d_model", "d_ff"):
         if VALUES[name].value % 4:
             raise ValueError(f"--{name}={VALUES[name].value} is not a multiple of 4, which 2:4 needs")

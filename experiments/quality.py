@@ -1,10 +1,10 @@
-"""What every method of quantisation costs in quality, in one table.
+"""Measure what every quantisation method costs in quality, in one table.
 
     quality.py --config=configs/quantization/books.yaml --model=FOLDER
 
-Makes the model after every method, runs all of them on the same windows of held-out text, and prints KL to the float
-model, bits per byte, agreement of the most probable token and recall of a repeated passage, with intervals. A run that
-is killed goes on with the same command. Bad input ends with exit code 2 and one line.
+Quantises the model by every method, runs all results on the same windows of held-out text, and prints KL to the float
+model, bits per byte, agreement of the most probable token and recall of a repeated passage, with intervals. A killed
+run is resumed by the same command. Bad input ends with exit code 2 and one line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
     calibration = settings.calibration
     seen = functools.cache(lambda: windows.calibration(words, calibration.data, calibration.rows, calibration.length))
     if any(each.recipe is not None and each.recipe.needs_calibration for each in settings.methods.values()):
-        seen()  # a text that is too short is said before the first method runs
+        seen()  # raises for a text that is too short, before the first method runs
     held = weights.load_checkpoint(spec)
     longest = max(settings.length, calibration.length)
     if longest > held.config.max_seq_len:
@@ -50,7 +50,7 @@ def main() -> int:
     about = {"model": held.source, "model_sha256": held.sha256}
     about["text_sha256"] = {name: packing.text_sha256(path) for name, path in settings.texts.items()}
     about["calibration_sha256"] = packing.text_sha256(calibration.data)
-    same = config.config_id(settings, exclude=("methods", "pairs"))  # methods come and go, each is a part of its own
+    same = config.config_id(settings, exclude=("methods", "pairs"))  # methods may change: each is its own part
     store.claim(workdir, f"{same}-{held.sha256[:12]}-{windows.digest(texts)}")
     cli.keep(f"finished methods in {workdir} are kept; the same command goes on")
     found = run(settings, held, texts, seen, workdir)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[str, Any]:
-    """Figures of every method and of the float model, by name, each kept as a part."""
+    """Measure every method and the float model; return figures by name, each stored as a part."""
     from rich import progress
 
     from jaxbench import config, store, transformer

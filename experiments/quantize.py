@@ -6,7 +6,7 @@
     quantize.py --format=int8 --activations=dynamic --equalize=smoothquant --output=model-w8a8
     quantize.py --format=int8 --activations=static --activation_scales=percentile --output=model-w8a8-static
 
-An --output that ends in .gguf is a GGUF file, which llama.cpp and jaxbench's native kernels read; another one is a
+An --output that ends in .gguf is a GGUF file, which llama.cpp and jaxbench's native kernels read; any other is a
 Hugging Face folder, which vLLM, transformers and jaxbench read. GPTQ, AWQ, SmoothQuant and static activations are
 calibrated on --data. Bad input ends with exit code 2 and one line.
 """
@@ -61,10 +61,10 @@ def define() -> None:
 
 
 def check_flags() -> Any:
-    """Recipe that the flags describe; None for a GGUF file that is rounded by ggml's own rules.
+    """Return the recipe that the flags describe; None for a GGUF file that is rounded by ggml's own rules.
 
     Raises:
-      ValueError: flags that do not go together.
+      ValueError: flags that contradict each other.
     """
     from jaxbench.quantization import grids, recipe
 
@@ -105,7 +105,7 @@ def check_flags() -> Any:
 
 
 def _recipe(recipe: Any, grid: Any, is_gguf: bool) -> Any:
-    """The recipe of a grid and the other flags."""
+    """Return the recipe of a grid and the other flags."""
     import pydantic
 
     if VALUES.activations != "float" and grid.bits == 8 and grid.group_size is None:
@@ -126,7 +126,7 @@ def _recipe(recipe: Any, grid: Any, is_gguf: bool) -> Any:
 
 
 def quantized(made: Any) -> Any:
-    """--model by a recipe."""
+    """Quantise --model by a recipe."""
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.quantization import folder_export, quantize
     from jaxbench.quantization.study import windows
@@ -155,19 +155,19 @@ def quantized(made: Any) -> Any:
 
 
 def text_sha256() -> str:
-    """Of --data."""
+    """Return the SHA-256 of --data."""
     from jaxbench.text import packing
 
     return packing.text_sha256(VALUES.data)
 
 
 def model() -> str | None:
-    """--model as the loaders take it."""
+    """Return --model as the loaders take it."""
     return None if VALUES.model == "default" else VALUES.model
 
 
 def main() -> int:
-    """Write the file or folder and say what rounding changed."""
+    """Write the file or folder, and print what rounding changed."""
     process_environment.ensure("cpu")
     made = check_flags()
     from jaxbench.quantization import folder_export, gguf_export

@@ -2,9 +2,9 @@
 
     serve.py                                             the default model on http://127.0.0.1:8000
     serve.py --model=FOLDER --set=port=8080              another model, another port
-    serve.py --device=gpu --set=engine.kernels=xla       on a GPU, by XLA's own programs
-    JAXBENCH_API_KEY=... serve.py --set=host=0.0.0.0     to other machines, behind a key
-    serve.py --input=requests.jsonl --output=answers.jsonl   a file of requests, lines as OpenAI's batch interface has
+    serve.py --device=gpu --set=engine.kernels=xla       on a GPU, with XLA's own programs
+    JAXBENCH_API_KEY=... serve.py --set=host=0.0.0.0     for other machines, with an API key
+    serve.py --input=requests.jsonl --output=answers.jsonl   a file of requests, lines as in OpenAI's batch interface
 
 Ends at SIGTERM or Ctrl-C when the answers in progress have ended. docs/serving.md
 """
@@ -66,29 +66,29 @@ def main() -> int:
     print(f"http://{host}:{listening.getsockname()[1]} (model {made.state.name}; Ctrl-C ends it)", flush=True)
 
     class Server(uvicorn.Server):
-        """Takes nothing new from the signal on, while answers in progress end."""
+        """Takes no new requests after the signal, while answers in progress end."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """As uvicorn's, which by itself tells the application at the very end, and hears nobody until then.
+            """Drain the service, then shut down as uvicorn, which alone would tell the application only at the end.
 
-            /ready and /metrics answer while answers end; their slow readers have what is left of the time.
+            /ready and /metrics respond while answers end; slow readers of answers have what is left of the time.
             """
             until = time.monotonic() + self.config.timeout_graceful_shutdown
             await made.state.service.end()
             self.config.timeout_graceful_shutdown = max(5, round(until - time.monotonic()))
             await super().shutdown(sockets)
 
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn hands on the signal that it ended for
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
         Server(options).run(sockets=[listening])
     print(f"served for {time.monotonic() - started:.0f} s")
     return cli.EXIT_OK
 
 
 def _check_place(engine: Any) -> None:
-    """Check where the engine computes.
+    """Check that the engine can compute on the device.
 
     Raises:
-      ValueError: its kernels are not for the device, or it is not alone there.
+      ValueError: its kernels are not for the device, or there are several replicas.
     """
     if VALUES.device == "cpu":
         return
@@ -105,7 +105,7 @@ def _check(config: Any) -> None:
     """Check what can be checked before anything starts.
 
     Raises:
-      ValueError: the model cannot be read, or others could use the server.
+      ValueError: the model cannot be read, a setting is invalid, or other machines could use the server without a key.
     """
     from jaxbench.serve import watch
     from jaxbench.serve.intake import KEY_VARIABLE
@@ -146,7 +146,7 @@ def answer_file(config: Any) -> int:
     engine.read_config(engine.model)
     decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
     if engine.kernels == "xla":
-        sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the programs
+        sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the compiled programs
         decides |= engine.model_dump(include=sizes)
     if VALUES.device != "cpu":
         decides["device"] = VALUES.device
@@ -177,7 +177,7 @@ def answer_file(config: Any) -> int:
 
 
 def serve_fleet(config: Any) -> int:
-    """Serve by several engines until told to end."""
+    """Serve with several engines until told to end; return the exit code."""
     from jaxbench import ray_pool
     from jaxbench.measure import environment
 
@@ -187,9 +187,9 @@ def serve_fleet(config: Any) -> int:
             raise ValueError(f"{name} is of one server, and --replicas={VALUES.replicas} starts several; leave one out")
     cores, is_local = environment.usable_cores(), "RAY_ADDRESS" not in os.environ
     threads = config.engine.threads or (max(1, cores // VALUES.replicas) if is_local else 1)
-    if config.engine.kernels == "native":  # XLA's and PyTorch's own operations take all cores that they find
+    if config.engine.kernels == "native":  # XLA's and PyTorch's own operations use all cores that they find
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"threads": threads})})
-    _socket(config.host, config.port).close()  # Ray Serve waits for a port that is taken
+    _socket(config.host, config.port).close()  # raises if the port is taken, which Ray Serve would wait for
     interrupt = signal.getsignal(signal.SIGTERM)
     ray_pool.start(max(cores, threads * VALUES.replicas))
     try:
@@ -201,7 +201,7 @@ def serve_fleet(config: Any) -> int:
         raise ValueError(f"replicas={VALUES.replicas}: {error}; pip install 'jaxbench[serve,ray]'") from error
     serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "ERROR"})
     made = fleet.application(config, _watermarks(config.engine), replicas=VALUES.replicas, cpus=threads)
-    signal.signal(signal.SIGTERM, interrupt)  # Ray's own ends the process at once, and answers with it
+    signal.signal(signal.SIGTERM, interrupt)  # Ray's own handler ends the process and its answers at once
     try:
         gateway = serve.run(made, name="jaxbench", route_prefix="/")
         print(f"http://{config.host}:{config.port} (model {config.shown_name}, {VALUES.replicas} replicas)", flush=True)
@@ -217,7 +217,7 @@ def serve_fleet(config: Any) -> int:
 
 
 def _watermarks(config: Any) -> Any:
-    """Watermarks that requests may name; None = none are configured."""
+    """Return the watermarks that requests may name; None = none are configured."""
     if not config.watermarks:
         return None
     from jaxbench.watermark.serving import Watermarks
@@ -226,10 +226,10 @@ def _watermarks(config: Any) -> Any:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Return a listening socket.
 
     Raises:
-      ValueError: the place cannot be had.
+      ValueError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -1,13 +1,13 @@
-"""How long a command takes from its start to the first token, and a model from its file to ready, beside llama.cpp.
+"""Time a command from its start to the first token, and the loading of a model, versus llama.cpp.
 
-    startup.py                                      12 rounds of whole processes in turn: 3 minutes
+    startup.py                                      12 rounds of whole processes, alternating: 3 minutes
     startup.py --only=load --rounds=20 --output=startup.json
 
 Each round starts every program once, in alternating order; a row has its median seconds and, with an interval over
-rounds, its ratio to llama.cpp's (above 1: slower). llama.cpp is llama-bench of `make peers`; where it is not built its
-rows and the ratios are missing. Loading is timed inside a process that has imported what it needs: the file is read,
-checked and packed, and the model made; llama.cpp's is its process less its start without a model and less its token.
---output is written after every round, so that an interrupt keeps those before it.
+rounds, its ratio to llama.cpp's (above 1: slower). llama.cpp is llama-bench of `make peers`; if it is not built, its
+rows and the ratios are missing. Loading is timed inside a process that has imported what it needs: it reads, checks and
+packs the file and builds the model. For llama.cpp, it is the time of its process minus those of its start without a
+model and of its token. --output is written after every round, so that an interrupt keeps the rounds before it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_output() -> None:
     """Check that --output may be written.
 
     Raises:
-      ValueError: it is a file of the model, is there without --overwrite, or cannot be written.
+      ValueError: it is a file of the model, exists without --overwrite, or cannot be written.
     """
     from jaxbench.pretrained import assets
 
@@ -72,7 +72,7 @@ def check_output() -> None:
 
 
 def seconds_of(command: list[str]) -> tuple[float, str]:
-    """Wall time of a process, and what it printed.
+    """Return the wall time of a process, and what it printed.
 
     Raises:
       ValueError: it failed; its last line is given.
@@ -102,7 +102,7 @@ def llama_bench(program: str, file: str) -> dict[str, Callable[[], float]]:
 
 
 def programs() -> dict[str, Callable[[], float]]:
-    """What is timed, by its row's name; llama.cpp first where it is there.
+    """Return the timed programs by the names of their rows; llama.cpp first, if it is built.
 
     Raises:
       ValueError: no row has --only in its name.
@@ -112,7 +112,7 @@ def programs() -> dict[str, Callable[[], float]]:
 
     spec = None if VALUES.model == "default" else VALUES.model
     path = weights.resolve(spec)
-    weights.read_config(path)  # a damaged file is one line here, not one in each process
+    weights.read_config(path)  # a damaged file is reported once here, not in each process
     program = shutil.which(str(Path(os.environ.get("JAXBENCH_LLAMA_CPP") or arm.FOLDER) / "llama-bench"))
     generate = [sys.executable, str(Path(__file__).parent / "generate.py"), f"--prompt={PROMPT}", "--new_tokens=1"]
     generate.append(f"--model={VALUES.model}")
@@ -140,7 +140,7 @@ def programs() -> dict[str, Callable[[], float]]:
 
 
 def main() -> int:
-    """Time all programs in turn, and print the table."""
+    """Time all programs alternately, and print the table."""
     process_environment.ensure("cpu")
     if VALUES.output is not None:
         check_output()
@@ -153,13 +153,13 @@ def main() -> int:
 
     cli.keep("", when=lambda: False)
     timed = programs()
-    for name in timed:  # programs and caches that the first run makes
+    for name in timed:  # a first run builds programs and caches
         timed[name]()
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     about = environment.describe(threads=environment.usable_cores())
     for index in rich.progress.track(range(VALUES.rounds), "rounds", console=terminal.console(stderr=True)):
         found = {name: timed[name]() for name in process.turn(list(timed), index)}
-        for name, each in found.items():  # whole rounds alone
+        for name, each in found.items():  # only complete rounds count
             seconds[name].append(each)
         if VALUES.output is not None:
             outputs.write_json(VALUES.output, {"seconds": seconds, "environment": about})

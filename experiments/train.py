@@ -5,7 +5,7 @@
     python experiments/train.py --config=configs/lm/books_bpe.yaml --backend=torch
 
 Writes records.jsonl, checkpoints/, tensorboard/, summary.json and export/ (a Hugging Face folder) into --workdir.
-Kill it at any moment: the same command goes on from the newest whole checkpoint, and ends with the same numbers.
+Kill it at any moment: the same command resumes from the newest complete checkpoint, and ends with the same numbers.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def main() -> int:
 
 
 def check_searches() -> None:
-    """Check the flags of --find_batch_size and --memory_ladder beside each other.
+    """Check the flags of --find_batch_size and --memory_ladder against each other.
 
     Raises:
-      ValueError: both, a limit for neither, or steps to profile of a run that there will not be.
+      ValueError: both are given, a limit without either, or steps to profile although no training run follows.
     """
     values = flags.FLAGS
     asked = [f"--{name}" for name in ("find_batch_size", "memory_ladder") if values[name].value]
@@ -102,7 +102,7 @@ def check_input(settings: Any) -> None:
     """Check what can be checked before JAX starts and before anything is written.
 
     Raises:
-      ValueError: a run that cannot fit, a backend that is not on the device, or a text that is no file.
+      ValueError: the run cannot fit, the backend does not run on the device, or the text is not a file.
     """
     from jaxbench.bench import estimate
 
@@ -129,15 +129,15 @@ def check_input(settings: Any) -> None:
 
 
 def least_bytes(settings: Any) -> int:
-    """Bytes of the shortest text that has a target to train on, and one to hold out where that is not another file."""
+    """Return the bytes of the shortest text with a target to train on, and one held out unless that is another file."""
     return 4 if settings.data.validation_path is None else 2
 
 
 def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
-    """First and last step of --profile_steps=10:13.
+    """Return the first and last step of --profile_steps=10:13.
 
     Raises:
-      ValueError: the text is no such range inside the run.
+      ValueError: the text is not such a range inside the run.
     """
     if text is None:
         return None
@@ -151,7 +151,7 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     """Print the largest batch whose compiled step and evaluation fit, after taking one step with it.
 
     Raises:
-      ValueError: a limit that no batch fits in.
+      ValueError: no batch fits in the limit.
     """
     values = flags.FLAGS
     from jaxbench.training import batch_size, train_inputs

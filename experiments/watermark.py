@@ -1,4 +1,4 @@
-"""Watermark text, find the mark again, attack it, and measure all of it.
+"""Watermark text, detect the watermark, attack it, and measure all of it.
 
     watermark.py keygen   --output=secret.key                                      a new secret key
     watermark.py generate --config=configs/watermark/kgw.yaml --output=marked.jsonl
@@ -9,11 +9,11 @@
     watermark.py evaluate --config=configs/watermark/evaluate.yaml                 detectability, quality, robustness
     watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
 
-What decodes (generate, evaluate, power, train-detector, benchmark, attack) takes --kernels: auto takes native kernels
-on a CPU, and what the framework computes itself (xla) where they cannot be had; it then says why.
+Commands that decode (generate, evaluate, power, train-detector, benchmark, attack) take --kernels: auto uses native
+kernels on a CPU, or the framework's own operations (xla) where these are not available; it then says why.
 Texts that generate wrote are scored as token ids, without their prompts, by --field=ids --prompt_field=prompt_tokens.
-Every run that is killed goes on with the same command, but keygen and attack. Bad input ends with exit code 2 and
-one line; calibrate and power end with 1 when a gate fails.
+A killed run is resumed by the same command, except keygen and attack. Bad input ends with exit code 2 and one line;
+calibrate and power end with 1 when a gate fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
 say = functools.partial(print, flush=True)
-TWINS = {  # that generate, beside Flax
+TWINS = {  # modules of each backend that generates; Flax's are the default
     "flax": (),
     "equinox": (
         "jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.watermark.logits_processor",
@@ -153,7 +153,7 @@ def define_identify() -> None:
 
 
 def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
-    """Job that the flags describe."""
+    """Return the job that the flags describe."""
     from jaxbench.watermark import score_cache
     from jaxbench.watermark.bulk import bulk_detection
 
@@ -192,7 +192,7 @@ def score(job: Any, show: Callable[..., Any], **options: Any) -> int:
 
 
 def detect() -> int:
-    """Find the mark of one scheme and key."""
+    """Detect the watermark of one scheme and key."""
     from jaxbench.watermark import identify, keys, run
 
     checks.check_where(VALUES.scheme, VALUES.key_file)
@@ -223,11 +223,11 @@ def identify_family() -> int:
     return score(job, run.identify_text)
 
 
-# What a configuration describes
+# Commands with a configuration
 
 
 def configured(default: str, workdir: str, *, data: bool = True, decodes: bool = True) -> Callable[[], None]:
-    """Function that defines --config, --set, --workdir; with data --data, and the kernels' flags where it decodes."""
+    """Return a function that defines --config, --set, --workdir, and --data and the kernels' flags where asked for."""
 
     def define() -> None:
         if decodes:
@@ -241,7 +241,7 @@ def configured(default: str, workdir: str, *, data: bool = True, decodes: bool =
 
 
 def power_or_training(module: str, settings: str) -> Callable[[], int]:
-    """Main of a module with run(settings, path=, workdir=, options=, say=)."""
+    """Return the main function for a module with run(settings, path=, workdir=, options=, say=)."""
 
     def main() -> int:
         checks.check_workdir("power.json", "neural.json")

@@ -16,7 +16,7 @@ _PAIR = {
 
 
 def __getattr__(name: str) -> object:
-    """A name of jaxbench.pair, imported when it is first used: the command lines start without it."""
+    """Import a public name of jaxbench.pair on first use, so that command lines start without loading it."""
     import importlib
 
     if name not in _PAIR:

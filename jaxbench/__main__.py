@@ -9,7 +9,7 @@ from jaxbench.pair import command
 
 
 def main() -> None:
-    """Run the command that the first word names; `jaxbench pair FILE` may leave --file= out."""
+    """Run the command that the first word names; `jaxbench pair FILE` stands for `jaxbench pair --file=FILE`."""
     argv = list(sys.argv)
     if len(argv) > 2 and argv[1] == "pair" and not argv[2].startswith("-"):
         argv[2] = f"--file={argv[2]}"

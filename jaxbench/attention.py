@@ -1,11 +1,12 @@
-"""Attention with grouped heads, in one place for every kernel.
+"""Grouped-query attention: one function for every kernel.
 
 Twin: torch_ref/attention.py.
 
-Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment; where attention is not causal, to any
-query of its segment. Position -1 is padding. Keys are
-"B K H S" and values "B K S H": XLA:CPU then multiplies both without transposing the cache.
+The attention mask is derived from integers, not stored: a key at position p is visible to a query at position q if
+0 <= p <= q, q - p < sliding_window, and both are in the same segment. If attention is not causal, a key is visible to
+every query of its segment. Position -1 is padding.
+
+Keys are "B K H S" and values "B K S H", so that XLA:CPU multiplies both without transposing the cache.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from jaxbench import functional, fused_attention, narrow_products, prompts, shar
 
 KERNELS = ("fused", "cudnn", "splash")
 IMPLEMENTATIONS = ("dense", "blocked", *KERNELS)
-SHARED = -1  # segment of keys that every segment sees: a prompt in front of several answers
+SHARED = -1  # segment of keys that are visible to every segment: a prompt shared by several answers
 
 
 class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
+    """Keys and values of each layer. `positions` has the position of each slot's token; -1 marks an empty slot.
 
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
+    E = B * K merges rows and heads, so that the products of decoding read the cache in place (docs/xla_cpu.md,
+    rule 4).
     """
 
     keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
     values: tuple[Float[Array, "E S H"] | None, ...]
     positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+    memory: tuple[Any, ...] = ()  # other state of each layer, with its auxiliary `loss`; None = it has none
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype.
+        """Append empty slots, up to `length` in all, and cast keys and values to dtype.
 
         Raises:
-          ValueError: it has more slots already.
+          ValueError: the cache already has more slots.
         """
         extra = length - self.positions.shape[1]
         if extra < 0:
@@ -59,10 +60,10 @@ class KVCache(NamedTuple):
     def check_room(
         self, slot: Int[Array, ""] | int | None, num_tokens: int, segments: Int[Array, "B T"] | None
     ) -> None:
-        """Check a call that writes its tokens from `slot` on; a slot that is no Python number cannot be checked.
+        """Check a call that writes its tokens from `slot` on; a slot that is not a Python number cannot be checked.
 
         Raises:
-          ValueError: the tokens do not fit behind the slot, or the call has segments, which a cache does not keep.
+          ValueError: the tokens do not fit from the slot on, or the call has segments, which a cache does not store.
         """
         if segments is not None:
             raise ValueError(f"features: segments {tuple(segments.shape)} with a cache, which keeps none; wanted None")
@@ -77,7 +78,7 @@ class Spans(NamedTuple):
     """Positions and segments of queries and keys, from which the attention mask follows."""
 
     query_positions: Int[Array, "B T"]
-    # None = no padding and one document a row, whose keys are the queries' own: key s is at position s.
+    # None = one document per row without padding, and the queries' own keys: key s is at position s.
     key_positions: Int[Array, "B S"] | None
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
@@ -88,13 +89,13 @@ class Context(NamedTuple):
 
     spans: Spans
     angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
+    slot: Int[Array, ""] | int | None  # cache slot of the call's first key; None without a cache
     dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
     local_angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None = None  # of layers with a window (Gemma 3)
 
 
 def attention_mask(spans: Spans, sliding_window: int | None, is_causal: bool = True) -> Bool[Array, "B T S"]:
-    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
+    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = no window."""
     query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
     mask = (key >= 0) & ((key <= query) if is_causal else (query >= 0))
     if sliding_window is not None:
@@ -118,17 +119,17 @@ def attention(
     block_size: int = 128,
     softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention output of grouped key-value heads; softmax in at least float32, result in the query's dtype.
+    """Grouped-query attention output; softmax in at least float32, result in the query's dtype.
 
-    Products are of the keys' type, so that a cache may be kept wider than the model.
+    Products use the keys' dtype, so that a cache may be wider than the model.
 
-    A row that may attend to nothing returns zeros, as does a call without keys; one without queries returns none. Where
-    attention is causal, query i is the token of key i and positions rise along a row within a segment, `is_ordered`
-    lets `dense` leave out keys that come after a query. is_causal=False: a query sees all keys of its segment, and
-    sliding_window is None. `dense` holds all scores; `blocked` holds scores of block_size keys at a time, so that
-    memory grows linearly with S; `fused` is this platform's kernel, for more than one query: `cudnn` on GPU, `splash`
-    on TPU (named, they also compile ahead of time for a platform that is not attached). softcap: scores become softcap
-    * tanh(score / softcap); None = they stay.
+    A query that may attend to nothing gets zeros, as does every query of a call without keys; a call without queries
+    returns an empty array. is_ordered=True states that attention is causal, query i is the token of key i and positions
+    increase along a row within a segment: `dense` may then skip keys that come after a query. is_causal=False: a query
+    sees all keys of its segment, and sliding_window is None. `dense` holds all scores; `blocked` holds scores of
+    block_size keys at a time, so that memory grows linearly with S; `fused` is this platform's kernel, for more than
+    one query: `cudnn` on GPU, `splash` on TPU (by these names, they also compile ahead of time for a platform that is
+    not attached). softcap: scores become softcap * tanh(score / softcap); None = unchanged.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown, not available on this platform, or has no
@@ -137,7 +138,7 @@ def attention(
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[1]
     if query.shape[1] == 1 and implementation in KERNELS:
-        implementation = "dense"  # a decode step's only query reads the cache once either way
+        implementation = "dense"  # a decode step's single query reads the cache once either way
     is_plain = spans.key_positions is None and spans.query_segments is None
     spans = spans._replace(key_positions=spans.query_positions) if is_plain else spans
     on_mesh = sharding.around_attention() if is_ordered else None
@@ -167,7 +168,7 @@ def attention(
 
 
 def _check(num_heads: int, num_kv_heads: int, implementation: str, softcap: float | None) -> None:
-    """Refuse what `attention` cannot compute; it says when."""
+    """Raise ValueError for what `attention` cannot compute, as its docstring lists."""
     if num_heads % num_kv_heads:
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
@@ -186,14 +187,14 @@ def attention_weights(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Attention weights, which `dense` multiplies values by, in at least float32; a row that sees no key has zeros."""
+    """Attention weights by which `dense` multiplies values, in at least float32; zeros for a query that sees no key."""
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4).astype(key.dtype)
     return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
 
 
 def split_blocks(x: Array, size: int, *, axis: int, fill: int = 0) -> Array:
-    """Blocks of `size` slots of an axis, the last one filled up, with the block's index in front."""
+    """Split an axis into blocks of `size` slots, the last one padded with `fill`; the block index is the first axis."""
     count = -(-x.shape[axis] // size)
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count * size - x.shape[axis])
@@ -212,14 +213,14 @@ def _scores(
 
 
 def _softmax(scores: Array) -> Array:
-    """Softmax over keys; zeros for a row without any."""
+    """Softmax over keys; zeros for a query without visible keys."""
     weights = jnp.exp(scores - _row_max(scores))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
 
 
 def _plain_softmax(scores: Array) -> Array:
-    """The same as XLA's GPU compiler knows it: one kernel in place of three (docs/gpu.md)."""
+    """Compute `_softmax` in a form that XLA's GPU compiler recognises: one kernel instead of three (docs/gpu.md)."""
     weights = jax.nn.softmax(jnp.maximum(scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.where(jnp.isneginf(scores), jnp.zeros((), scores.dtype), weights)
 
@@ -233,13 +234,13 @@ def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> 
 def _merge(x: Array, leading: int, middle: int) -> Array:
     """Merge the first `leading` axes into one and the next `middle` ones into another.
 
-    Products over one batch axis read the cache as it lies; over two, XLA:CPU copies the cache when B is 1.
+    Products over one batch axis read the cache in place; over two, XLA:CPU copies the cache when B is 1.
     """
     return x.reshape(math.prod(x.shape[:leading]), math.prod(x.shape[leading : leading + middle]), -1)
 
 
 def _row_max(scores: Array) -> Array:
-    """Maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    """Maximum over keys, 0 for a query without visible keys: exp then gives 0, not NaN."""
     peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     return jnp.where(jnp.isfinite(peak), peak, jnp.zeros((), peak.dtype))
 
@@ -264,7 +265,7 @@ def _ordered(
     mask: Bool[Array, "B T T"],
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
-    """Attend one part of the queries after another, each to the keys up to its own end."""
+    """Attend with one part of the queries at a time, each to the keys up to its own end."""
     parts = []
     for start, end in prompts.query_parts(query.shape[3]):
         visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
@@ -282,7 +283,7 @@ def _blocked(
     block_size: int,
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
-    """Online softmax over blocks of keys, for one block of queries after another.
+    """Online softmax over blocks of keys, one block of queries at a time.
 
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
     """

@@ -14,7 +14,7 @@ from jaxbench.config import Base
 
 
 class BlockPattern(Base):
-    """Visibility between blocks: three rules, of which one suffices.
+    """Visibility between blocks: a block is visible if any of three rules says so.
 
     Sources: local and global blocks, Beltagy et al. 2020, arXiv:2004.05150, and Zaheer et al. 2020, arXiv:2007.14062;
     strided ones, Child et al. 2019, arXiv:1904.10509, section 4.2, there by tokens. Differs from BigBird: causal, and
@@ -22,7 +22,7 @@ class BlockPattern(Base):
     """
 
     block_size: int = pydantic.Field(default=64, gt=0)  # slots of a block
-    local: int = pydantic.Field(default=4, gt=0)  # blocks that a block sees back from itself, itself included
+    local: int = pydantic.Field(default=4, gt=0)  # nearest blocks that a block sees, itself included
     first: int = pydantic.Field(default=0, ge=0)  # blocks at the row's start that every block sees
     stride: int | None = pydantic.Field(default=None, gt=0)  # every stride-th block before is seen; None = no such rule
 
@@ -40,16 +40,16 @@ class BlockPattern(Base):
         return seen & (back >= 0)
 
     def pairs(self, num_blocks: int) -> tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " P"]]:
-        """Query block and key block of every pair that sees each other, by rising query block."""
+        """Query block and key block of every visible pair, in order of query blocks."""
         rows, columns = np.nonzero(self.visible(num_blocks))
         return rows.astype(np.int32), columns.astype(np.int32)
 
     def mask(self, length: int) -> Bool[np.ndarray, "T T"]:
-        """The rule by slots, as a dense mask would hold it."""
+        """Expand the pattern to a dense mask of slots."""
         whole = np.ones((self.block_size, self.block_size), bool)
         return np.kron(self.visible(self.num_blocks(length)), whole)[:length, :length].astype(bool)
 
     def density(self, length: int) -> float:
-        """Pairs of blocks that are computed, as a share of the lower triangle's."""
+        """Share of the lower triangle's pairs of blocks that are computed."""
         count = self.num_blocks(length)
         return float(self.visible(count).sum() / (count * (count + 1) / 2))

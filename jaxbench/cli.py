@@ -15,15 +15,15 @@ A main declares its flags with the functions below, then hands its work to `run`
         cli.define_device()
         cli.run(main, about=__doc__)
 
-A main of several commands, `watermark.py detect --input=FILE`, gives each its own flags:
+A main with several commands, `watermark.py detect --input=FILE`, gives each its own flags:
 
     cli.run_commands({"detect": cli.Command(define_detect, detect, "find a watermark")}, about=__doc__)
 
-Exit codes: 0 success, 1 a gate failed or a part that was asked for broke, 2 bad input (one line on stderr that says
-what and how to mend it), 130 interrupted, 141 what read the output closed it (`| head`). JAXBENCH_DEBUG=1 shows the
-whole traceback of bad input. Before the main runs, --device has to be attached and --workdir a folder that can be
-written; nothing is left there. Every command has --profile=FOLDER and --monitor (docs/profiling.md), but for one that
-has a flag of that name itself.
+Exit codes: 0 success, 1 a gate or a requested part failed, 2 bad input (one line on stderr that says what is wrong and
+how to fix it), 130 interrupted, 141 the reader of the output closed it (`| head`). JAXBENCH_DEBUG=1 shows the whole
+traceback of bad input. Before the main runs, `run` checks that --device is attached and --workdir is a folder that can
+be written, and leaves nothing there. Every command has --profile=FOLDER and --monitor (docs/profiling.md), unless it
+defines a flag of that name itself.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
 BACKENDS = ("flax", "equinox", "torch")
 EXIT_OK, EXIT_GATE, EXIT_USAGE, EXIT_INTERRUPT = 0, 1, 2, 130
-EXIT_PIPE = 141  # what a shell says of a command that SIGPIPE ends
+EXIT_PIPE = 141  # a shell's exit code for a command that SIGPIPE ends
 ROOT = Path(__file__).resolve().parents[1]
 FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 Model = TypeVar("Model", bound=config.Base)
-_kept: list[tuple[str, Callable[[], bool]]] = []  # what `keep` was given, and whether it holds
+_kept: list[tuple[str, Callable[[], bool]]] = []  # the sentence given to `keep`, and whether it holds
 
 
 class GateFailed(Exception):
-    """A check of jaxbench's own failed: the command ends with exit code 1 and this message."""
+    """One of jaxbench's own checks failed: the command ends with exit code 1 and this message."""
 
 
-# Flags: called by the mains that want them, never at import
+# Flags: called by the mains that need them, never at import
 
 
 def define_config(default: str | None, about: str = "YAML file to run") -> None:
     """Define --config and --set a.b=c (any number of times).
 
-    The default is a path from the repository's root, what a user names one from the working folder.
+    The default is relative to the repository's root, a path that the user gives to the working folder.
     """
     flags.DEFINE_string("config", default, about)
     flags.DEFINE_multi_string("set", [], "change one key of the config: --set decode.new_tokens=64; may be repeated")
@@ -90,7 +90,7 @@ def define_backend(default: str = "flax", choices: Sequence[str] = BACKENDS) -> 
 
 
 def array_library() -> str:
-    """Library that computes for --backend, as process_environment.environment takes it."""
+    """Name of the library that computes for --backend, as process_environment.environment expects it."""
     return "PyTorch" if FLAGS.backend == "torch" else "XLA"
 
 
@@ -110,10 +110,10 @@ def define_part() -> None:
 
 
 def part() -> slice:
-    """Slice of a list that --part=k/n names, `items[cli.part()]`: every n-th item from the k-th on.
+    """Slice that --part=k/n selects, as in `items[cli.part()]`: every n-th item from the k-th on.
 
     Raises:
-      ValueError: it is not k/n with 1 <= k <= n.
+      ValueError: the flag is not k/n with 1 <= k <= n.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", FLAGS.part)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -122,7 +122,7 @@ def part() -> slice:
 
 
 def define_observation() -> None:
-    """Define --profile and --monitor, where the main has no flags of these names; `run` does it for every main."""
+    """Define --profile and --monitor, unless the main has flags of these names; `run` calls it for every main."""
     if "profile" not in FLAGS:
         about = "folder for a profile of this command: operations, scopes, compile times, memory; unset: none"
         flags.DEFINE_string("profile", None, about)
@@ -137,30 +137,30 @@ def load_config(model_class: type[Model]) -> Model:
     return config.load(FLAGS.config, FLAGS.set, model_class)
 
 
-# Places: checked by `run` before the main does anything, and by the mains for what they choose themselves
+# Devices and folders: checked by `run` before the main starts, and by the mains for what they choose themselves
 
 
 def workdir(default: str | Path) -> Path:
-    """Path of --workdir, or `default` where it is not given: a folder that can be written.
+    """Path of --workdir, or `default` if it is not given, checked to be a folder that can be written.
 
     Raises:
-      ValueError: it cannot.
+      ValueError: it cannot be written.
     """
     return outputs.check_folder(FLAGS.workdir or default)
 
 
 def resolve_default_config() -> None:
-    """Make --config's default, where it was not given, a path that the working folder does not change."""
+    """If --config was not given, make its default a path that is valid in any working folder."""
     if "config" not in FLAGS or FLAGS["config"].present or not FLAGS["config"].default:
         return
     place = ROOT / (named := Path(FLAGS["config"].default))
-    # From the root itself it keeps its short name, which records and pages show.
+    # In the root itself it keeps its short name, which records and pages show.
     if place.is_file() and not (named.is_file() and named.samefile(place)):
         FLAGS["config"].value = str(place)
 
 
 def _check_flags() -> None:
-    """Check what --device and --workdir name, in every command that has them, before anything heavy starts."""
+    """Check --device, --workdir and --profile, where a command has them, before anything heavy starts."""
     if "device" in FLAGS:
         process_environment.check_attached(FLAGS.device)
     if "workdir" in FLAGS and FLAGS.workdir is not None:
@@ -174,13 +174,13 @@ def _check_flags() -> None:
 
 
 def _profile_folder() -> str | None:
-    """What --profile says, where it is the flag that every main has."""
+    """Folder of --profile, if it is the flag that every main has; else None."""
     return FLAGS.profile if isinstance(FLAGS.profile, str) else None
 
 
 @contextlib.contextmanager
 def _observed() -> Iterator[None]:
-    """Profile and monitor what runs in the block, as --profile and --monitor say."""
+    """Profile and monitor the block, as --profile and --monitor ask."""
     with contextlib.ExitStack() as stack:
         if FLAGS["monitor"].boolean and FLAGS.monitor:
             from jaxbench.profiling import monitor
@@ -201,20 +201,20 @@ def _observed() -> Iterator[None]:
 def keep(sentence: str, *, when: Callable[[], bool] = lambda: True) -> None:
     """Set the sentence that an interrupt prints, e.g. `3 launches in out/results.jsonl; go on with --resume`.
 
-    when: asked then; False = nothing is kept yet, and the sentence is left out.
+    when: called before it is printed; False = nothing is kept yet, and the sentence is left out.
     """
     _kept[:] = [(sentence, when)]
 
 
 def _is_kept() -> str:
-    """The sentence that `keep` was given, where it holds now."""
+    """Sentence that was given to `keep`, or "" if it does not hold now."""
     return next((sentence for sentence, when in _kept if when()), "")
 
 
 def run(main: Callable[[], int | None], *, about: str | None = None, argv: Sequence[str] | None = None) -> None:
     """Parse the flags, call `main` and end the process with its exit code (None is success).
 
-    about stands on top of --help; argv is the command line, program name first (unset: `sys.argv`).
+    about: first text of --help; argv: the command line, program name first (unset: `sys.argv`).
     """
     argv = list(sys.argv if argv is None else argv)
     define_observation()
@@ -228,7 +228,7 @@ class Command(NamedTuple):
 
     define: Callable[[], None]
     main: Callable[[], int | None]
-    about: str  # on top of its --help; the first line stands in the list of commands
+    about: str  # first text of its --help; its first line is shown in the list of commands
 
 
 def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[str] | None = None) -> None:
@@ -247,7 +247,7 @@ def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[
 
 
 def commands_text(program: str, commands: Mapping[str, Command], about: str) -> str:
-    """Help text of a main with commands: its own text, then one line a command."""
+    """Help text of a main with commands: its own text, then one line per command."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {command.about.strip().splitlines()[0]}" for name, command in commands.items()]
     usage = f"usage: {program} COMMAND [--flag=value ...]; {program} COMMAND --help lists its flags"
@@ -255,22 +255,22 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
 
 
 def _read(work: Callable[[], int | None]) -> int:
-    """Exit code of work that prints, without a word where what reads standard output has closed it."""
+    """Run work that prints and return its exit code; silent if the reader of standard output has closed it."""
     code, place = EXIT_OK, _place(sys.stdout)
     try:
         code = work() or EXIT_OK
         sys.stdout.flush()
     except (SystemExit, BrokenPipeError) as error:
-        # rich ends the process itself, with a failed gate's 1, once it has pointed the output elsewhere.
+        # On a closed pipe, rich redirects the output and ends the process itself, with a failed gate's 1.
         if not (_place(sys.stdout) != place if isinstance(error, SystemExit) else _is_closed(sys.stdout)):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
         return code or EXIT_PIPE
     return code
 
 
 def _place(stream: TextIO) -> tuple[int, int] | None:
-    """What a stream writes into; None where that is no file."""
+    """Device and inode of a stream's file; None if it has no file."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         found = os.fstat(stream.fileno())
         return found.st_dev, found.st_ino
@@ -278,8 +278,8 @@ def _place(stream: TextIO) -> tuple[int, int] | None:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """True where nothing reads a stream any more; another pipe may be the broken one."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no poll here, or no file behind it
+    """True if a stream has no reader any more; the broken pipe may also be another one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no poll on this system, or no file behind it
         poll = select.poll()
         poll.register(stream.fileno(), select.POLLOUT)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -287,14 +287,14 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:
-    """Exit code of a main; its errors become one line on stderr."""
+    """Run a main and return its exit code; its errors become one line on stderr."""
     if threading.current_thread() is threading.main_thread():
         # SIGTERM is what a batch system sends, and the default would orphan the workers; a shell's background job is
         # started with SIGINT ignored.
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal_number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a locale may lack letters of a text: they are spelled out
+        if hasattr(stream, "reconfigure"):  # characters that the locale lacks are escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         parse(argv)
@@ -304,7 +304,7 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
             return main() or EXIT_OK
     except KeyboardInterrupt:
         # With `python -m` an interrupt that came through an exec of text, such as a NamedTuple's, would end the process
-        # by SIGINT in place of the exit code; the next exec makes CPython forget it (pythonrun.c, run_eval_code_obj).
+        # by SIGINT instead of the exit code; the next exec makes CPython forget it (pythonrun.c, run_eval_code_obj).
         exec("")
         otherwise = "nothing was finished" if _kept else "finished outputs are kept"
         return _complain(f"interrupted; {_is_kept() or otherwise}", EXIT_INTERRUPT, "")
@@ -323,7 +323,7 @@ def _interrupt(signal_number: int, _: object) -> None:
 
 
 def _complain(message: str, code: int, prefix: str = "error: ") -> int:
-    """Print one line on stderr and hand the exit code on."""
+    """Print one line on stderr and return the exit code."""
     with contextlib.suppress(BrokenPipeError):  # the message matters more
         sys.stdout.flush()
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
@@ -334,7 +334,7 @@ def parse(argv: Sequence[str]) -> None:
     """Parse the command line into FLAGS.
 
     Raises:
-      ValueError: a flag is bad, or unknown: the nearest one is named.
+      ValueError: a flag is invalid, or unknown (the nearest one is named), or a word is not a flag.
     """
     try:
         rest = FLAGS(list(argv), known_only=False)
@@ -348,7 +348,7 @@ def parse(argv: Sequence[str]) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """Error message in one sentence: what is wrong and, where it is known, how to mend it."""
+    """One-sentence error message: what is wrong and, if known, how to fix it."""
     flag = next((name for name in ("workdir", "output") if name in FLAGS), None)
     where = f"--{flag} (JAXBENCH_CACHE for downloads)" if flag else "JAXBENCH_CACHE where it is a download"
     if isinstance(error, OSError) and error.errno in FULL_DISK:
@@ -378,7 +378,7 @@ def own_flags() -> list[flags.Flag]:
 
 
 def help_text(program: str, about: str | None = None) -> str:
-    """Help text of a main: its own text, then one entry a flag with its default."""
+    """Help text of a main: its own text, then one entry per flag with its default."""
     lines = [(about or "").strip(), ""] if about else []
     lines += [f"usage: {program} [--flag=value ...]", ""]
     for flag in own_flags():
@@ -391,7 +391,7 @@ def help_text(program: str, about: str | None = None) -> str:
 
 
 def _nearest(name: str) -> str:
-    """Hint at the flag whose name is nearest, or at all flags."""
+    """Hint that names the nearest flag, or else all flags."""
     names = [flag.name for flag in own_flags()]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:

@@ -38,17 +38,17 @@ class RotaryScaling(Base):
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float = pydantic.Field(gt=0)  # how many times longer the context becomes, > 0
-    low_freq_factor: float = pydantic.Field(default=1.0, gt=0)  # llama3 only: wavelengths above original / low shrink
+    low_freq_factor: float = pydantic.Field(default=1.0, gt=0)  # llama3 only: wavelengths above original / low grow
     high_freq_factor: float = pydantic.Field(default=4.0, gt=0)  # llama3 only: those below original / high are kept
     original_max_seq_len: int = pydantic.Field(default=8192, gt=0)  # llama3 and yarn: trained context, tokens
-    beta_fast: float = pydantic.Field(default=32.0, gt=0)  # yarn only: more turns than this in the context are kept
-    beta_slow: float = pydantic.Field(default=1.0, gt=0)  # yarn only: fewer turns than this are divided by factor
+    beta_fast: float = pydantic.Field(default=32.0, gt=0)  # yarn only: pairs of more turns in the context are kept
+    beta_slow: float = pydantic.Field(default=1.0, gt=0)  # yarn only: pairs of fewer turns are divided by factor
     truncate: bool = True  # yarn only: the two limits are rounded outwards to whole pairs of a head
     attention_factor: float | None = pydantic.Field(default=None, gt=0)  # yarn only; None = 0.1 ln(factor) + 1
 
     @property
     def magnitude(self) -> float:
-        """What multiplies rotated queries and keys: 1 but for yarn (its equation 22)."""
+        """Factor on rotated queries and on rotated keys: 1 except for yarn (its equation 22)."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
@@ -73,17 +73,17 @@ class TransformerConfig(Base):
     rope_scaling: RotaryScaling | None = None
     qk_norm: bool = False  # RMSNorm over head_dim of each head's query and key, before rotary positions (Qwen3)
     use_bias: bool = False  # biases on every projection
-    qkv_bias: bool = False  # biases on query, key and value alone (Qwen2)
-    post_norms: bool = False  # normalise what attention and feed-forward layer add, too (Gemma 2)
+    qkv_bias: bool = False  # biases on query, key and value only (Qwen2)
+    post_norms: bool = False  # also normalise what attention and feed-forward layer add (Gemma 2)
     embedding_scale: float = pydantic.Field(default=1.0, gt=0)  # of tokens' embeddings; sqrt(d_model) in Gemma
-    query_pre_attn_scalar: float | None = pydantic.Field(default=None, gt=0)  # scores are over its root; None: head_dim
+    query_pre_attn_scalar: float | None = pydantic.Field(default=None, gt=0)  # scores / its root; None = head_dim
     attention_softcap: float | None = pydantic.Field(default=None, gt=0)  # c tanh(score / c) (Gemma 2)
     logit_softcap: float | None = pydantic.Field(default=None, gt=0)  # c tanh(logit / c) (Gemma 2)
     tie_embeddings: bool = True  # logits from the transposed embedding
     sliding_window: int | None = pydantic.Field(default=None, gt=0)  # tokens a query sees, itself included
     global_every: int | None = pydantic.Field(default=None, gt=1)  # every n-th layer has no window (Gemma 2 and 3)
-    local_rope_theta: float | None = pydantic.Field(default=None, gt=0)  # of the others, which are not scaled (Gemma 3)
-    is_causal: bool = True  # False: tokens of a row attend to all of it, an encoder
+    local_rope_theta: float | None = pydantic.Field(default=None, gt=0)  # of layers with a window, unscaled (Gemma 3)
+    is_causal: bool = True  # False = an encoder: tokens attend to all of their row
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)  # probability of dropping a residual branch's value
 
     @pydantic.model_validator(mode="after")
@@ -117,9 +117,9 @@ class TransformerConfig(Base):
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by ahead of attention, which divides scores by sqrt(head_dim).
+        """Factor on queries before attention, which divides scores by sqrt(head_dim).
 
-        Yarn's factor is in here, once for query and key: their product is what counts.
+        Includes yarn's factor for both queries and keys, since only their product matters.
         """
         magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
         return magnitude**2 * math.sqrt(self.head_dim / (self.query_pre_attn_scalar or self.head_dim))
@@ -134,25 +134,25 @@ class TransformerConfig(Base):
 
     @property
     def is_local(self) -> bool:
-        """Whether layers have a window and rotary angles of their own for it (Gemma 3)."""
+        """True if layers have a window with separate rotary angles (Gemma 3)."""
         return self.local_rope_theta is not None and self.sliding_window is not None
 
-    # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
+    # What the core asks about layers; a workload with its own kind of layers overrides it (extension.py).
     @property
     def layer_kind(self) -> str | None:
-        """Kind of the layers that differ from the others; None: all layers are alike."""
+        """Kind of the layers that a workload adds; None = all layers are plain blocks."""
         return None
 
     def layer_counts(self) -> dict[int, int]:
-        """Number of layers of each kind, by the index of one of them."""
+        """Number of layers of each kind, keyed by the index of one of them."""
         return {0: self.num_layers}
 
     def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Parameter shapes of a layer by name inside it; plain: those of the decoder's own kind of layer."""
+        """Parameter shapes of a layer, keyed by name within it; plain: those of a plain block."""
         return plain
 
     def own_params(self, seed: int, *, distinct: bool, std: float) -> dict[str, np.ndarray]:
-        """Initial values, by dotted name, of the parameters that only differing layers have (see initial.py)."""
+        """Initial values, by dotted name, of the parameters that only a workload's layers have (see initial.py)."""
         return {}
 
     def check_documents(self, segments: np.ndarray) -> None:
@@ -164,13 +164,13 @@ class TransformerConfig(Base):
 
 
 class Compute(NamedTuple):
-    """How a decoder is computed: its function stays the same up to rounding, its parameters and their names too."""
+    """How a decoder is computed; its function (up to rounding), its parameters and their names stay the same."""
 
     dtype: str = "float32"  # of parameters and products
     implementation: str = "dense"  # of attention (attention.py)
     block_size: int = 128  # keys read at once by blocked attention
     scan_layers: bool = False  # JAX: one compiled body for all layers
-    # 0: a product a projection; n: one for query, key, value, one for gate, up, in n interleaved parts (nn.project)
+    # 0 = one product per projection; n = one for q, k, v and one for gate, up, in n interleaved parts (nn.project)
     projection_groups: int = 0
     # PyTorch: "" = eager, "layers" = its layers are compiled, "step" = the whole decode step too (torch_ref/sample.py)
     torch_compile: str = ""
@@ -182,14 +182,14 @@ Model = TypeVar("Model", bound=Base)
 MAX_ERRORS = 3  # errors spelled out in one message
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MAX_SHOWN = 120  # characters of a text in an error
-NEAR = 0.6  # share of letters in which a name must agree to be suggested, difflib's own default
+NEAR = 0.6  # similarity (difflib's ratio) from which a name is suggested, difflib's own default
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Model] = TransformerConfig) -> Model:
     """Read a YAML file, apply overrides in order (`a.b=value`, whose value is YAML too) and check the result.
 
     Raises:
-      ValueError: one line that names file, key, value and what was wanted; an unknown key gets the nearest known one.
+      ValueError: the file is invalid; one line names file, key, value and what was wanted, or the nearest known key.
     """
     content = read_yaml(Path(path))
     changed = {override(content, text): text for text in overrides}
@@ -202,7 +202,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Mode
 
 
 def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
-    """YAML text of a configuration, which `load` reads back; with `path`, written there (whole file or nothing)."""
+    """YAML text of a configuration, which `load` reads back; with `path`, also written there, whole or not at all."""
     import yaml
 
     text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
@@ -214,7 +214,7 @@ def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
 def config_id(model: pydantic.BaseModel, *, exclude: Iterable[str] = (), extra: dict[str, Any] | None = None) -> str:
     """Stable id of a configuration: 12 hex digits of the sha256 of its canonical JSON.
 
-    Values that equal a default count like values left out, so the id does not depend on how a file is spelled.
+    A value equal to its default counts as left out, so the id does not depend on how a file is written.
 
     Args:
       exclude: dotted keys that do not change what is measured, e.g. `rounds.launches`.
@@ -244,7 +244,7 @@ def keys(model_class: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
 
 
 def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
-    """Raise where true or false was given for a number, which pydantic reads as 1 or 0."""
+    """Raise ValueError if true or false was given for a number: pydantic would read 1 or 0."""
     pairs: Iterable = ()
     if isinstance(given, dict) and isinstance(resolved, dict):
         pairs = [(value, resolved[key], f"{place}: {key}") for key, value in given.items() if key in resolved]
@@ -260,7 +260,7 @@ def read_yaml(path: Path) -> dict:
     """Mapping in a YAML file.
 
     Raises:
-      ValueError: there is no such file, or it holds no mapping; file and place are named.
+      ValueError: there is no such file, or it holds no mapping; names the file and the position in it.
     """
     if not path.is_file():
         raise ValueError(f"config: {path} is {'a folder' if path.is_dir() else 'no file'}{_nearest_file(path)}")
@@ -276,7 +276,7 @@ def read_yaml(path: Path) -> dict:
 
 
 def _nearest_file(path: Path) -> str:
-    """Suggest a file beside it, or anywhere in configs/, whose name is near."""
+    """Suggest a file with a similar name, in the same folder or anywhere in configs/."""
     folder = Path("configs") if Path("configs").is_dir() and not path.is_absolute() else CONFIGS
     near = [
         str(file)
@@ -288,14 +288,14 @@ def _nearest_file(path: Path) -> str:
 
 
 def _parse(text: str, place: str) -> Any:
-    """Value of a YAML text; ValueError names the place in one line, whatever is wrong with it."""
+    """Value of a YAML text; any problem becomes a one-line ValueError that names the place."""
     import yaml
 
     try:
         return yaml.load(text, Loader=_yaml_loader())
     except RecursionError as error:
         raise ValueError(f"{place} is nested too deeply ({len(text)} characters)") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python does not take
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that Python rejects
         mark = getattr(error, "problem_mark", None)
         at = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -303,11 +303,11 @@ def _parse(text: str, place: str) -> Any:
 
 
 def _yaml_loader() -> type:
-    """Safe loader of yaml that refuses a key given twice, of which yaml's own takes the last."""
+    """Return a safe YAML loader that refuses duplicate keys; PyYAML's own takes the last value."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that refuses a key given twice, and one that is a list or a mapping."""
+        """A safe loader that refuses duplicate keys, and keys that are lists or mappings."""
 
         def construct_mapping(self, node, deep=False):
             seen = set()
@@ -326,7 +326,7 @@ def override(content: dict, text: str) -> tuple[str, ...]:
     """Set one `a.b=value` in a mapping, in place, and return its path.
 
     Raises:
-      ValueError: it has another form, its value is no YAML, or a key above it holds no mapping.
+      ValueError: the text has another form, its value is not YAML, or a key above it holds no mapping.
     """
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
@@ -348,7 +348,7 @@ def override(content: dict, text: str) -> tuple[str, ...]:
 
 
 def _describe(error: pydantic.ValidationError, path: Path, changed: dict, model_class: type[Base]) -> str:
-    """Error message of all problems in one line; a value that came from --set is blamed on it, not on the file."""
+    """One-line error message for all problems; for a value that came from --set it names that, not the file."""
     problems = []
     for problem in error.errors(include_url=False):
         place = problem["loc"]
@@ -372,14 +372,14 @@ def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> s
 
 
 def shown(value: Any) -> str:
-    """Text of a value for an error message, cut short: YAML's aliases make billions of items out of a few lines."""
+    """Text of a value for an error message, truncated: YAML aliases can make billions of items of a few lines."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, MAX_SHOWN, MAX_SHOWN
     return short.repr(value)
 
 
 def _nearest(key: str, place: tuple, model_class: type[Base]) -> str:
-    """Suggest a key: a similar one beside the unknown one first, then the same name anywhere in the tree."""
+    """Suggest a similar key: first at the level of the unknown one, then anywhere in the tree."""
     known = keys(model_class)
     above = ".".join(str(part) for part in place[:-1] if isinstance(part, str))
     beside = [name for name in known if name.rpartition(".")[0] == above]

@@ -17,7 +17,7 @@ def check_device(device: str) -> None:
     Raises:
       ValueError: the device is unknown, not attached, or JAX sees none.
     """
-    process_environment.check_attached(device)  # or libtpu would say in a dozen lines that there is no TPU
+    process_environment.check_attached(device)  # or libtpu would print a dozen lines about the missing TPU
     try:
         jax.devices(device)
     except RuntimeError as error:
@@ -29,7 +29,7 @@ def check_device(device: str) -> None:
 
 
 def platforms() -> list[str]:
-    """Kinds of devices that JAX sees, sorted; empty where it cannot start at all."""
+    """Kinds of devices that JAX sees, sorted; empty if it cannot start at all."""
     try:
         return sorted({device.platform for device in jax.devices()})
     except RuntimeError:

@@ -38,7 +38,7 @@ class DilatedConvolution(nnx.Module):
 
 
 def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
-    """x moved to later places (to earlier ones where negative), with zeros moved in."""
+    """Shift x to later positions (to earlier ones if negative), filling with zeros."""
     places = max(-x.shape[1], min(places, x.shape[1]))
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (places, -places, 0), (0, 0, 0)))
 

@@ -1,4 +1,4 @@
-"""What a workload adds to the decoder, handed to the core's programs by the workload's own commands (S file)."""
+"""What a workload adds to the decoder; its own commands pass it to the core's programs (S file)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Extension(NamedTuple):
     """Layers of a workload's own kind in one framework, and what training and compiling need to know about them.
 
     The configuration says which layers these are and which parameters they have (TransformerConfig.layer_kind and the
-    methods beside it); what needs a framework is here.
+    methods next to it); what needs a framework is here.
     """
 
     make_layer: Callable[..., Any] | None = None  # (config, index, compute) -> layer
@@ -20,12 +20,12 @@ class Extension(NamedTuple):
 
 
 def by_layer(cache: Any) -> list[tuple]:
-    """Each layer's entry of a KVCache: its keys, values and, where layers keep more, its memory."""
+    """Each layer's entry of a KVCache: its keys, values and, if layers keep more, its memory."""
     return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
 
 
 def by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Keys, values and, where a layer has it, memory of all layers: a KVCache's fields from its layers' entries."""
+    """Keys, values and, if a layer has one, memory of all layers, as a KVCache's fields: the inverse of `by_layer`."""
     kinds = [tuple(each[i] for each in cached) for i in range(2)]
     if all(len(each) == 2 for each in cached):
         return kinds

@@ -1,13 +1,16 @@
 """Matrix products in 8-bit floating point with delayed scaling (Micikevicius et al. 2022, arXiv:2209.05433).
 
 The layers' kernels and their inputs are rounded to e4m3, gradients of their outputs to e5m2; sums are float32. Each
-tensor is multiplied by a scale before rounding, so that the largest magnitude that the last steps saw lands on the
-type's largest value (the delayed scaling of NVIDIA's Transformer Engine). A linear layer takes its three scales as one
-more parameter, `scales`, whose "gradient" is what this step saw: `jax.grad` then carries it out of any loop or
-rematerialised block. Differs from Transformer Engine: while no step has been seen, a tensor's own magnitude decides;
-and what is not finite stays so, as NaN, for the guard that looks at gradients (step.nonfinite: stop or skip).
-Such scales are a column [3 1]: a tensor has to be read as a whole before it can be rounded. Scales that are known
-beforehand are a row [3], and what computes a tensor rounds it too (docs/gpu.md); `with_scales` chooses.
+tensor is multiplied by a scale before rounding, which maps the largest magnitude of the last steps to the type's
+largest value (the delayed scaling of NVIDIA's Transformer Engine). A linear layer takes its three scales as one more
+parameter, `scales`, whose "gradient" is the largest magnitudes of this step: `jax.grad` then carries them out of any
+loop or rematerialised block. Differs from Transformer Engine: until a step has been seen, the scale comes from the
+tensor's own magnitude; and non-finite values become NaN, for the guard that checks gradients (step.nonfinite: stop or
+skip).
+
+Scales that are known beforehand are a row [3]: the operation that computes a tensor also rounds it (docs/gpu.md). Those
+that come from the tensor itself are a column [3 1]: it must be read as a whole before it can be rounded. `with_scales`
+chooses between the two.
 
 Axis letters: WORKSPACE.md; R rows, I and O a layer's in and out, M steps remembered, 3 = input, kernel, gradient.
 """
@@ -38,7 +41,7 @@ def names(params: Mapping[str, Any]) -> list[str]:
 
 
 def is_inside(path: Sequence[Any]) -> bool:
-    """True for the path of something in a block's attention or feed-forward layer."""
+    """True if a path lies inside a block's attention or feed-forward layer."""
     return len(path) > 3 and path[0] == "layers" and path[2] in ("attention", "mlp")
 
 
@@ -46,7 +49,7 @@ def apply(model: Any) -> Any:
     """Make the linear layers of a decoder's blocks compute in 8 bits, and return it.
 
     Raises:
-      ValueError: fused projections, whose layers would need one scale together.
+      ValueError: projections are fused: their layers would have to share one scale.
     """
     from flax import nnx  # here, because Equinox's step imports this file and has no use for it
 
@@ -75,7 +78,7 @@ def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str,
 
 
 def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3 1"]]:
-    """Scales of 0, with which every tensor's own magnitude decides: for evaluation, which keeps no history."""
+    """Scales of 0, so that each tensor's own magnitude sets its scale: for evaluation, which keeps no history."""
     return {name: jnp.zeros((len(TYPES), 1), jnp.float32) for name in names(params)}
 
 
@@ -83,9 +86,9 @@ def with_scales(
     gradients: Callable[[dict[str, Array]], tuple[Array, tuple[Any, dict[str, Array]]]],
     scales: Mapping[str, Float[Array, "3"]],
 ) -> tuple[Array, tuple[Any, dict[str, Float[Array, "3"]]]]:
-    """Loss, gradients and largest magnitudes that gradients(scales) computes: as a row each where all have been seen.
+    """Loss, gradients and largest magnitudes from gradients(scales), with a row of scales per layer if all are known.
 
-    Else as a column each, in another part of the program, which the first step takes.
+    Else with a column per layer, in another branch of the program, which the first step takes.
     """
 
     def own(scales: dict[str, Array]) -> tuple[Array, tuple[Any, dict[str, Array]]]:
@@ -99,16 +102,16 @@ def with_scales(
 def remember(
     history: Mapping[str, Float[Array, "3 M"]], seen: Mapping[str, Float[Array, "3"]]
 ) -> dict[str, Float[Array, "3 M"]]:
-    """History with this step's largest magnitudes first and the oldest ones gone."""
+    """History with this step's largest magnitudes prepended and the oldest ones dropped."""
     return {name: jnp.concatenate([seen[name][:, None], old[:, :-1]], axis=1) for name, old in history.items()}
 
 
 def matmul(
     x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], scales: Float[Array, "3 ..."]
 ) -> Float[Array, "*rows O"]:
-    """Matrix product x @ kernel in 8 bits, in x's type; the "gradient" of `scales` is the largest magnitudes seen.
+    """Matrix product x @ kernel in 8 bits, as x's dtype; the "gradient" of `scales` is the largest magnitudes seen.
 
-    scales: a row [3], all above 0; or a column [3 1], where 0 stands for a tensor's own.
+    scales: a row [3], all above 0; or a column [3 1], where 0 = from the tensor's own magnitude.
     """
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return _product(rows, kernel, scales).reshape(*x.shape[:-1], kernel.shape[1])
@@ -119,10 +122,10 @@ def quantise(
 ) -> tuple[Float[Array, "*shape"], Float[Array, ""], Float[Array, ""]]:
     """Quantised x * scale, the scale used, and x's largest magnitude.
 
-    What is too large for the type becomes its largest value, what is not finite NaN: a step that has such gradients
-    ends the run, or is not taken and x's magnitude not remembered (step.nonfinite).
+    Values too large for the type become its largest value, non-finite ones NaN: a step with such gradients ends the
+    run, or is skipped without remembering x's magnitude (step.nonfinite).
 
-    scale [1]: 0 = the type's limit over x's magnitude.
+    scale of shape [1]: 0 = the type's limit / x's largest magnitude.
     """
     limit = float(jnp.finfo(dtype).max)
     wide = narrow_products.as_rounded(x)

@@ -39,7 +39,7 @@ def matmul(
     elif (padding := MIN_ROWS - rows.shape[0]) <= 0:
         product = narrow_products.multiply(rows, kernel, axis)
     else:
-        # On a GPU the padding would be a kernel of its own in front of every product of a decode step (docs/gpu.md).
+        # On a GPU the padding would be a separate kernel before every product of a decode step (docs/gpu.md).
         product = lax.platform_dependent(
             rows, kernel,
             cpu=lambda rows, kernel: narrow_products.multiply(
@@ -89,7 +89,7 @@ def dropout(
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
     The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
-    step; None = x stays as it is.
+    step; None = no dropout.
     """
     if stream is None or rate == 0.0:
         return x
@@ -106,7 +106,7 @@ def linear(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], bias: Float[
 
 
 def add_bias(x: Float[Array, "*rows O"], bias: Float[Array, " O"] | None) -> Float[Array, "*rows O"]:
-    """Add a bias to every row; none where it is None. Its gradient is summed over the rows in at least float32."""
+    """Add a bias, if there is one, to every row; its gradient is summed over the rows in at least float32."""
     if bias is None:
         return x
     return _added(x, bias) if jnp.finfo(x.dtype).bits < 32 else x + bias.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -141,10 +141,10 @@ def fused_linear(
     *,
     groups: int,
 ) -> tuple[Float[Array, "*rows O"], ...]:
-    """Affine maps of the same rows by one product, the kernels side by side in `groups` interleaved parts.
+    """Affine maps of the same rows in one product, the kernels concatenated in `groups` interleaved parts.
 
-    Part g of the wide kernel holds part g of every kernel: split over `groups` devices, each still has whole columns
-    of all kernels, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
+    Part g of the wide kernel holds part g of every kernel: sharded over `groups` devices, each still has whole columns
+    of all kernels, so no data moves. The wide kernel is built where it is used; parameters are unchanged.
 
     Raises:
       ValueError: a kernel's width is not a multiple of groups.
@@ -169,7 +169,7 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Arr
 def with_vectors(
     embed: Callable[[Array], Array], tokens: Int[Array, "B T"], vectors: Float[Array, "M D"] | None, *, size: int
 ) -> Float[Array, "B T D"]:
-    """Embeddings of tokens; token size + m, past a vocabulary of this size, has vectors[m]. None: there is none."""
+    """Embeddings of tokens; token id size + m, past the vocabulary, has vectors[m]. vectors=None: no such tokens."""
     if vectors is None:
         return embed(tokens)
     is_vector = tokens >= size
@@ -186,9 +186,9 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: floa
 
 
 def activated(x: Float[Array, "*rows F"], activation: str) -> Float[Array, "*rows F"]:
-    """SiLU of swiglu, or GELU in its tanh form, computed wide and rounded once, as PyTorch does.
+    """SiLU for swiglu, else GELU in its tanh form; computed wide and rounded once, as PyTorch does.
 
-    The backward pass reads x and computes it again: kept, inner values would be wide (docs/gpu.md).
+    The backward pass recomputes it from x: intermediate values, if kept, would be wide (docs/gpu.md).
     """
     function = jax.nn.silu if activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
     return jax.checkpoint(lambda x: function(x.astype(_wide(x.dtype))).astype(x.dtype))(x)
@@ -209,7 +209,7 @@ def layer_norm(
 def _norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows 1"], Float[Array, "*rows 1"] | None]:
-    """Norm of the last axis, one over its deviation, and its mean, which is taken off where there is a bias."""
+    """Norm of the last axis, its inverse deviation, and its mean, which is subtracted only if there is a bias."""
     wide = x.astype(_wide(x.dtype))
     mean = None if bias is None else jnp.mean(wide, axis=-1, keepdims=True)
     centred = wide if mean is None else wide - mean
@@ -218,8 +218,8 @@ def _norm(
     return add_bias(normal, bias), inverse, mean
 
 
-# The norm of narrow types with a backward pass of its own. XLA would compute the statistics in it again, which on a GPU
-# puts every product of the scale's gradient into memory, in float32, ahead of its sum over the rows (docs/gpu.md).
+# The norm of narrow types with a custom backward pass. XLA would recompute the statistics there, which on a GPU writes
+# every product of the scale's gradient to memory, in float32, before summing it over the rows (docs/gpu.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _normed(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float

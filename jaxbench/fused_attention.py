@@ -29,15 +29,15 @@ def attention(
     kernel: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Attention output of kernel "cudnn" or "splash", or with "fused" of the one of JAX's default backend.
+    """Attention output of the kernel "cudnn" or "splash"; "fused" selects the one of JAX's default backend.
 
-    positions and segments are the queries'; mask makes the attention mask for the kernel that takes one, None where it
-    is the causal one (and its window) over rows without padding: cuDNN then reads no mask.
+    positions and segments are the queries'; mask builds the attention mask for the kernel that takes one. None = the
+    causal mask (and its window) over rows without padding: cuDNN then reads no mask.
     interpret=True runs splash attention's program on any platform, slowly, for tests.
 
     Raises:
-      ValueError: the platform has no fused kernel, splash attention is asked for a cached call (T != S), or cuDNN for
-        types other than bfloat16 and float16 or on a device that is no NVIDIA GPU.
+      ValueError: the platform has no fused kernel; splash attention is requested for a cached call (T != S); or cuDNN
+        for types other than bfloat16 and float16, or on a device that is not an NVIDIA GPU.
     """
     platform = jax.default_backend()
     if kernel == "fused":
@@ -69,7 +69,7 @@ def _splash(
     query: Array, key: Array, value: Array, positions: Array, segments: Array | None, sliding_window: int | None, *,
     is_causal: bool, interpret: bool,
 ) -> Array:  # fmt: skip
-    """Run splash attention on a whole sequence, where order in the row is order in position."""
+    """Run splash attention on whole sequences, in which slots are in order of position."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     batch, length, num_heads, head_dim = query.shape

@@ -76,7 +76,7 @@ def initial_params(
 
     Kernels and embeddings are normal with standard deviation std, scales 1, biases 0. With distinct=True every tensor
     is random (scales 1 +- 0.1, biases +- 0.1, kernels five times wider), so that a swapped or ignored one shows.
-    Parameters that only differing layers have are the configuration's own (`own_params`).
+    Parameters that only a workload's layers have come from the configuration (`own_params`).
     """
     params = config.own_params(seed, distinct=distinct, std=std)
     for name, shape in parameter_shapes(config).items():
@@ -97,16 +97,16 @@ def initial_params(
 
 
 def inserted(config: TransformerConfig, params: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Parameters of a decoder some of whose layers differ, from those of the plain one and the differing layers' own.
+    """Parameters of a decoder with a workload's layers: the plain decoder's, and initial values of those layers' own.
 
-    What the differing layers do not have any more is left out.
+    Parameters that these layers no longer have are dropped.
     """
     wanted, own = parameter_shapes(config), config.own_params(seed, distinct=False, std=STANDARD_DEVIATION)
     return {name: value for name, value in params.items() if name in wanted} | own
 
 
 def check_params(expected: Mapping[str, tuple[int, ...]], params: Mapping[str, np.ndarray]) -> None:
-    """Check names and shapes both ways.
+    """Check that parameters have exactly the expected names and shapes.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

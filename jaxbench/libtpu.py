@@ -1,4 +1,4 @@
-"""Keeps JAX, used as a library, from loading libtpu where no TPU is; commands choose by process_environment.ensure."""
+"""Keep JAX, used as a library, from loading libtpu without a TPU; commands use process_environment.ensure instead."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxbench import process_environment
 
 
 def leave_out_if_absent() -> None:
-    """Call it before a library function touches a device.
+    """Restrict JAX to CPUs if libtpu is there without a TPU; call it before a library function touches a device.
 
-    libtpu is installed to compile for TPUs. Loaded without one it prints six lines of errors, and may wait for the
-    cloud's metadata server for half a minute. The user's choice (JAX_PLATFORMS, jax_platforms) stays, and so does
-    JAX's own where another accelerator's plugin is installed or JAX has started already.
+    libtpu may be installed to compile for TPUs. Loaded without a TPU it prints six lines of errors, and may wait half a
+    minute for the cloud's metadata server. The user's choice (JAX_PLATFORMS, jax_platforms) is kept, and so is JAX's
+    own if another accelerator's plugin is installed or JAX has started already.
     """
     if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None or process_environment.is_tpu_attached():
         return

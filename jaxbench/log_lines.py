@@ -7,10 +7,10 @@ import logging
 
 
 class JsonLines(logging.Formatter):
-    """A log record as one line of JSON: time, level, what happened, its fields."""
+    """A log record as one line of JSON: time, level, event and fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format a record as one line of JSON."""
         line = {"time": round(record.created, 3), "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "fields", {})
         if record.exc_info:
@@ -19,7 +19,7 @@ class JsonLines(logging.Formatter):
 
 
 def start(*names: str) -> None:
-    """Send what loggers of these names say, from information on, to standard error."""
+    """Send messages of the named loggers, from level INFO up, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     for name in names:

@@ -2,7 +2,7 @@
 
 Axes, the slowest links first: `stage` splits the layers (pipeline), `data` and `fsdp` the batch, `sequence` the tokens
 of a row, `model` heads, feed-forward width and vocabulary. `fsdp` also splits what ZeRO splits. In the 2d form
-`model_x` and `model_y` take the place of `model`: x splits the residual width, y what `model` splits (Pope et al. 2022,
+`model_x` and `model_y` replace `model`: x splits the residual width, y what `model` splits (Pope et al. 2022,
 arXiv:2211.05102, section 3.2.2).
 
 The 2.5d form (Wang et al. 2021, arXiv:2105.14500) is the 2d form with `data` as its depth; the 3d form (Bian et al.
@@ -22,16 +22,16 @@ from jaxbench.config import Base
 STAGE, DATA, FSDP, SEQUENCE = "stage", "data", "fsdp", "sequence"
 MODEL, MODEL_X, MODEL_Y = "model", "model_x", "model_y"
 AXES = (STAGE, DATA, FSDP, SEQUENCE, MODEL)
-ROWS = (STAGE, DATA, FSDP)  # the axes that split the rows of a batch; micro-batches lie split over the stages
+ROWS = (STAGE, DATA, FSDP)  # the axes that split the rows of a batch; micro-batches are split over the stages
 AXES_2D = (STAGE, DATA, FSDP, SEQUENCE, MODEL_X, MODEL_Y)
 MAX_LISTED = 12  # factorisations spelled out in an error
 
 
 class MeshConfig(Base):
-    """Sizes of the mesh axes in devices; -1 = the devices that the other axes leave, at most once."""
+    """Sizes of the mesh axes in devices; -1, at most once, = the devices that the other axes leave."""
 
     stage: int = 1  # pipeline stages
-    data: int = -1  # copies of everything, each with its part of the batch
+    data: int = -1  # replicas, each with its part of the batch
     fsdp: int = 1  # parts of the batch that also hold a part of what ZeRO splits
     sequence: int = 1  # parts of a row's tokens
     model: int = 1  # parts of heads, feed-forward width and vocabulary
@@ -86,7 +86,7 @@ class ParallelConfig(Base):
     sequence_parallel: bool = False  # split norm and residual regions over model too, along the tokens
     sequence_attention: Literal["ring", "gathered"] = "ring"  # keys and values over `sequence`: passed on, or gathered
     schedule: Literal["gpipe", "1f1b"] = "1f1b"  # of the pipeline; unused with stage = 1 and micro_batches = 1
-    gradient_type: Literal["full", "bfloat16", "float16"] = "full"  # in which data and fsdp add gradients up
+    gradient_type: Literal["full", "bfloat16", "float16"] = "full"  # in which data and fsdp sum gradients
     micro_batches: int = pydantic.Field(default=1, ge=1)  # parts of the batch; a multiple of stage
 
 

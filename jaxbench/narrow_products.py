@@ -1,8 +1,8 @@
-"""Narrow types: matrix products with gradients of their own, as XLA:CPU multiplies them fast (docs/xla_cpu.md).
+"""Matrix products of narrow types with custom gradients, in forms that XLA:CPU multiplies fast (docs/xla_cpu.md).
 
-The default rule of a gradient multiplies the wide cotangent with a narrow operand, and a product that contracts rows
-takes another view of an array: XLA:CPU copies the first into a wider type and multiplies the second in float32. PyTorch
-needs neither. I and O are a kernel's in and out.
+The default gradient multiplies the wide cotangent by a narrow operand, and a product that contracts rows takes a
+transposed view of an array: XLA:CPU copies the narrow operand of the first into a wider type and multiplies the
+second in float32. PyTorch needs neither workaround. I and O are a kernel's in and out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def as_rounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Values of x in at least float32, on NVIDIA GPUs from their bits.
+    """Convert x to at least float32; bfloat16 on NVIDIA GPUs from its bits.
 
-    XLA takes a conversion back to float32 for no conversion at all: where x was just rounded it would keep, and write,
-    the float32 values as well. From the bits, what computes x can sum it up in the same kernel (docs/gpu.md).
+    XLA elides a conversion back to float32: where x was just rounded, it would keep, and write, the float32 values as
+    well. From the bits, the kernel that computes x can also sum it (docs/gpu.md).
     """
 
     def from_bits(x: Array) -> Array:
@@ -39,14 +39,14 @@ def as_rounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def stored_transpose(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"]:
-    """Swap the last two axes of an operand; on CPUs it then lies in memory as its shape says.
+    """Swap the last two axes of an operand; on CPUs the result is stored in memory in that order.
 
-    XLA:CPU multiplies in float32 where an operand is another view of an array (docs/xla_cpu.md, rule 16). A reshape
+    XLA:CPU multiplies in float32 if an operand is a transposed view of an array (docs/xla_cpu.md, rule 16). A reshape
     ends the view; a layout constraint would too, but costs an all-gather on a mesh.
     """
     swapped = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
 
-    def stored(x: Array) -> Array:  # the barrier: what computes x would run in the order of its transpose
+    def stored(x: Array) -> Array:  # without the barrier, x would be computed in its transpose's order
         return swapped(lax.optimization_barrier(x)[None]).reshape(*x.shape[:-2], x.shape[-1], x.shape[-2])
 
     return lax.platform_dependent(x, cpu=stored, default=swapped)
@@ -71,7 +71,7 @@ _is_native: ContextVar[bool] = ContextVar("native products", default=False)
 
 @contextlib.contextmanager
 def native(is_on: bool) -> Iterator[None]:
-    """Programs traced inside multiply rows by kernels in bfloat16 with the native kernels (native/products.py)."""
+    """Make programs traced inside use native kernels for bfloat16 products of rows (native/products.py), if is_on."""
     token = _is_native.set(is_on)
     try:
         yield
@@ -80,7 +80,7 @@ def native(is_on: bool) -> Iterator[None]:
 
 
 def multiply(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
-    """Rows by a kernel (in, out) with axis 0, or (out, in) with axis 1."""
+    """Multiply rows by a kernel: (in, out) with axis 0, (out, in) with axis 1."""
     if _is_native.get() and x.dtype == jnp.bfloat16:
         from jaxbench.native import products  # which needs a compiler
 

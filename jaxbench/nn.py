@@ -45,7 +45,7 @@ def project(
 
 
 class Embed(nnx.Module):
-    """A table of vectors by index; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
 
     def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         self.embedding = nnx.Param(jnp.zeros((num_embeddings, features), dtype))
@@ -92,7 +92,7 @@ def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | Layer
 
 
 def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Module:
-    """Model that holds arrays by dotted name, cast to each parameter's dtype.
+    """Load arrays into a model by dotted name, cast to each parameter's dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

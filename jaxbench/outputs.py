@@ -1,7 +1,7 @@
-"""Where a command may write, checked before it starts; files written whole or not at all (S file).
+"""Output paths, checked before a command starts, and files written whole or not at all (S file).
 
-A file that is there is the user's. It is written over only where --overwrite says so, and never while it is an input of
-the same command, by whatever name: paths are compared as files, so that links count.
+An existing file is the user's. It is overwritten only with --overwrite, and never if it is an input of the same
+command, under whatever name: paths are compared as files, so that links count.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-# What numpy says of a full disk, in errors without a number.
+# numpy's messages for a full disk, in errors without an errno.
 NUMPY_FULL = re.compile(r"Not enough free space to write \d+ bytes|\d+ requested and \d+ written")
 
 
 def check_file(
     output: str | Path, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False, flag: str = "--output"
 ) -> Path:
-    """Path of a file, checked that it may be written; inputs are files that the command reads, None where it does not.
+    """Check that a file may be written and return its path; inputs: files that the command reads (None = no file).
 
     Raises:
-      ValueError: it is one of the inputs, is there already, is no file, or lies where nothing can be written.
+      ValueError: it is one of the inputs, exists (without overwrite), is not a file, or its folder cannot be written.
     """
     path = Path(output)
     same = next((str(file) for file in inputs if file is not None and is_same(path, file)), None)
@@ -52,10 +52,10 @@ def check_beside(
     output: str | Path, suffix: str, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False,
     flag: str = "--output",
 ) -> Path:  # fmt: skip
-    """Path of what is written beside a file, under its name with another suffix, checked as `check_file` checks.
+    """Path of a file written next to an output, under its name with another suffix, checked as by `check_file`.
 
     Raises:
-      ValueError: it is the file itself, or cannot be written.
+      ValueError: it is the output itself, or may not be written.
     """
     path = Path(output).with_suffix(suffix)
     if path == Path(output):
@@ -68,12 +68,12 @@ def check_beside(
 
 
 def check_folder(folder: str | Path, *, flag: str = "--workdir", is_written: bool = True) -> Path:
-    """Path of a folder, checked that it can be written, or be made; leaves nothing behind.
+    """Check that a folder can be written or created, and return its path; leaves nothing behind.
 
-    is_written: False where the command only reads there, which a disk that takes nothing allows.
+    is_written: False if the command only reads there, which a disk without write access allows.
 
     Raises:
-      ValueError: a file is in its place or above it, or nothing can be written there.
+      ValueError: a file is at its path or above it, or nothing can be written there.
     """
     path = Path(folder)
     there = path.absolute()
@@ -94,7 +94,7 @@ def check_folder(folder: str | Path, *, flag: str = "--workdir", is_written: boo
 
 
 def is_same(path: str | Path, other: str | Path) -> bool:
-    """True where two paths lead to the same file, through links too; False where either is not there."""
+    """True if two paths lead to the same file, also through links; False if either does not exist."""
     try:
         return os.path.samefile(path, other)
     except OSError:
@@ -103,9 +103,9 @@ def is_same(path: str | Path, other: str | Path) -> bool:
 
 @contextlib.contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
-    """A temporary path to write to, which takes the place of `path` when the block ends without an error.
+    """Yield a temporary path to write to, which replaces `path` if the block ends without an error.
 
-    So a file is whole or as it was before, also when the process is killed; its folder is made.
+    A file is thus whole or as it was before, even if the process is killed; its folder is created.
 
     Raises:
       OSError: it cannot be written; `filename` is the file itself.
@@ -127,11 +127,11 @@ def whole(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `folder` when the block ends without an error, and else is removed.
+    """Yield an empty folder to fill, which becomes `folder` if the block ends without an error, and else is removed.
 
     Raises:
-      OSError: something that is no empty folder is in its place then, or a file cannot be written; `filename` is its
-        place in `folder`, or `folder` itself.
+      OSError: by then, something other than an empty folder is at its path, or a file cannot be written; `filename` is
+        the file's path in `folder`, or `folder` itself.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def save_tensors(
     with whole(path) as temporary:
         try:
             safetensors.numpy.save_file(tensors, temporary, metadata=metadata)
-        except safetensors.SafetensorError as error:  # no OSError: the number is in its text only
+        except safetensors.SafetensorError as error:  # not an OSError: the errno is only in its text
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
                 raise
@@ -180,9 +180,9 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A JSON value whose NaN and infinities are None, at any depth: JSON has no word for them.
+    """Replace NaN and infinities in a JSON value by None, at any depth: JSON cannot express them.
 
-    Numpy's scalars become Python's.
+    NumPy's scalars become Python's.
     """
     numpy = sys.modules.get("numpy")  # not imported for this: commands that need none start faster
     if numpy is not None and isinstance(value, numpy.generic):
@@ -198,7 +198,7 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequ
     """Write rows as a CSV file, whole or not at all.
 
     Args:
-      columns: their order; unset: every column in the order of first appearance. A row leaves out what it lacks.
+      columns: their order; unset: every column in the order of first appearance. Values that a row lacks stay empty.
     """
     columns = columns or list(dict.fromkeys(name for row in rows for name in row))
     with whole(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:

@@ -13,7 +13,7 @@ from jax import Array
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """What a model is beside its parameters."""
+    """A model without its parameters' values."""
 
     names: tuple[str, ...]  # dotted, of its leaves
     structure: jax.tree_util.PyTreeDef
@@ -25,12 +25,12 @@ def dotted(path: tuple) -> str:
 
 
 def split(model: Any) -> tuple[Graph, dict[str, Array]]:
-    """What a model is beside its parameters, to be handed to `merge`, and its parameters by dotted name."""
+    """Split a model into its graph, to be passed to `merge`, and its parameters by dotted name."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     params = {dotted(path): leaf for path, leaf in leaves}
     return Graph(tuple(params), structure), params
 
 
 def merge(graph: Graph, params: Mapping[str, Array]) -> Any:
-    """Model of a graph with these parameters, by dotted name."""
+    """Rebuild a model from its graph and parameters by dotted name."""
     return jax.tree.unflatten(graph.structure, [params[name] for name in graph.names])

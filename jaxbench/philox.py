@@ -27,7 +27,7 @@ def site_id(site: str) -> int:
 
 
 def dropout_sites(num_layers: int) -> list[tuple[int, int]]:
-    """Site numbers of every layer's dropout, behind its attention and behind its MLP."""
+    """Site numbers of every layer's dropout, after its attention and after its MLP."""
     return [(site_id(f"layers.{i}.attention.dropout"), site_id(f"layers.{i}.mlp.dropout")) for i in range(num_layers)]
 
 
@@ -61,7 +61,7 @@ def philox4x32(counter: tuple[Words, ...], key: tuple[Words, Words]) -> tuple[np
 def words(
     seed: int, *, step: int, site: str, rows: Int[np.ndarray, " B"], num_elements: int
 ) -> UInt32[np.ndarray, "B E"]:
-    """Random 32-bit words of elements 0..E-1 of each row, E = num_elements; a row counts modulo 2**32."""
+    """Random 32-bit words of elements 0..E-1 of each row, E = num_elements; row numbers are taken modulo 2**32."""
     blocks = np.arange(-(-num_elements // 4), dtype=np.uint64)
     rows = np.asarray(rows).astype(np.uint64)[:, None] & np.uint64(MASK32)
     shape = np.broadcast_shapes(blocks.shape, rows.shape)
@@ -71,14 +71,14 @@ def words(
 
 
 def uniform(words: UInt32[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-    """Float64 uniforms in (0, 1) of random words, exactly."""
+    """Convert random words to float64 uniforms in (0, 1), exactly."""
     return ((words >> np.uint32(8)).astype(np.float64) + 0.5) * 2.0**-24
 
 
 def normal(seed: int, *, step: int, site: str, num_elements: int) -> Float64[np.ndarray, " E"]:
     """Standard normal values of elements 0..E-1 (Box and Muller 1958) of one site, row 0.
 
-    In parts that stay in a core's cache, on all cores: 124 M values take 6 s in place of 16 on two of them.
+    Computed in parts that stay in a core's cache, on all cores: 124 M values take 6 s instead of 16 on two of them.
     """
     values, key, site_word = np.empty(num_elements), split_seed(seed), np.uint64(site_id(site))
 
@@ -93,6 +93,6 @@ def normal(seed: int, *, step: int, site: str, num_elements: int) -> Float64[np.
     if len(starts) == 1:
         fill(0)
     else:
-        with futures.ThreadPoolExecutor() as pool:  # numpy lets go of the interpreter's lock
+        with futures.ThreadPoolExecutor() as pool:  # numpy releases the GIL
             list(pool.map(fill, starts))
     return values

@@ -1,7 +1,7 @@
-"""What the frameworks let one set for a kind of processor: the files of configs/presets/*.yaml (S file).
+"""Framework settings for a kind of processor: the files of configs/presets/*.yaml (S file).
 
-Every setting has its source and says where it was measured here, or that it was not. A preset is exported as variables
-of the environment, which any command then runs under; what the user has set already wins.
+Every setting has its source and says where this project measured it, or that it did not. A preset is exported as
+environment variables, under which any command then runs; what the user has set already takes precedence.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jaxbench import config
 from jaxbench.config import Base
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "presets"
-FLAGS = {"xla": "XLA_FLAGS", "libtpu": "LIBTPU_INIT_ARGS"}  # variable that the flags of each kind stand in
+FLAGS = {"xla": "XLA_FLAGS", "libtpu": "LIBTPU_INIT_ARGS"}  # variable that holds the flags of each kind
 TRIAL = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 TRIAL_S = 120.0
 
 
 class Setting(Base):
-    """One thing that can be set."""
+    """One setting of a framework."""
 
     name: str = pydantic.Field(pattern=r"^[A-Za-z_][\w.]*$")  # of a variable, of a flag without its dashes, or a call
     kind: Literal["variable", "xla", "libtpu", "python"]  # python: a line of the program, which cannot be exported
     value: str
     framework: Literal["jax", "torch", "both"]
     about: str = pydantic.Field(min_length=1)  # what it does, and what it costs
-    source: str = pydantic.Field(pattern=r"^(https://|docs/)\S+$")  # who says so
-    measured: str = ""  # where in this project's docs its effect stands; "" = not measured here
-    is_default: bool = True  # False: for some programs alone, exported with --all
+    source: str = pydantic.Field(pattern=r"^(https://|docs/)\S+$")  # where it is documented
+    measured: str = ""  # where this project's docs report its effect; "" = not measured here
+    is_default: bool = True  # False: for some programs only, exported with --all
 
 
 class Preset(Base):
@@ -62,7 +62,7 @@ def load(name: str) -> Preset:
     """A preset by its name, or from a YAML file.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such preset or file.
     """
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
@@ -71,10 +71,10 @@ def load(name: str) -> Preset:
 
 
 def variables(preset: Preset, *, everything: bool = False) -> dict[str, str]:
-    """Variables of the environment that make a preset; the user's own values and flags stay and win.
+    """Environment variables of a preset; the user's own values and flags are kept and take precedence.
 
     Args:
-      everything: also settings that are for some programs alone.
+      everything: also settings that are for some programs only.
     """
     found: dict[str, str] = {}
     flags: dict[str, list[str]] = {}
@@ -93,12 +93,12 @@ def variables(preset: Preset, *, everything: bool = False) -> dict[str, str]:
 
 
 def exported(found: dict[str, str]) -> str:
-    """Lines that a shell reads."""
+    """Shell lines that export the variables."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in found.items())
 
 
 def unknown_flags(preset: Preset) -> list[str]:
-    """XLA flags that the installed jaxlib does not know; it ends a process that is given one.
+    """XLA flags that the installed jaxlib does not know: it aborts a process that is given one.
 
     Raises:
       ValueError: JAX does not start even without them.
@@ -110,7 +110,7 @@ def unknown_flags(preset: Preset) -> list[str]:
 
 
 def _starts(flags: Iterable[str]) -> bool:
-    """True where a process with these flags makes JAX's CPU backend."""
+    """True if JAX's CPU backend starts in a process with these flags."""
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, timeout=TRIAL_S)
     return done.returncode == 0

@@ -27,7 +27,7 @@ def key_from_seed(seed: int) -> UInt32[Array, "2"]:
 
 
 def _multiply_wide(constant: int, x: Array) -> tuple[Array, Array]:
-    """High and low 32 bits of constant * x through one 64-bit product, with JAX's 64-bit types on inside."""
+    """High and low 32 bits of constant * x through one 64-bit product, with JAX's 64-bit types enabled for it."""
     with jax.enable_x64(True):
         product = lax.mul(lax.convert_element_type(x, jnp.uint64), lax.full_like(x, constant, jnp.uint64))
         high = lax.shift_right_logical(product, lax.full_like(product, 32))
@@ -46,7 +46,7 @@ def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
 def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array, Array]) -> tuple[Array, ...]:
     """Philox 4x32-10: the four 32-bit words of each counter (four uint32 arrays) under a key; all broadcast."""
     wide, halves = (functools.partial(_rounds, multiply) for multiply in (_multiply_wide, _multiply_halves))
-    # XLA:CPU does the halves' sixteen operations at a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
+    # On XLA:CPU, the halves' sixteen operations have a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
     return lax.platform_dependent(*counter, key[0], key[1], tpu=halves, default=wide)
 
 
@@ -82,7 +82,7 @@ def lanes(
 ) -> tuple[Array, ...]:
     """Random words (`words`) as four arrays [B ceil(E / 4)]: array j holds elements j, j + 4, j + 8, ..
 
-    XLA:CPU computes a block four times where its words are put side by side in one fused loop, and once here.
+    XLA:CPU computes a block four times if its words are interleaved in one fused loop, and once here.
     """
     blocks = jnp.arange(-(-num_elements // 4), dtype=jnp.uint32)[None, :]
     counter = (blocks, rows.astype(jnp.uint32)[:, None], *(jnp.full((1, 1), x, jnp.uint32) for x in (step, site)))

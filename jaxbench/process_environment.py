@@ -1,8 +1,8 @@
-"""The environment that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
+"""Environment variables that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
 
 Three things can only be set from outside: which platforms JAX looks for (with libtpu installed and no TPU attached,
 looking prints pages of errors), how glibc's malloc keeps memory (large arrays are page-fault bound otherwise, and
-weights lie in tens of thousands of small pages, docs/xla_cpu.md rule 8), and where compiled programs are cached.
+weights occupy tens of thousands of small pages, docs/xla_cpu.md rule 8), and where compiled programs are cached.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pathlib import Path
 from typing import Any
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, AMD and Windows' Linux
-TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # those of TPUs
-GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # on the PCI bus: the vendor of TPUs, and its network card and disk
+GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, AMD and WSL
+TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # of the drivers of TPUs
+GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # PCI ids: the vendor of TPUs, and its network card and disk
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
 ARENAS = "MALLOC_ARENA_MAX"
-TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux for huge pages of what malloc holds
-MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
-INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: what its variables were before, null where there was none
+TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux for huge pages for malloc's memory
+MARKER = "JAXBENCH_LAUNCHED"  # set in the restarted process; holds its id, which a restart keeps
+INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: the variables' previous values, null if unset
 
 
 def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     """Environment variables that a process for `device` needs, on top of the ones it inherits.
 
     The platforms are always those of `device`. Everything else keeps the user's own value where one is set.
-    library: that computes in it. One memory arena for all threads makes XLA's programs faster and PyTorch's slower, so
-    "PyTorch" leaves glibc's own choice.
+    library: the one that computes in it. One malloc arena for all threads makes XLA's programs faster and PyTorch's
+    slower, so "PyTorch" keeps glibc's default.
 
     Raises:
       ValueError: the device is unknown.
@@ -59,22 +59,22 @@ def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     if library == "PyTorch":
         del wanted[ARENAS]
     if device != "tpu":
-        wanted["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu asks the cloud's metadata server otherwise, for minutes
+        wanted["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu would query the cloud's metadata server, for minutes
     if device == "gpu":
         wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch and JAX share the device
     kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
-    if HUGE_PAGES not in kept[TUNABLES]:  # the user's are others
+    if HUGE_PAGES not in kept[TUNABLES]:  # the user has set other tunables
         kept[TUNABLES] = ":".join(filter(None, (kept[TUNABLES], wanted[TUNABLES])))
     return kept | {"JAX_PLATFORMS": PLATFORMS[device]}
 
 
 def malloc_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of environment variables, those that glibc's malloc reads."""
+    """Select the environment variables that glibc's malloc reads."""
     return {name: value for name, value in sorted(variables.items()) if name.startswith("MALLOC_") or name == TUNABLES}
 
 
 def check_attached(device: str) -> None:
-    """Check that a device is attached, by the system's files; imports no backend.
+    """Check that a device is attached, by its device files; imports no backend.
 
     Raises:
       ValueError: the device is unknown or not attached.
@@ -89,7 +89,7 @@ def check_attached(device: str) -> None:
 
 
 def is_tpu_attached() -> bool:
-    """True where there may be a TPU, without touching it."""
+    """True if there may be a TPU; does not touch it."""
     vendors = map(Path, glob.glob("/sys/bus/pci/devices/*/vendor"))
     google = [path.with_name("device") for path in vendors if path.read_text(encoding="ascii").strip() == GOOGLE]
     on_bus = any(path.read_text(encoding="ascii").strip() not in NO_TPU for path in google)
@@ -99,10 +99,10 @@ def is_tpu_attached() -> bool:
 def simulated_devices(count: int) -> dict[str, str]:
     """Environment variables under which JAX shows this machine's processor as `count` devices.
 
-    A collective blocks one thread for each device until all have come, and XLA has as many threads as devices: a single
-    thread held up by something else would leave the last device waiting for ever. So there are four times as many, and
-    a wait is ended (with the process) after four minutes instead of 40 seconds, because a busy machine may stand still.
-    The user's own flags go before and win.
+    A collective blocks one thread per device until all have arrived, and XLA has as many threads as devices: a single
+    thread busy with something else would leave the last device waiting for ever. So there are four times as many, and
+    a wait ends (with the process) after four minutes instead of 40 seconds, because a busy machine may stall. The
+    user's own flags come first and take precedence.
 
     Raises:
       ValueError: count < 1.
@@ -121,13 +121,13 @@ def simulated_devices(count: int) -> dict[str, str]:
 
 
 def ensure(device: str, *, library: str = "XLA") -> None:
-    """Start this process anew with `environment(device, library=library)`, once; return at once where it has it.
+    """Restart this process with `environment(device, library=library)`, once; return at once if it has that already.
 
     Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
-    stay.
+    are kept.
 
     Raises:
-      ValueError: JAX is imported already, so that the platforms are fixed, or the variables do not last.
+      ValueError: JAX is already imported, so that the platforms are fixed, or the variables differ after the restart.
     """
     wanted = environment(device, library=library)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
@@ -154,7 +154,7 @@ def inherited() -> dict[str, str]:
 
 
 def cache_dir() -> Path:
-    """Name the folder for downloads: $JAXBENCH_CACHE, else the platform's cache folder. Does not create it."""
+    """Folder for downloads: $JAXBENCH_CACHE, else the platform's cache folder. Does not create it."""
     if folder := os.environ.get("JAXBENCH_CACHE"):
         return Path(folder).expanduser()
     import platformdirs
@@ -172,9 +172,10 @@ def compile_cache_dir() -> Path:
 
 
 def mend_compile_cache() -> None:
-    """From now on, remove entries of the compile cache that JAX warns of and that were cut short, as by a full disk.
+    """From now on, remove truncated entries of the compile cache, e.g. after a full disk, when JAX warns of them.
 
-    JAX writes over no entry, so that it would compile anew, and warn, in every run. What was mended is not warned of.
+    JAX never overwrites an entry, so it would recompile, and warn, in every run. If an entry that could not be read was
+    removed, its warning is not shown.
     """
     global _show
     if warnings.showwarning is not _mend_or_show:
@@ -192,7 +193,7 @@ def _mend_or_show(message: Warning | str, *more: Any, **how: Any) -> None:
 
 
 def _remove_cut_short(program: str) -> int:
-    """Remove a program's entries that are no whole zlib streams; how many there were."""
+    """Remove a program's entries that are not complete zlib streams, and return their number."""
     removed = 0
     for path in Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or compile_cache_dir()).glob(f"{program}-*-cache"):
         try:
@@ -213,7 +214,7 @@ def cpu_flags_id() -> str:
 
 
 def cpuinfo(*starts: str) -> str:
-    """First line of /proc/cpuinfo that begins with one of `starts`; empty where there is none, as outside Linux."""
+    """First line of /proc/cpuinfo that begins with one of `starts`; empty if there is none, e.g. outside Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

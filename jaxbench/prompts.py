@@ -1,4 +1,4 @@
-"""Prompts as padded arrays, the buckets of sizes that programs are compiled for, what generators share (S file)."""
+"""Prompts as padded arrays, the buckets of sizes that programs are compiled for, and what generators share (S file)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
-# Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): prompts of 16 tokens at least, up to (tokens) in
-# steps of (tokens), longer ones and cache slots in steps of 64; few rows exactly, more in steps of 4.
+# Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): prompts of at least 16 tokens, up to 64 in steps of
+# 8, up to 256 in steps of 16; longer ones and cache slots in steps of 64; up to 8 rows exactly, more in steps of 4.
 LEAST_PROMPT, PROMPT_STEPS, LONG_STEP = 16, ((64, 8), (256, 16)), 64
 EXACT_ROWS, ROW_STEP = 8, 4
-# Float32 tells logits apart to about a millionth of their size: below this a draw is the most probable token anyway,
-# and far below, logits over the temperature overflow and the token is nobody's.
+# Float32 resolves logits to about a millionth of their size: below this a draw is the most probable token anyway, and
+# far below, logits / temperature overflows and the token is meaningless.
 MIN_TEMPERATURE = 1e-6
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
@@ -24,7 +24,7 @@ class SamplingParams(NamedTuple):
     """How a token is chosen; a temperature of 0 takes the most probable one."""
 
     temperature: float = 0.0  # >= 0
-    # Tokens as probable as the least that a filter keeps stay too, so that no order of equals decides. Differs from
+    # Tokens that tie with the least probable one a filter keeps are kept too, so that ties need no order. Differs from
     # transformers, whose top_p keeps only as many of them as it needs.
     top_k: int = 0  # keep this many most probable tokens; 0 = all
     top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
@@ -38,11 +38,11 @@ class Bucket(NamedTuple):
     batch_size: int  # rows
     prompt_length: int  # tokens
     num_slots: int  # cache slots of each row
-    num_vectors: int = 0  # in the table that tokens past the vocabulary stand for
+    num_vectors: int = 0  # in the table for tokens past the vocabulary
 
 
 class Batch(NamedTuple):
-    """Prompts padded on the right to the bucket's length, and below to its rows."""
+    """Prompts padded on the right to the bucket's length, and with rows to its batch size."""
 
     tokens: Int32[np.ndarray, "B T"]
     lengths: Int32[np.ndarray, " B"]  # tokens
@@ -59,8 +59,8 @@ class LogitsProcessor(Protocol):
     returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
     filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
 
-    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
-    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
+    An optional attribute `shared` of a processor is a pytree of arrays that every row reads, such as a table; `apply`
+    and `draw` then get the pair (shared, state) instead of the state, and return only the state.
     """
 
     def init(self, batch_size: int) -> Any:
@@ -78,7 +78,7 @@ class Generation(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The two compiled programs of a bucket; None is not compiled."""
+    """The two compiled programs of a bucket; None = not compiled."""
 
     prefill: Callable | None
     decode: Callable | None
@@ -93,7 +93,7 @@ def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
 
 
 def exact(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
-    """Sizes of a batch as they are, for code that nothing is compiled for."""
+    """Sizes of a batch, not rounded, for code that compiles nothing."""
     return Bucket(batch_size, prompt_length, prompt_length + max_new_tokens)
 
 
@@ -117,13 +117,13 @@ def pad(
     num_vectors: int = 0,
     sizes: Callable[[int, int, int], Bucket] = bucket,
 ) -> Batch:
-    """Batch of prompts padded to the sizes that `sizes` gives rows, longest prompt and new tokens.
+    """Pad prompts to the sizes that `sizes` gives for the rows, the longest prompt and the new tokens.
 
-    num_vectors: so many tokens past the vocabulary stand for vectors.
+    num_vectors: number of token ids past the vocabulary that stand for vectors.
 
     Raises:
-      ValueError: there is no prompt, one is empty, has a token that is no whole number or outside the vocabulary, or is
-        too long for the context; max_new_tokens is no whole number from 1; or the row_ids are not one a prompt in
+      ValueError: there is no prompt; one is empty, has a token that is not a whole number or outside the vocabulary, or
+        is too long for the context; max_new_tokens is not a whole number from 1; or row_ids are not one per prompt in
         [0, 2**31).
     """
     if len(prompts) == 0:
@@ -166,7 +166,7 @@ def pad(
 def continuations(
     prompts: Sequence[Sequence[int]], tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
 ) -> tuple[Int32[np.ndarray, "B new"], Int32[np.ndarray, " B"]]:
-    """Generated tokens behind each prompt, -1 after a row's end, and their number; tokens and lengths are of both."""
+    """Tokens generated after each prompt, -1 after a row's end, and their counts; the arguments include the prompts."""
     counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
     out = np.full((len(prompts), counts.max()), -1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -175,10 +175,10 @@ def continuations(
 
 
 def pad_vectors(vectors: Float[np.ndarray, "M D"] | None) -> Float32[np.ndarray, "L D"] | None:
-    """Vectors that tokens past the vocabulary stand for, filled up with zeros to a size that programs are compiled for.
+    """Pad the vectors for tokens past the vocabulary with zeros to a number that programs are compiled for.
 
     Raises:
-      ValueError: they are no finite matrix, or none at all.
+      ValueError: they are not a finite matrix with at least one row.
     """
     if vectors is None:
         return None
@@ -189,7 +189,7 @@ def pad_vectors(vectors: Float[np.ndarray, "M D"] | None) -> Float32[np.ndarray,
 
 
 def is_number(value: Any, *, whole: bool) -> bool:
-    """True for a number of Python, or one of an array library without an axis; booleans and texts are none."""
+    """True for a Python number or a scalar of an array library; booleans and strings do not count."""
     if isinstance(value, bool | str):
         return False
     try:
@@ -203,7 +203,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check the ranges of sampling parameters.
 
     Raises:
-      ValueError: a field is no number (top_k: no whole one) or out of range; its value and range are named.
+      ValueError: a field is not a number (top_k: a whole one) or is out of range; its value and range are named.
     """
     for field in SamplingParams._fields:
         value, is_whole = getattr(sampling, field), field == "top_k"
@@ -225,7 +225,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_states(states: Sequence, processors: Sequence) -> None:
-    """Check that there is one state a processor.
+    """Check that there is one state per processor.
 
     Raises:
       ValueError: there are more or fewer.
@@ -235,7 +235,7 @@ def check_states(states: Sequence, processors: Sequence) -> None:
 
 
 def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: int) -> Shaped[np.ndarray, "B ..."]:
-    """Copy of an array of a processor's state, of num_rows or batch_size rows, with zeros up to batch_size.
+    """Copy an array of a processor's state, of num_rows or batch_size rows, and pad it with zeros to batch_size.
 
     Raises:
       ValueError: its first axis is neither.
@@ -248,9 +248,9 @@ def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: 
 
 
 class GeneratorBase:
-    """What the generators of all backends share: settings, programs by bucket, and the way from prompts to tokens.
+    """What the generators of all backends share: settings, programs by bucket, and the path from prompts to tokens.
 
-    eos_id: a row ends with this token, or with any of these; None = with none.
+    eos_id: a row ends with this token, or with any of these; None = no end token.
 
     A backend adds `prefill` (its first program, which draws one token), `decode` (the second) and `_to_host`.
     """
@@ -271,8 +271,8 @@ class GeneratorBase:
             raise ValueError(f"generate: the model has is_causal={model.is_causal}; wanted a causal one")
         self._own_draw = getattr(model, "draw", None)  # native decoders have one
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
-        # PyTorch is faster so on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us where in 22, to
-        # 640 in 62 where in 75 (batch 8: 80 and 110, 416 and 564; one core of an AMD EPYC).
+        # Float32 is faster for PyTorch on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us instead
+        # of 22, to 640 in 62 instead of 75 (batch 8: 80 vs 110, 416 vs 564; one core of an AMD EPYC).
         is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
         self._cache_dtype = getattr(model, "cache_dtype", "float32" if is_narrow_on_cpu else model.dtype)
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.vocab_size
@@ -300,13 +300,13 @@ class GeneratorBase:
     ) -> Generation:
         """Continue each prompt (token ids) by at most max_new_tokens.
 
-        A token past the vocabulary stands for a vector: vocab_size + m for vectors[m] (Transformer.features). Rows draw
+        Token id vocab_size + m, past the vocabulary, stands for vectors[m] (see Transformer.features). Rows draw
         from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
         processor_states, whose rows are the prompts; unset, from what its `init` returns.
 
         Raises:
           ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states or vectors do
-            not fit; or row_ids are not one a prompt in [0, 2**31).
+            not fit; or row_ids are not one per prompt in [0, 2**31).
         """
         options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
         state = self.prefill(prompt_tokens, seed=seed, vectors=vectors, **options)
@@ -323,16 +323,16 @@ class GeneratorBase:
 
     @staticmethod
     def _seen(i: int, states: Sequence, shared: Sequence) -> Any:
-        """What processor i is called with: its state, and what all rows read where it has that."""
+        """State argument of processor i: its state, or (shared, state) if it has shared arrays."""
         return states[i] if shared[i] is None else (shared[i], states[i])
 
     def _decode_of(self, batch_size: int, num_slots: int) -> Callable | None:
-        """The decode program of these sizes, whatever the prompts' length; None = there is none yet."""
+        """Decode program of these sizes, for any prompt length; None = there is none yet."""
         fitting = (p.decode for b, p in self.programs.items() if (b.batch_size, b.num_slots) == (batch_size, num_slots))
         return next(filter(None, fitting), None)
 
     def _decode_program(self, state: Any, max_new_tokens: int) -> Callable:
-        """Program that continues a DecodeState; ValueError where its cache has no room for that many tokens."""
+        """Program that continues a DecodeState; ValueError if there is none, or the cache lacks room."""
         sizes = tuple(state.tokens.shape)
         room = sizes[1] - int(state.slot) + int(state.step) - 1
         if max_new_tokens > room:

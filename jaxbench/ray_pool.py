@@ -1,7 +1,7 @@
-"""Work on many items by actors of one thread each on a Ray cluster (S file; extra `ray`): worker_pool's other form.
+"""Process many items with single-threaded actors on a Ray cluster (S file; extra `ray`): a variant of worker_pool.
 
-Items travel to the actors and results back: other machines need none of this one's files but those that a worker opens
-itself, under the same path.
+Items are sent to the actors and results sent back: other machines need none of this one's files except those that a
+worker opens itself, under the same path.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxbench import worker_pool
 
 # Ray puts sockets into the folder for temporary files, under names of 66 characters; a socket's path has at most 107.
 LONGEST_FOLDER = 40
-RETRIES = 3  # of an item whose actor died under it
+RETRIES = 3  # of an item whose actor died while working on it
 
 
 def start(processes: int) -> None:
-    """Join the Ray cluster of the environment (RAY_ADDRESS), else start one of `processes` on this machine.
+    """Join the Ray cluster of the environment (RAY_ADDRESS), or start one of `processes` CPUs on this machine.
 
     Raises:
       ValueError: Ray is not installed.
@@ -36,9 +36,9 @@ def start(processes: int) -> None:
             del os.environ["TMPDIR"]  # Ray then takes its own default
         try:
             with warnings.catch_warnings():
-                # of JAX, once it has a backend: what Ray forks becomes another program at once
+                # JAX warns once it has a backend, but what Ray forks calls exec at once
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                # a cluster that is there has its own number
+                # an existing cluster has its own number of CPUs
                 ray.init(**({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}), **options)
         finally:
             if named is not None:
@@ -46,22 +46,22 @@ def start(processes: int) -> None:
 
 
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
-    """Yield what `worker`, of which each of `processes` actors has a copy, makes of each item, in any order.
+    """Yield the result of `worker` for each item, in any order; each of `processes` actors has a copy of the worker.
 
-    No more items are taken than actors hold, so that there may be more of them than fit in memory. An actor gets its
-    first item once it runs, and others to wait for it with its first result: a cluster with fewer free cores than
-    `processes` does all the work with those that it has, and a few items lie on as many actors. An actor whose machine
-    fails starts anew elsewhere; an error of the worker is raised here.
+    Only as many items are taken as actors hold, so that there may be more of them than fit in memory. An actor gets
+    its first item once it runs, and others to queue with its first result: a cluster with fewer free cores than
+    `processes` does all the work with those that it has, and a few items are spread over as many actors. An actor
+    whose machine fails restarts elsewhere; an error of the worker is raised here.
 
     Raises:
-      ChildProcessError: an item ended its actor each time; those that the actor held are named.
+      ChildProcessError: an item ended its actor on every try; the items that the actor held are named.
     """
     start(processes)
     import ray
 
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)(_Actor)
     actors = [actor.remote(worker) for _ in range(processes)]
-    running: dict[Any, tuple[Any, Any]] = {}  # a result to come, its actor and item; an actor's are in its own order
+    running: dict[Any, tuple[Any, Any]] = {}  # pending result: its actor and item; an actor's are in its own order
     starting, left, proven = {each.started.remote(): each for each in actors}, iter(items), set()
     try:
         while starting or running:
@@ -83,14 +83,14 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
 
 
 def _result(running: dict[Any, tuple[Any, Any]], done: Any) -> tuple[Any, Any]:
-    """The actor of a result that is there, which goes from `running`, and the result."""
+    """Remove a finished result from `running`, and return its actor and the result."""
     import ray
 
     actor = running[done][0]
     try:
         found = ray.get(done)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None  # as the worker raised it, without the actor's traceback in its text
+        raise error.cause from None  # as raised by the worker, without the actor's traceback in its text
     except ray.exceptions.RayActorError as error:
         raise killed([item for other, item in running.values() if other == actor]) from error
     del running[done]
@@ -98,7 +98,7 @@ def _result(running: dict[Any, tuple[Any, Any]], done: Any) -> tuple[Any, Any]:
 
 
 def killed(items: Sequence[Any]) -> ChildProcessError:
-    """What is raised where one of the items that an actor held ended it each time: a result may be lost with it."""
+    """Error for an actor that one of its items ended on every try: a finished result may be lost with it."""
     named = " or ".join(str(item)[:120] for item in items)
     return ChildProcessError(
         f"{worker_pool.KILLED}: {named} ended its Ray actor {RETRIES + 1} times, most likely because memory ran out; "
@@ -114,7 +114,7 @@ class _Actor:
         self._worker = worker
 
     def started(self) -> None:
-        """Say that this process runs."""
+        """Return once this process runs."""
 
     def work(self, item: Any) -> Any:
         return self._worker(item)

@@ -1,4 +1,4 @@
-"""What the backward pass computes again: applied to a decoder from outside, so that its layers know nothing of it."""
+"""Rematerialisation in the backward pass, applied to a decoder from outside, so that its layers need not know."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jaxbench import sharding
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
 POLICIES = ("none", "block", "group", "names", "offload")
-HOST = "host:"  # before names that are kept in pinned host memory
+HOST = "host:"  # prefix of names that are kept in pinned host memory
 
 
 def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ()) -> Any:
-    """Make a decoder compute its blocks again in the backward pass, and return it.
+    """Make a decoder recompute its blocks in the backward pass, and return it.
 
     Args:
-      policy: what the backward pass computes again. none: nothing. block: each block keeps its input only. group:
-        `group` blocks in a row keep the first one's input. names: as block, and the named values are kept too.
-        offload: block, and the named values are kept in pinned host memory; with "input", nothing of a block stays
+      policy: what the backward pass recomputes. none: nothing. block: each block keeps only its input. group: `group`
+        consecutive blocks keep only the first one's input. names: as block, and the named values are kept too.
+        offload: as block, and the named values are kept in pinned host memory; with "input", nothing of a block stays
         on the device.
-      group: blocks computed again together, >= 1 (policy group).
+      group: blocks recomputed together, >= 1 (policy group).
       names: of NAMES (policies names and offload).
 
     Raises:
-      ValueError: an unknown policy, a name that blocks do not have, groups of no block, or groups together with
+      ValueError: an unknown policy, missing names or one that blocks do not have, group < 1, or groups together with
         scan_layers.
     """
     if policy not in POLICIES:
@@ -48,9 +48,9 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
 
 
 def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    """Function whose inner values are computed again in the backward pass, but for the named ones (jax.checkpoint).
+    """Wrap a function so that the backward pass recomputes its inner values, except the named ones (jax.checkpoint).
 
-    names: joined by commas, kept on the device, or in pinned host memory where HOST stands before them; "" = none.
+    names: joined by commas; kept on the device, or in pinned host memory if prefixed with HOST; "" = none.
     """
     policies, policy = jax.checkpoint_policies, None
     if names.startswith(HOST):
@@ -68,7 +68,7 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
 def run_blocks(
     layers: list[Any], sites: list[Any], hidden: Float[Array, "B T D"], context: Any, *, group: int, names: str
 ) -> tuple[Float[Array, "B T D"], list[tuple[Float[Array, "B K H S"], Float[Array, "B K S H"]]]]:
-    """Residual stream behind blocks without a cache, `group` of them in one checkpoint, and their keys and values."""
+    """Residual stream after blocks without a cache, `group` of them per checkpoint, and their keys and values."""
     keys_values: list[tuple[Array, Array]] = []
     for start in range(0, len(layers), group):
         part = slice(start, start + group)

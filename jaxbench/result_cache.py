@@ -1,7 +1,7 @@
-"""Small results that were computed before: by the process itself, or shared through Redis (S file).
+"""Cache of small computed results: of the process itself, or shared through Redis (S file).
 
-A name is the digest of all that decides a result, so that a result never becomes stale and any process may write it. A
-cache only saves time: where Redis cannot be reached, results are computed.
+A name is the digest of everything that determines a result, so that a result never becomes stale and any process may
+write it. A cache only saves time: if Redis cannot be reached, results are computed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxbench.config import Base
 
 log = logging.getLogger("jaxbench.result_cache")
 
-PREFIX = b"jaxbench:1:"  # of names in Redis; a change of what is stored is another number
-PAUSE_S = 5.0  # without Redis, once it could not be reached
+PREFIX = b"jaxbench:1:"  # of names in Redis; a change of what is stored needs another number
+PAUSE_S = 5.0  # until Redis is tried again, once it could not be reached
 TIMEOUT_S = 0.5  # of one call: much more than a result costs, much less than a client waits
-MANY = 4096  # names of one call
+MANY = 4096  # names per call
 PASSWORD_VARIABLE = "JAXBENCH_REDIS_PASSWORD"
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class ResultCacheConfig(Base):
-    """Where results are kept."""
+    """Where results are stored."""
 
     model_config = pydantic.ConfigDict(hide_input_in_errors=True)
 
-    entries: int = pydantic.Field(default=65_536, ge=0)  # of this process, the least recently used go; 0 = none
+    entries: int = pydantic.Field(default=65_536, ge=0)  # in this process, the least recently used evicted; 0 = none
     url: str | None = None  # redis://HOST:PORT/NUMBER, rediss:// or unix://: shared by all processes that name it
     keep_s: int = pydantic.Field(default=7 * 86_400, ge=1)  # in Redis, since a result was written
 
@@ -51,27 +51,27 @@ class ResultCacheConfig(Base):
         return url
 
     def open(self) -> ResultCache:
-        """The cache.
+        """Open the cache.
 
         Raises:
-          ValueError: a Redis is named, and the package redis is missing or does not take its address.
+          ValueError: a Redis is named, and the package redis is missing or rejects its address.
         """
         layers: list[ResultCache] = [LocalCache(self.entries)] if self.entries else []
         return Layers([*layers, RedisCache(self.url, keep_s=self.keep_s)] if self.url else layers)
 
 
 class ResultCache(Protocol):
-    """Results by name."""
+    """Cache of results by name."""
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The result of each name, None where it is not there."""
+        """Return the result of each name, None if it is missing."""
 
     def write(self, results: Mapping[bytes, bytes]) -> None:
-        """Keep results."""
+        """Store results."""
 
 
 class LocalCache:
-    """Results of this process, the least recently used of which go; safe under threads."""
+    """LRU cache of this process; thread-safe."""
 
     def __init__(self, entries: int):
         """Args: entries: kept at most, at least 1."""
@@ -82,7 +82,7 @@ class LocalCache:
         return len(self._held)
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The result of each name, None where it is not there."""
+        """Return the result of each name, None if it is missing."""
         with self._lock:
             found = [self._held.get(name) for name in names]
             for name, result in zip(names, found, strict=True):
@@ -91,7 +91,7 @@ class LocalCache:
         return found
 
     def write(self, results: Mapping[bytes, bytes]) -> None:
-        """Keep results."""
+        """Store results."""
         with self._lock:
             self._held |= results
             while len(self._held) > self._entries:
@@ -99,13 +99,13 @@ class LocalCache:
 
 
 class RedisCache:
-    """Results that processes and machines share. What fails is logged, and not tried for PAUSE_S."""
+    """Cache that processes and machines share. A failure is logged, and Redis not tried again for PAUSE_S."""
 
     def __init__(self, url: str, *, keep_s: int):
-        """Args: keep_s: seconds until a result goes.
+        """Args: keep_s: seconds until a result expires.
 
         Raises:
-          ValueError: the package is missing, it does not take the address, or the address makes texts of results.
+          ValueError: the package is missing, it rejects the address, or the address decodes results to text.
         """
         try:
             import redis
@@ -123,7 +123,7 @@ class RedisCache:
         self._keep_s, self._errors, self._until = keep_s, (redis.RedisError, OSError), 0.0
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The result of each name, None where it is not there, or Redis is not."""
+        """Return the result of each name, None if it is missing or Redis cannot be reached."""
         found: list[bytes | None] = []
         for start in range(0, len(names), MANY):
             part = [PREFIX + name for name in names[start : start + MANY]]
@@ -131,7 +131,7 @@ class RedisCache:
         return found
 
     def write(self, results: Mapping[bytes, bytes]) -> None:
-        """Keep results."""
+        """Store results."""
         items = list(results.items())
         for start in range(0, len(items), MANY):
             with self._redis.pipeline(transaction=False) as pipe:
@@ -151,14 +151,14 @@ class RedisCache:
 
 
 class Layers:
-    """Caches in front of each other: what a later one had is written to those before it."""
+    """Caches in layers: a result found in a later one is written to those before it."""
 
     def __init__(self, layers: Sequence[ResultCache]):
-        """Args: layers: nearest first; none = nothing is kept."""
+        """Args: layers: nearest first; none = nothing is stored."""
         self._layers = tuple(layers)
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The result of each name, None where no layer has it."""
+        """Return the result of each name, None if no layer has it."""
         found: dict[bytes, bytes] = {}
         for number, layer in enumerate(self._layers):
             wanted = [name for name in dict.fromkeys(names) if name not in found]
@@ -171,6 +171,6 @@ class Layers:
         return [found.get(name) for name in names]
 
     def write(self, results: Mapping[bytes, bytes]) -> None:
-        """Keep results in every layer."""
+        """Store results in every layer."""
         for layer in self._layers if results else ():
             layer.write(results)

@@ -31,7 +31,7 @@ def frequencies(head_dim: int, theta: float, scaling: RotaryScaling | None) -> t
 
 
 def _yarn_kept_share(head_dim: int, theta: float, scaling: RotaryScaling) -> np.ndarray:
-    """Share of each frequency that stays: 1 for pairs of many turns in the trained context, 0 for those of few."""
+    """Unscaled share of each frequency: 1 for pairs of many turns in the trained context, 0 for those of few."""
 
     def pair_of(turns: float) -> float:
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2.0 * math.pi)) / (2.0 * math.log(theta))
@@ -40,5 +40,5 @@ def _yarn_kept_share(head_dim: int, theta: float, scaling: RotaryScaling) -> np.
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low if high != low else 0.001  # as the reference code does where the two limits fall together
+    width = high - low if high != low else 0.001  # as the reference code does if the two limits coincide
     return 1.0 - np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)

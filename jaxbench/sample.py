@@ -24,14 +24,14 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import parameters, philox, prng, prompts
 from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 
-NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
+NUM_CANDIDATES = 256  # top-p tries this many tokens before the whole vocabulary: a sort costs XLA:CPU 300x top_k
 
-ARGMAX_BLOCK = 256  # values whose largest is found before the largest of all
+ARGMAX_BLOCK = 256  # values per block of the two-stage argmax in `_largest`
 
-# Where a single row's decode step reads kernels as (out, in): its products are then row sums that take in what comes
-# before them, 0.88 ms a token of SmolLM2-135M's shape on an H200 in place of 1.11 (docs/gpu.md).
+# Platforms where a single row's decode step reads kernels as (out, in): its products are then row sums that absorb the
+# operations before them, 0.88 ms per token of SmolLM2-135M's shape on an H200 instead of 1.11 (docs/gpu.md).
 TURNED_ON = ("gpu",)
-TURNED = (".kernel", ".codes", ".scales", ".zeros")  # parameters (in, out): floats, and integers with their scales
+TURNED = (".kernel", ".codes", ".scales", ".zeros")  # (in, out) parameters' endings: floats, and integers with scales
 
 
 class DecodeState(NamedTuple):
@@ -73,10 +73,10 @@ def filter_logits(logits: Float[Array, "B V"], sampling: SamplingParams) -> Floa
 
 
 def _most_probable(logits: Float[Array, "B V"], count: int) -> Float[Array, "B M"]:
-    """The largest values of each row, the largest first.
+    """Largest `count` values of each row, in descending order.
 
-    The barrier keeps a slice of them from being moved into top_k, which XLA:CPU then runs as a sort of the whole
-    vocabulary: 8 ms a row in place of 0.06 (docs/xla_cpu.md, rule 6).
+    The barrier keeps XLA from moving a slice of the result into top_k, which XLA:CPU would then run as a sort of the
+    whole vocabulary: 8 ms per row instead of 0.06 (docs/xla_cpu.md, rule 6).
     """
     return lax.optimization_barrier(lax.top_k(logits, count)[0])
 
@@ -103,9 +103,9 @@ def _nucleus_threshold(logits: Float[Array, "B V"], top_p: float) -> Float[Array
 def _searched_threshold(
     logits: Float[Array, "B V"], log_total: Float[Array, "B 1"], top_p: float
 ) -> Float[Array, "B 1"]:
-    """The largest float32 such that the tokens at or above it have a mass of top_p, bit after bit.
+    """Find, bit by bit, the largest float32 such that the tokens at or above it have a mass of at least top_p.
 
-    32 masked sums of the vocabulary: a thirtieth of the time of a sort on CPUs (docs/xla_cpu.md, rule 6).
+    Takes 32 masked sums over the vocabulary: a thirtieth of the time of a sort on CPUs (docs/xla_cpu.md, rule 6).
     """
     sign = jnp.uint32(1 << 31)
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
@@ -119,7 +119,7 @@ def _searched_threshold(
 
     least = lax.fori_loop(0, 32, add_bit, jnp.zeros((logits.shape[0], 1), jnp.uint32))
     value = lax.bitcast_convert_type(jnp.where(least & sign, least ^ sign, ~least), jnp.float32)
-    return jnp.where(least == 0, -jnp.inf, value)  # rounded sums may never reach a top_p next to 1
+    return jnp.where(least == 0, -jnp.inf, value)  # rounded sums may never reach a top_p close to 1
 
 
 def draw(
@@ -137,7 +137,7 @@ def draw(
 
 
 def _largest(logits: Float[Array, "B V"]) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
-    """Largest value of each row and its place, the lowest of equal ones: the best block first, then the place in it.
+    """Largest value of each row and its lowest index: find the best block first, then the index within it.
 
     XLA:CPU's argmax over 49,152 values takes 222 us, its top_k 53, this 5 (docs/xla_cpu.md, rule 6).
     """
@@ -161,7 +161,7 @@ def gumbel_max(
 
 
 class OrdinaryDraw(NamedTuple):
-    """The draw of a step without a watermark: called with logits [B V] it returns a token of each row."""
+    """The unwatermarked draw of a step: called with logits [B V], it returns one token per row."""
 
     key: Array  # Philox key
     step: Int[Array, ""]
@@ -173,9 +173,9 @@ class OrdinaryDraw(NamedTuple):
 
 
 def largest_sum(logits: Float[Array, "B V"], noise: Sequence[Float[Array, "B C"]]) -> Int[Array, " B"]:
-    """Token of each row with the largest sum of logit and noise, the lowest of equal ones.
+    """Token of each row with the largest sum of logit and noise, the lowest id among equals.
 
-    The noise comes in four lanes (prng.lanes): side by side in one array it would be computed four times over.
+    The noise comes in four lanes (prng.lanes): interleaved in one array, it would be computed four times.
     """
     size = logits.shape[1]
     short = 4 * noise[0].shape[1] - size
@@ -199,22 +199,22 @@ class Generator(prompts.GeneratorBase):
         processors: Sequence[LogitsProcessor] = (),
     ):
         super().__init__(model, jax.default_backend(), eos_id=eos_id, sampling=sampling, processors=processors)
-        leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)  # Flax's and Equinox's are pytrees
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)  # Flax and Equinox models are pytrees
         self._leaves = [leaf for _, leaf in leaves]
         self._is_kernel = [
             getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(TURNED) for path, leaf in leaves
         ]
         self._turned: list[Array] | None = None
-        self._has_room: bool | None = None  # for turned kernels; asked once
-        self._width: int | None = None  # of vectors, known from the first program that reads some
+        self._has_room: bool | None = None  # for turned kernels; checked once
+        self._width: int | None = None  # of vectors, known from the first program that reads any
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
         vectors: Float[np.ndarray, "M D"] | None = None,
     ) -> Programs:  # fmt: skip
-        """Compiled programs for these sizes; what their bucket does not have yet is compiled.
+        """Return the programs of these sizes' bucket, compiling those that are missing.
 
-        For a single new token nothing is decoded, and `decode` is None. States and vectors count for their shapes only.
+        A single new token needs no decoding: `decode` is then not compiled. Of states and vectors only shapes matter.
         """
         table = prompts.pad_vectors(vectors)
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)._replace(num_vectors=_length(table))
@@ -244,16 +244,16 @@ class Generator(prompts.GeneratorBase):
         return self.programs[bucket]
 
     def _place(self, shapes: Callable[[], DecodeState]) -> Any:
-        """Sharding of a state, a tree for a tree of shapes; None = the compiler's choice, as on one device."""
+        """Shardings for a state's tree of shapes; None = the compiler's choice, as on one device."""
         return None
 
     @property
     def _weights(self) -> tuple:
-        """What both programs read and neither changes: the model's arrays and those of the processors."""
+        """Arrays that both programs read and neither changes: the model's and the processors'."""
         return self._leaves, self._shared
 
     def _turns(self, batch_size: int) -> bool:
-        """True where a decode program reads turned kernels: for one row, and where the device had room for them."""
+        """True if a decode program reads turned kernels: for a single row, if the device had memory for them."""
         if batch_size > 1 or jax.default_backend() not in TURNED_ON:
             return False
         if self._has_room is None:
@@ -267,7 +267,7 @@ class Generator(prompts.GeneratorBase):
         return [jnp.swapaxes(leaf, 0, 1) if turns else leaf for leaf, turns in zip(leaves, self._is_kernel)]
 
     def _decode_weights(self, batch_size: int) -> tuple:
-        """What a decode program reads; for a single row on a GPU a second copy of the kernels, (out, in), made once."""
+        """Arrays that a decode program reads; for one row on a GPU, a second copy with kernels (out, in), made once."""
         if not self._turns(batch_size):
             return self._weights
         if self._turned is None:
@@ -275,14 +275,14 @@ class Generator(prompts.GeneratorBase):
         return self._turned, self._shared
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
-        """Fresh copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        """Copy the processors' states, padded with rows of zeros; None = the states that their `init` returns."""
         if processor_states is None:
             return jax.tree.map(np.array, tuple(processor.init(batch_size) for processor in self._processors))
         prompts.check_states(processor_states, self._processors)
         return jax.tree.map(lambda x: prompts.fill_rows(np.asarray(x), num_rows, batch_size), tuple(processor_states))
 
     def _shapes(self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None) -> tuple:
-        """Arguments of a bucket's prefill, shapes in place of all but the weights."""
+        """Arguments of a bucket's prefill, with shapes instead of arrays for all but the weights."""
         tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
         row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -309,7 +309,7 @@ class Generator(prompts.GeneratorBase):
         return programs.prefill(self._weights, *arrays, states, table)
 
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
-        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
+        """Draw tokens until each row has max_new_tokens or has ended; the state passed in must not be used again.
 
         Raises:
           ValueError: the state was prefilled for fewer new tokens.
@@ -325,7 +325,7 @@ class Generator(prompts.GeneratorBase):
         model = jax.tree.unflatten(self._structure, weights[0])
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
-        # Padding stands behind a row's tokens, which a causal kernel keeps from seeing it; the cache marks it as empty.
+        # Padding follows a row's tokens, so a causal kernel hides it from them; the cache marks its slots as empty.
         given = None if getattr(model, "is_fused", False) else positions
         hidden, cache = model.features(tokens, given, **({} if vectors is None else {"vectors": vectors}))
         cache = cache._replace(positions=positions) if given is None else cache
@@ -388,7 +388,7 @@ def _length(table: Float[np.ndarray, "M D"] | None) -> int:
 
 
 def _fill(token: Int[Array, " B"], finished: Bool[Array, " B"], sample: Callable[[], Array]) -> Int[Array, " B"]:
-    """Draw the unfinished rows that no processor drew; nothing is computed where there are none."""
+    """Draw for the unfinished rows that no processor drew; without such rows nothing is computed."""
     is_missing = (token < 0) & ~finished
     token = jnp.maximum(token, 0)
 

@@ -1,11 +1,11 @@
 """Where every parameter and activation of the decoder lives on a mesh: tables of (parameter-name regex, PartitionSpec).
 
 Models know nothing of meshes. A table must account for every parameter and every rule must match at least one, so that
-a renamed parameter cannot fall back to replication unseen. Activations are placed at named points: a model says
+a renamed parameter cannot silently fall back to replication. Activations are placed at named points: a model calls
 `constrain(x, "residual")`, which does nothing until a step runs under `activations(...)`. Axes: jaxbench/mesh.py.
 
-A size that an axis does not divide is settled the same way every time: the axis moves to the largest dim of that
-parameter that it divides and that no axis splits (the first of equals), else the parameter is replicated over it.
+If an axis does not divide its dim, it always moves to the largest dim of that parameter that it divides and that no
+axis splits (the first among equals); if there is none, the parameter is replicated over it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxbench.config import TransformerConfig
 
 POINTS = (
     "residual",  # the residual stream [B T D]: after the embedding and after each branch is added
-    "attention_in",  # what a block's attention gets [B T D]: the norm's output
-    "attention_out",  # what it returns [B T D]
-    "mlp_in",  # the same of its feed-forward layer
+    "attention_in",  # input of a block's attention [B T D]: the norm's output
+    "attention_out",  # its output [B T D]
+    "mlp_in",  # the same for its feed-forward layer
     "mlp_out",
 )
-PINNED_HOST = "pinned_host"  # JAX's name for the host's memory that a device reads by itself
-ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
-WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
+PINNED_HOST = "pinned_host"  # JAX's name for host memory that a device reads directly
+ATTENTION = "attention"  # attention itself over whole rows: an action here takes its arguments and computes it
+WEIGHTS = "weights"  # of a recomputed or scanned layer: an action here takes them and the layer's index
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
@@ -42,8 +42,8 @@ def decoder_table(model: TransformerConfig, *, stored: Axes, out: Axes, heads: A
     """Sharding rules (regular expression of parameter names, PartitionSpec) of a decoder.
 
     Args:
-      model: the decoder, whose parts decide which parameters there are.
-      stored: splits what is stored of every kernel; gathered where it is used (fsdp).
+      model: the decoder, whose parts determine which parameters there are.
+      stored: splits every kernel in storage; it is gathered where it is used (fsdp).
       out: splits feed-forward width and vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
       heads: splits query and key-value heads; None leaves attention whole.
       width: splits the residual width, the 2d form (Pope et al. 2022, arXiv:2211.05102, section 3.2.2).
@@ -82,7 +82,7 @@ def axes_of(entry: Axes) -> tuple[str, ...]:
 
 
 def joined(*entries: Axes) -> Axes:
-    """Several entries of a PartitionSpec as one that splits by all their axes."""
+    """Join entries of a PartitionSpec into one that splits by all their axes."""
     flat = tuple(axis for entry in entries for axis in axes_of(entry))
     return flat[0] if len(flat) == 1 else flat or None
 
@@ -183,7 +183,7 @@ _actions: contextvars.ContextVar[Mapping[str, Callable]] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[None]:
-    """Apply an action at each named point of whatever is traced inside; enter it within the function to compile.
+    """Apply an action at each named point of whatever is traced inside; enter it inside the compiled function.
 
     Raises:
       ValueError: an action for a point that does not exist.
@@ -199,7 +199,7 @@ def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[Non
 
 
 def constrain(x: jax.Array, point: str) -> jax.Array:
-    """Sharding constraint of the running step on an activation at a named point; x itself where there is none.
+    """Apply the running step's sharding constraint to an activation at a named point; without one, return x itself.
 
     Raises:
       ValueError: the point is not one of POINTS.
@@ -211,15 +211,15 @@ def constrain(x: jax.Array, point: str) -> jax.Array:
 
 
 def layer_weights(state: Any, index: int) -> Any:
-    """Parameters of one layer as the running step computes with them, such as gathered; else themselves.
+    """Parameters of one layer as the running step computes with them, e.g. gathered; without an action, as they are.
 
-    Called inside what the backward pass computes again, or inside the loop over layers: what is gathered here is
-    gathered for this layer alone, and not kept.
+    Called inside what the backward pass recomputes, or inside the loop over layers: what is gathered here is gathered
+    for this layer only, and not kept.
     """
     action = _actions.get().get(WEIGHTS)
     return state if action is None else action(state, index)
 
 
 def around_attention() -> Callable[..., jax.Array] | None:
-    """Attention of the running step over its mesh, mesh_plan.attend; None where there is no mesh."""
+    """Attention of the running step over its mesh, mesh_plan.attend; None without a mesh."""
     return _actions.get().get(ATTENTION)

@@ -2,8 +2,8 @@
 
 Twin: torch_ref/sparse_attention.py.
 
-Every pair of a query block and a key block that it sees is one product: scores of all pairs at once, then a softmax
-over the pairs of a query block. What no block sees is never multiplied. Axis letters beyond WORKSPACE.md's: P pairs,
+Each pair of a query block and a key block that it sees is one product: scores of all pairs at once, then a softmax
+over the pairs of a query block. Invisible blocks are never multiplied. Axis letters beyond WORKSPACE.md's: P pairs,
 n blocks of a row, C slots of a block, R = G * C query rows of a key-value head in a block.
 """
 
@@ -30,14 +30,14 @@ def block_sparse_attention(
     *,
     pattern: BlockPattern,
 ) -> Float[Array, "B T N H"]:
-    """Attention output as attention.attention gives it, where blocks that the pattern leaves out are masked too.
+    """Attention output as of attention.attention, with the blocks that the pattern leaves out masked as well.
 
     Softmax in at least float32, result in the query's dtype; a row that may attend to nothing returns zeros. Query t is
-    the token of key t: whole rows, as in training and prefill. Blocks are of slots, so that padding in front of a row
-    moves its tokens against them.
+    the token of key t: whole rows, as in training and prefill. Blocks consist of slots, so that padding in front of a
+    row shifts its tokens relative to them.
 
     Raises:
-      ValueError: there are not as many keys as queries, or N is not a multiple of K.
+      ValueError: the numbers of keys and queries differ, or N is not a multiple of K.
     Source: Zaheer et al. 2020, arXiv:2007.14062, appendix D, which gathers blocks of keys in the same way.
     """
     batch, length, num_heads, head_dim = query.shape

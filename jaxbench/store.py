@@ -1,7 +1,7 @@
-"""Finished work of a run that may be interrupted: parts as files, rows as JSON lines, and whose work it is (S file).
+"""Finished work of a run that may be interrupted: parts as files, rows as JSON lines, and its config's id (S file).
 
-A part is a file, whole or not there. Rows are lines of one file: what stands behind the last end of a line was cut
-short, and is no row. No run goes on with the work of another: `claim` keeps its configuration's id beside the work.
+A part is a file, whole or absent. Rows are lines of one file: anything after the last newline was cut short and is not
+a row. No run continues the work of another: `claim` stores its configuration's id with the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def claim(folder: Path, config_id: str) -> None:
     """Write a configuration's id into the folder of its finished work.
 
     Raises:
-      ValueError: another id is there.
+      ValueError: the folder has another id.
     """
     path = folder / "config_id"
     if path.is_file() and (known := path.read_text(encoding="utf-8", errors="replace").strip()) != config_id:
@@ -38,9 +38,9 @@ def kept(
     read: Callable[[Path], Any] = outputs.read_json,
     write: Callable[[Path, Any], None] | None = None,
 ) -> tuple[Any, bool]:
-    """A part of a run, from its file where it is finished, else computed and written; and whether it was there.
+    """Part of a run, read from its file if that exists, else computed and written; and whether the file existed.
 
-    The file is JSON on one line unless read and write, which writes it whole or not at all, say otherwise.
+    The file is JSON on one line unless read and write (which writes it whole or not at all) say otherwise.
     """
     is_there = path.exists()
     if not is_there:
@@ -49,7 +49,7 @@ def kept(
 
 
 def rows(path: Path) -> list[bytes]:
-    """The whole lines of a file without their ends: the last one is left out where it was cut short; no file, none.
+    """Complete lines of a file, without newlines; a last line that was cut short is left out. No file = no lines.
 
     Raises:
       OSError: it cannot be read, or is a folder.
@@ -63,7 +63,7 @@ def lines(new: Iterable[Mapping[str, Any]]) -> str:
 
 
 def cut_short(path: Path) -> None:
-    """Cut off what stands behind the last end of a line, so that the next row starts a line of its own."""
+    """Truncate a file after its last newline, so that the next row starts on its own line."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:
@@ -75,9 +75,9 @@ def cut_short(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file for this process alone, for what reads it and then writes; a process that was killed lets go.
+    """Lock a file for this process, for code that reads it and then writes it; a killed process releases the lock.
 
-    Where the system has no such locks, nothing is held.
+    On a system without such locks, nothing is locked.
     """
     try:
         import fcntl
@@ -92,12 +92,12 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken(path: Path) -> Iterator[bool]:
-    """Hold a file, which is made, for this process if nobody else does: True, or False at once; no child inherits it.
+    """Create and lock a file, unless it is locked already: yield True, or False at once; children do not inherit it.
 
-    False too where who held it has just removed it.
+    Also False if the process that had locked it has just removed it.
 
     Raises:
-      FileNotFoundError: its folder is not there.
+      FileNotFoundError: its folder does not exist.
     """
     import fcntl
 
@@ -112,12 +112,12 @@ def taken(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def alone(*paths: Path) -> Iterator[None]:
-    """Be the only process that writes some outputs: `.NAME.writing` lies beside each, and is removed at the end.
+    """Be the only process that writes some outputs: `.NAME.writing` next to each is a lock, removed at the end.
 
-    A process that was killed lets go, and leaves the empty file. Where the system has no such locks, nothing is held.
+    A killed process releases the lock and leaves the empty file. On a system without such locks, nothing is locked.
 
     Raises:
-      ValueError: another process writes one of them.
+      ValueError: another process is writing one of them.
     """
     try:
         import fcntl  # noqa: F401
@@ -131,7 +131,7 @@ def alone(*paths: Path) -> Iterator[None]:
             lock = path.with_name(f".{path.name}.writing")
             if not stack.enter_context(taken(lock)):
                 raise ValueError(f"another process writes {path}; wait for its end, or name another output")
-            stack.callback(lock.unlink, missing_ok=True)  # while it is held: no other process's is removed
+            stack.callback(lock.unlink, missing_ok=True)  # while locked, so that no other process's file is removed
         yield
 
 
@@ -142,10 +142,10 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows, as `lines` takes them, behind the last whole line of a file, all or none, and wait for the disk.
+    """Append rows (see `lines`) after the last complete line of a file, all or none, and wait for the disk.
 
     Raises:
-      OSError: the disk is full; the rows that were there stay.
+      OSError: the disk is full; earlier rows are kept.
     """
     append_text(path, lines(new))
 

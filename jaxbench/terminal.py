@@ -22,13 +22,13 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Any:
 
     options = {"stderr": stderr, "quiet": quiet, "highlight": False}
     console = Console(**options)
-    # Asked of the file itself: FORCE_COLOR makes rich call a pipe a terminal.
+    # Ask the file itself: with FORCE_COLOR, rich takes a pipe for a terminal.
     return console if console.file.isatty() else Console(**options, width=UNWRAPPED, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A function that advances a progress bar on standard error."""
+    """Yield a function that advances a progress bar on standard error."""
     from rich import progress as bars
 
     columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), bars.TimeRemainingColumn())

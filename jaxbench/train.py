@@ -1,4 +1,4 @@
-"""The decoder's loss and what it is computed on. Twin: torch_ref/train.py. The optimiser step: optimizer_step.py."""
+"""The decoder's loss and the batches it takes. Twin: torch_ref/train.py. The optimiser step: optimizer_step.py."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the targets where mask is True, in nats per token.
 
-    Computed in at least float32; 0 where no target counts. A target that does not count may be any number.
-    Its logits must be finite all the same for gradients to be: to leave them out would read all of them once more.
+    Computed in at least float32; 0 if no target counts. A target that does not count may be any number, but its logits
+    must still be finite, or gradients are not: masking them would read all logits once more.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     total = lax.platform_dependent(wide, cuda=_log_sum_exp, default=functools.partial(jax.nn.logsumexp, axis=-1))
@@ -68,7 +68,7 @@ _log_sum_exp.defvjp(_log_sum_exp_forward, _log_sum_exp_backward)
 def _picked(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Logit of each target.
 
-    Its own gradient on GPUs is a comparison, which is part of the softmax's pass over the logits; that of a gather
+    On GPUs its gradient is a comparison, which is fused into the softmax's pass over the logits; a gather's gradient
     scatters into zeros of the logits' size, which is faster on CPUs (docs/gpu.md).
     """
     return jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
@@ -112,7 +112,7 @@ def loss_of(output: Float[Array, "B T V"], batch: Batch) -> Float[Array, ""]:
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
     """Training loss of a model on a batch, in nats per token; dropout is (Philox key, step), None = off.
 
-    Where layers hand on a loss of their own, such as that of a bank's compression, it is added.
+    If layers have an auxiliary loss, such as that of a bank's compression, it is added.
     """
     if not model.auxiliary_weight:
         return loss_of(predict(model, batch, dropout=dropout), batch)

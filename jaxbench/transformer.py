@@ -2,8 +2,8 @@
 
 Twins: torch_ref/transformer.py, jaxbench/eqx/transformer.py.
 
-Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
-Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
+Data flow of one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
+The call also returns its keys and values as a KVCache, from which the next call continues once the cache is padded.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ class Attention(nnx.Module):
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
     def queries(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T N H"]:
-        """Queries of a call's tokens, as the call itself makes them."""
+        """Queries of the given tokens, computed as in a full call of the layer."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
 
     def keys_values(
         self, x: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B K H T"], Float[Array, "B K T H"]]:
-        """Keys and values of a call's tokens, as the call itself makes them."""
+        """Keys and values of the given tokens, computed as in a full call of the layer."""
         key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
         return self._placed(key, self.k_norm, context).transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def _placed(self, part: Array, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Array:
-        """Queries or keys normalised, turned by their positions and scaled."""
+        """Normalise queries or keys, rotate them by their positions and scale them."""
         part = part if norm is None else norm(part)
         angles = context.local_angles if self.is_local else context.angles
         part = part if angles is None else functional.rotate(part, *angles)
@@ -115,9 +115,9 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
+    """Pre-norm residual block; optional post-norms act on the output of each branch (Gemma 2)."""
 
-    auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
+    auxiliary_weight = 0.0  # weight, in training, of the loss in the layer's cache entry (KVCache.memory)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         self.attention_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
@@ -136,14 +136,14 @@ class Block(nnx.Module):
         sites: tuple[int | Array, int | Array],
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
+        """Residual stream after the block, and its keys and values; sites: the dropout sites of its two branches."""
         x, cached = self.attend(x, context, sites[0], cached)
         return self.feed(x, context, sites[1]), cached
 
     def attend(
         self, x: Float[Array, "B T D"], context: Context, site: int | Array, cached: tuple | None = None
     ) -> tuple[Float[Array, "B T D"], tuple]:
-        """Residual stream between the block's branches, and the layer's entry of the cache."""
+        """Residual stream between the block's two branches, and the layer's cache entry."""
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
@@ -152,7 +152,7 @@ class Block(nnx.Module):
         return constrain(x + mixed, "residual"), cached
 
     def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
-        """Residual stream behind the block, from that between its branches."""
+        """Residual stream after the block, given the one between its branches."""
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
@@ -160,7 +160,7 @@ class Block(nnx.Module):
         return constrain(x + fed, "residual")
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
-        """Attention output, and the layer's entry of the cache."""
+        """Attention output, and the layer's cache entry."""
         return self.attention(x, context, cached)
 
 
@@ -198,10 +198,10 @@ class Transformer(nnx.Module):
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
-        # Prompts then go in without positions, so that the kernel reads no mask (sample.py).
+        # If True, sample.py passes prompts without positions, so that the kernel reads no mask.
         self.is_fused = config.layer_kind is None and compute.implementation not in ("dense", "blocked")
-        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
-        self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
+        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # layers with a loss share one weight
+        self.remat, self.remat_names = 0, ""  # blocks recomputed together in the backward pass; see remat.py
 
     def __call__(
         self,
@@ -213,8 +213,8 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Next-token logits of every position; dropout is (Philox key, step).
 
-        Position -1 is padding; positions rise along a row, within each segment. None = 0, 1, ... in every row, as
-        `features` has it.
+        Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
+        `features`).
         """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
@@ -232,14 +232,14 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. A token past
-        the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
+        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. Token id
+        vocab_size + m stands for a vector: its embedding is vectors[m].
 
-        Without positions the rows have no padding and are one document each: a fused kernel then reads no mask.
+        Without positions, each row is one document without padding: a fused kernel then reads no mask.
 
         Raises:
-          ValueError: a cache or segments come without positions; segments come with a cache; or the tokens do not fit
-            behind a `slot` that is a Python number. XLA moves a traced one that is too large back to the last fitting.
+          ValueError: a cache or segments are given without positions; segments are given with a cache; or the tokens
+            do not fit from a `slot` that is a Python number. XLA clamps a traced one that is too large.
         """
         if is_plain := positions is None:
             if cache is not None or segments is not None:
@@ -265,7 +265,7 @@ class Transformer(nnx.Module):
         dropout: tuple[Array, Array | int] | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
+        """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
         hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
@@ -315,16 +315,16 @@ def build(
     make_layer: Callable[..., Block] | None = None,
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, cast to dtype.
+    """Build the decoder of a configuration and load `params`, cast to dtype.
 
     Args:
-      make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
-        (extension.py). None = every layer is a Block.
+      make_layer: make_layer(config, index, compute) builds each layer, for configurations with a workload's own kind of
+        layers (extension.py). None = every layer is a Block.
       compute: the fields of Compute, such as dtype and implementation.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; make_layer is missing; or layers
-        that differ would run in a scan.
+      ValueError: a parameter is missing, unused or misshapen (all names are listed); make_layer is missing; or
+        scan_layers is set and the layers differ.
     """
     libtpu.leave_out_if_absent()
     model = nnx.eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))

@@ -1,6 +1,6 @@
-"""Work on many items by several processes of one thread each on this machine, or a thread a device (S file).
+"""Process many items on this machine, in several single-threaded processes or with one thread per device (S file).
 
-Processes of one thread do more together than one process of many where programs have serial parts.
+If programs have serial parts, several single-threaded processes have more throughput than one multi-threaded one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-IN_FLIGHT = 3  # items a process, waiting or worked on
-KILLED = "a worker process was killed"  # jobs/work.py runs a command that ends so again
+IN_FLIGHT = 3  # items per process, waiting or in progress
+KILLED = "a worker process was killed"  # jobs/work.py reruns a command that ends with this
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
@@ -24,9 +24,9 @@ ONE_THREAD = {
 
 
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
-    """Yield what `worker`, of which every process has a pickled copy, makes of each item, in the order of completion.
+    """Yield the result of `worker` for each item, in order of completion; every process has a pickled copy of it.
 
-    A process ends with its parent, however that ends; an error of the worker is raised here, and what waits is dropped.
+    A process ends with its parent, however that ends. An error of the worker is raised here; waiting items are dropped.
 
     Raises:
       ChildProcessError: a process was killed.
@@ -46,9 +46,9 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
 
 
 def by_threads(workers: Sequence[Callable[[Any], Any]], items: Iterable[Any]) -> Iterator[Any]:
-    """Yield what workers of this process, each on one item at a time, make of items, in the order of completion.
+    """Yield the results of workers in this process, each of which has one item at a time, in order of completion.
 
-    For workers with a device each. An error of one is raised here, and what waits is dropped.
+    For workers with a device each. An error of one is raised here, and waiting items are dropped.
     """
     if len(workers) == 1:
         yield from map(workers[0], items)
@@ -71,7 +71,7 @@ def by_threads(workers: Sequence[Callable[[Any], Any]], items: Iterable[Any]) ->
 def _completed(
     pool: concurrent.futures.Executor, work: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Any]:
-    """Results in the order of completion, a few items in flight."""
+    """Yield results in order of completion, with a few items in flight."""
     waiting: set[concurrent.futures.Future] = set()
     try:
         for item in items:
@@ -108,7 +108,7 @@ def _start(worker: Callable[[Any], Any], parent: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent is gone: a killed parent cannot say so."""
+    """End this process when its parent is gone: a killed parent cannot tell it to."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

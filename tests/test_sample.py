@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import initial, prng, prompts, sample, transformer
+from jaxbench.measure import inductor
 from tests.three_backends import BACKENDS, CONFIG, NEW, PARAMS, PROMPTS, VOCAB, make
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
@@ -335,6 +336,7 @@ def test_eager_torch_computes_with_exact_sizes_and_masks_only_uneven_rows(implem
         np.testing.assert_array_equal(found.tokens, flax(given_prompts, max_new_tokens=3, seed=0).tokens)
 
 
+@pytest.mark.skipif(bool(inductor.unusable("cpu")), reason=inductor.unusable("cpu") or "-")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
 def test_torch_compiled_by_layer_or_by_step_draws_what_eager_torch_draws():
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
-"""Attention with grouped heads, in one place for every kernel. Twin: jaxbench/attention.py.
+"""Grouped-query attention: one function for every kernel. Twin: jaxbench/attention.py.
 
-Keys are "B K H S" and values "B K S H", as the twin has them, but here a key lies in memory as a value does, head by
-head: scaled_dot_product_attention then reads both as they lie, and a step's new key is one short write.
+Keys are "B K H S" and values "B K S H", as in the twin, but here keys are laid out in memory like values, with H
+contiguous: scaled_dot_product_attention then reads both in place, and a step's new key is one short write.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.utils.checkpoint import checkpoint
 from jaxbench import prompts
 from torch_ref import functional
 
-# On a CPU, PyTorch's kernel takes as long for bfloat16 as for float32, products of whole matrices do not. One layer of
-# SmolLM2 on one core of an AMD EPYC, kernel against `dense` in CPU ms: 0.63 and 0.74 for 128 tokens, 1.43 and 1.29 for
-# 200, 8.1 and 5.8 for 512, 14.5 and 13.7 for 777; in float32 0.59 and 1.81 for 128, 7.9 and 15.5 for 512.
+# On a CPU, PyTorch's kernel takes as long for bfloat16 as for float32; products of whole matrices do not. One layer of
+# SmolLM2 on one core of an AMD EPYC, kernel versus `dense` in CPU ms: 0.63 vs 0.74 for 128 tokens, 1.43 vs 1.29 for
+# 200, 8.1 vs 5.8 for 512, 14.5 vs 13.7 for 777; in float32 0.59 vs 1.81 for 128, 7.9 vs 15.5 for 512.
 NARROW_DENSE = 192  # tokens
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
-SHARED = -1  # segment of keys that every segment sees: a prompt in front of several answers
+SHARED = -1  # segment of keys that are visible to every segment: a prompt shared by several answers
 
 
 class KVCache(NamedTuple):
-    """Keys and values by layer, as jaxbench.attention.KVCache: E = B * K, rows' heads side by side."""
+    """Keys and values of each layer, as jaxbench.attention.KVCache: E = B * K merges rows and heads."""
 
     keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
     values: tuple[Float[Tensor, "E S H"] | None, ...]
     positions: Int[Tensor, "B S"] | None  # None = rows without padding: slot s holds the token at position s
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+    memory: tuple[Any, ...] = ()  # other state of each layer, with its auxiliary `loss`; None = it has none
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype.
+        """Append empty slots, up to `length` in all, and cast keys and values to dtype.
 
         Raises:
-          ValueError: it has more slots already.
+          ValueError: the cache already has more slots.
         """
         num_slots = self._num_slots()
         if num_slots is not None and length < num_slots:
@@ -55,10 +55,10 @@ class KVCache(NamedTuple):
         return KVCache(keys, values, positions, self.memory)
 
     def check_room(self, slot: Tensor | int | None, num_tokens: int, segments: Int[Tensor, "B T"] | None) -> None:
-        """Check a call that writes its tokens from `slot` on; a slot that is no Python number cannot be checked.
+        """Check a call that writes its tokens from `slot` on; a slot that is not a Python number cannot be checked.
 
         Raises:
-          ValueError: the tokens do not fit behind the slot, or the call has segments, which a cache does not keep.
+          ValueError: the tokens do not fit from the slot on, or the call has segments, which a cache does not store.
         """
         if segments is not None:
             raise ValueError(f"features: segments {tuple(segments.shape)} with a cache, which keeps none; wanted None")
@@ -69,7 +69,7 @@ class KVCache(NamedTuple):
             )
 
     def _num_slots(self) -> int | None:
-        """Slots of a row: those of its positions, or of its keys; None where it keeps neither."""
+        """Slots of a row, from the positions or else the keys; None if the cache has neither."""
         if self.positions is not None:
             return self.positions.shape[1]
         return next((key.shape[2] for key in self.keys if key is not None), None)
@@ -79,7 +79,7 @@ class Spans(NamedTuple):
     """Positions and segments of queries and keys, from which the attention mask follows."""
 
     query_positions: Int[Tensor, "B T"]
-    # None = no padding and one document a row: key s is at position s, and the queries are those of the last keys.
+    # None = one document per row without padding: key s is at position s, and the queries are those of the last keys.
     key_positions: Int[Tensor, "B S"] | None
     query_segments: Int[Tensor, "B T"] | None = None
     key_segments: Int[Tensor, "B S"] | None = None
@@ -90,13 +90,13 @@ class Context(NamedTuple):
 
     spans: Spans
     angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
+    slot: Tensor | int | None  # cache slot of the call's first key; None without a cache
     dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
     local_angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None = None  # of layers with a window
 
 
 def attention_mask(spans: Spans, sliding_window: int | None, is_causal: bool = True) -> Bool[Tensor, "B T S"]:
-    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
+    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = no window."""
     query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
     mask = (key >= 0) & ((key <= query) if is_causal else (query >= 0))
     if sliding_window is not None:
@@ -120,10 +120,10 @@ def attention(
     block_size: int = 128,
     softcap: float | None = None,
 ) -> Float[Tensor, "B T N H"]:
-    """Attention output of grouped key-value heads, as jaxbench.attention.attention.
+    """Grouped-query attention output, as jaxbench.attention.attention.
 
-    `fused`, and the JAX twin's kernels by name, are scaled_dot_product_attention; without key positions it gets no
-    mask, but is told that it is causal. Long prompts of narrow types are `dense` on a CPU, which is faster there.
+    `fused` and the names of the JAX twin's kernels select scaled_dot_product_attention; without key positions it gets
+    is_causal instead of a mask. On a CPU, long prompts of narrow types use `dense`, which is faster there.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown or has no softcap.
@@ -167,14 +167,14 @@ def attention_weights(
     *,
     softcap: float | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Attention weights, which `dense` multiplies values by, in at least float32; a row that sees no key has zeros."""
+    """Attention weights by which `dense` multiplies values, in at least float32; zeros for a query that sees no key."""
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4).to(key.dtype)
     return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
 
 
 def split_blocks(x: Tensor, size: int, *, axis: int, fill: int = 0) -> Tensor:
-    """Blocks of `size` slots of an axis, the last one filled up, with the block's index in front."""
+    """Split an axis into blocks of `size` slots, the last one padded with `fill`; the block index is the first axis."""
     count = -(-x.shape[axis] // size)
     widths = [0, 0] * (x.ndim - axis - 1) + [0, count * size - x.shape[axis]]
     padded = F.pad(x, widths, value=fill)
@@ -196,14 +196,14 @@ def _scores(
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """Softmax over keys; zeros for a row without any."""
+    """Softmax over keys; zeros for a query without visible keys."""
     weights = torch.exp(scores - _row_max(scores))
     total = torch.sum(weights, dim=-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1.0)
 
 
 def _row_max(scores: Tensor) -> Tensor:
-    """Maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    """Maximum over keys, 0 for a query without visible keys: exp then gives 0, not NaN."""
     peak = torch.amax(scores, dim=-1, keepdim=True).detach()
     return torch.where(torch.isfinite(peak), peak, 0.0)
 
@@ -226,7 +226,7 @@ def _ordered(
     mask: Bool[Tensor, "B T T"],
     softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
-    """Attend one part of the queries after another, each to the keys up to its own end."""
+    """Attend with one part of the queries at a time, each to the keys up to its own end."""
     parts = []
     for start, end in prompts.query_parts(query.shape[3]):
         visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
@@ -241,9 +241,9 @@ def _fused(
     mask: Bool[Tensor, "B T S"] | None,
     is_causal: bool,
 ) -> Float[Tensor, "B K G T H"]:
-    """PyTorch's own kernel; without a mask, queries are those of all keys, or a single one that sees them all.
+    """Attend with PyTorch's own kernel; without a mask, queries are those of all keys, or one that sees them all.
 
-    A single token's heads go in as the queries of their key-value head: no key is then read once for each of them.
+    The heads of a single token are passed as queries of their key-value head, so that no key is read once per head.
     """
     is_single = query.shape[3] == 1
     mixed = F.scaled_dot_product_attention(
@@ -266,7 +266,7 @@ def _blocked(
     block_size: int,
     softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
-    """Online softmax over key blocks, for one block of queries after another; rematerialised in the backward pass."""
+    """Online softmax over key blocks, one block of queries at a time; rematerialised in the backward pass."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         part = slice(start, start + query.shape[3])

@@ -37,7 +37,7 @@ class DilatedConvolution(torch.nn.Module):
 
 
 def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
-    """x moved to later places (to earlier ones where negative), with zeros moved in."""
+    """Shift x to later positions (to earlier ones if negative), filling with zeros."""
     places = max(-x.shape[1], min(places, x.shape[1]))
     return F.pad(x, (0, 0, places, -places))
 

@@ -55,7 +55,7 @@ def dropout(
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
     The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
-    step; None = x stays as it is.
+    step; None = no dropout.
     """
     if stream is None or rate == 0.0:
         return x
@@ -73,7 +73,7 @@ def linear(x: Float[Tensor, "*rows I"], kernel: Float[Tensor, "I O"], bias: Floa
 
 
 def add_bias(x: Float[Tensor, "*rows O"], bias: Float[Tensor, " O"] | None) -> Float[Tensor, "*rows O"]:
-    """Add a bias to every row; none where it is None."""
+    """Add a bias, if there is one, to every row."""
     return x if bias is None else x + bias
 
 
@@ -84,7 +84,7 @@ def fused_linear(
     *,
     groups: int,
 ) -> tuple[Float[Tensor, "*rows O"], ...]:
-    """Affine maps of the same rows by one product, the kernels side by side in `groups` interleaved parts.
+    """Affine maps of the same rows in one product, the kernels concatenated in `groups` interleaved parts.
 
     Raises:
       ValueError: a kernel's width is not a multiple of groups.
@@ -107,7 +107,7 @@ def take_rows(table: Float[Tensor, "V D"], index: Int[Tensor, "B T"]) -> Float[T
 def with_vectors(
     embed: Callable[[Tensor], Tensor], tokens: Int[Tensor, "B T"], vectors: Float[Tensor, "M D"] | None, *, size: int
 ) -> Float[Tensor, "B T D"]:
-    """Embeddings of tokens; token size + m, past a vocabulary of this size, has vectors[m]. None: there is none."""
+    """Embeddings of tokens; token id size + m, past the vocabulary, has vectors[m]. vectors=None: no such tokens."""
     if vectors is None:
         return embed(tokens)
     is_vector = tokens >= size
@@ -121,7 +121,7 @@ def with_vectors(
 def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: float) -> Float[Tensor, "*rows D"]:
     """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale.
 
-    Narrow types are rounded ahead of the scale, as Llama's published code and the JAX twin do; PyTorch's own does not.
+    Narrow types are rounded before the scale, as in Llama's published code and the JAX twin, unlike PyTorch's own.
     """
     if x.dtype.itemsize >= 4:
         return F.rms_norm(x, scale.shape, scale, eps)
@@ -131,7 +131,7 @@ def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: fl
 
 
 def activated(x: Float[Tensor, "*rows F"], activation: str) -> Float[Tensor, "*rows F"]:
-    """SiLU of swiglu, or GELU in its tanh form; its kernels compute wide and round once."""
+    """SiLU for swiglu, else GELU in its tanh form; PyTorch's kernels compute wide and round once."""
     return F.silu(x) if activation == "swiglu" else F.gelu(x, approximate="tanh")
 
 
@@ -145,6 +145,6 @@ def layer_norm(
 ) -> Float[Tensor, "*rows D"]:
     """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias.
 
-    Differs from the twin: narrow types are rounded once, as PyTorch does, and not ahead of scale and bias.
+    Differs from the twin: narrow types are rounded once, as PyTorch does, and not also before scale and bias.
     """
     return F.layer_norm(x, scale.shape, scale, bias, eps)

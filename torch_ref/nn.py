@@ -42,7 +42,7 @@ def project(
 
 
 class Embed(torch.nn.Module):
-    """A table of vectors by index; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
 
     def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         super().__init__()

@@ -1,9 +1,9 @@
-"""What the backward pass computes again: applied to a decoder from outside, so that its layers know nothing of it.
+"""Rematerialisation in the backward pass, applied to a decoder from outside, so that its layers need not know.
 
 Twin: jaxbench/remat.py.
-Differs from the twin: PyTorch's checkpoints have no names for values and no place for them in the host's memory, so
-that the policies names and offload are refused. A block's keys and values, which are of its cache, stay until the
-decoder's forward pass is over; the backward pass does not keep them.
+Differs from the twin: PyTorch's checkpoints can neither name values nor keep them in host memory, so that the policies
+names and offload are refused. A block's keys and values, its cache entry, are kept until the end of the decoder's
+forward pass, but not for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ POLICIES = ("none", "block", "group")
 
 
 def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ()) -> Any:
-    """Make a decoder compute its blocks again in the backward pass, and return it.
+    """Make a decoder recompute its blocks in the backward pass, and return it.
 
     Args:
-      policy: what the backward pass computes again. none: nothing. block: each block keeps its input only. group:
-        `group` blocks in a row keep the first one's input.
-      group: blocks computed again together, >= 1 (policy group).
-      names: of the twin's policies; none of this one's takes names.
+      policy: what the backward pass recomputes. none: nothing. block: each block keeps only its input. group: `group`
+        consecutive blocks keep only the first one's input.
+      group: blocks recomputed together, >= 1 (policy group).
+      names: for the twin's policies; no policy here takes names.
 
     Raises:
-      ValueError: a policy that PyTorch does not have, or groups of no block.
+      ValueError: a policy that PyTorch does not have, or group < 1.
     """
     if policy not in POLICIES:
         raise ValueError(
@@ -42,9 +42,9 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
 
 
 def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    """Function whose inner values are computed again in the backward pass (torch.utils.checkpoint); names: none.
+    """Wrap a function so that the backward pass recomputes its inner values (torch.utils.checkpoint); names: none.
 
-    Its dropout masks are Philox's of key, step and site, so that no generator's state is kept for them.
+    Its dropout masks come from Philox with key, step and site, so that no generator's state is kept for them.
 
     Raises:
       ValueError: names to keep.
@@ -61,7 +61,7 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
 def run_blocks(
     layers: list[Any], sites: list[Any], hidden: Float[Tensor, "B T D"], context: Any, *, group: int, names: str
 ) -> tuple[Float[Tensor, "B T D"], list[tuple[Float[Tensor, "B K H S"], Float[Tensor, "B K S H"]]]]:
-    """Residual stream behind blocks without a cache, `group` of them in one checkpoint, and their keys and values."""
+    """Residual stream after blocks without a cache, `group` of them per checkpoint, and their keys and values."""
     keys_values: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(layers), group):
         part = slice(start, start + group)

@@ -2,12 +2,12 @@
 
 Twin: jaxbench/sample.py.
 
-The same tokens are drawn as there: Gumbel-max over the Philox stream (seed, step, "sample", row, vocabulary id).
+Draws the same tokens as the twin: Gumbel-max over the Philox stream (seed, step, "sample", row, vocabulary id).
 
-Eager code computes with the sizes it is given: prompts are padded to the longest of them, the cache has as many slots
-as tokens will come, and rows of equal length need no attention mask. A model built with torch_compile has programs of
-fixed sizes, so its batches are padded to buckets as the JAX twin's are; "step" compiles all of a decode step, with CUDA
-graphs on a GPU.
+Eager code uses exact sizes: prompts are padded to the longest of them, the cache has as many slots as there will be
+tokens, and rows of equal length need no attention mask. A model built with torch_compile has programs of fixed sizes,
+so its batches are padded to buckets like the JAX twin's; "step" compiles the whole decode step, with CUDA graphs on a
+GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def penalize_repetition(
 ) -> Float[Tensor, "B V"]:
     """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
     is_token = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
-    is_token &= tokens < logits.shape[1]  # those past it stand for vectors
+    is_token &= tokens < logits.shape[1]  # ids past the vocabulary stand for vectors
     index = torch.where(is_token, tokens, 0).to(torch.int64)
     counts = torch.zeros_like(logits).scatter_add_(1, index, is_token.to(logits.dtype))
     return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -115,7 +115,7 @@ def gumbel_max(
 
 
 class OrdinaryDraw(NamedTuple):
-    """The draw of a step without a watermark: called with logits [B V] it returns a token of each row."""
+    """The unwatermarked draw of a step: called with logits [B V], it returns one token per row."""
 
     key: Tensor  # Philox key
     step: int | Tensor
@@ -147,7 +147,7 @@ class Generator(prompts.GeneratorBase):
         super().__init__(model, self._device.type, eos_id=eos_id, sampling=sampling, processors=processors)
         self._is_compiled, self._is_whole = bool(model.torch_compile), model.torch_compile == "step"
         self._sizes = prompts.bucket if self._is_compiled else prompts.exact
-        self._caches: dict[tuple[int, int], KVCache] = {}  # of whole compiled steps, by rows and slots
+        self._caches: dict[tuple[int, int], KVCache] = {}  # of compiled whole steps, by rows and slots
         if self._is_whole:
             torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
             mode = "reduce-overhead" if self._device.type == "cuda" else "default"  # CUDA graphs
@@ -157,9 +157,9 @@ class Generator(prompts.GeneratorBase):
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
         vectors: Float[np.ndarray, "M D"] | None = None,
     ) -> Programs:  # fmt: skip
-        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile compiles when first called.
+        """Return the programs for these sizes; eager PyTorch compiles nothing, torch.compile does so when first called.
 
-        For a single new token nothing is decoded, and `decode` is None. States and vectors have no influence.
+        A single new token needs no decoding: `decode` is then not added. States and vectors have no influence.
         """
         bucket = self._sizes(batch_size, prompt_length, max_new_tokens)
         known = self.programs.get(bucket, Programs(None, None))
@@ -168,7 +168,7 @@ class Generator(prompts.GeneratorBase):
         return self.programs[bucket]
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
-        """Copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        """Copy the processors' states, padded with rows of zeros; None = the states that their `init` returns."""
         if processor_states is None:
             return tuple(processor.init(batch_size) for processor in self._processors)
         prompts.check_states(processor_states, self._processors)
@@ -191,7 +191,7 @@ class Generator(prompts.GeneratorBase):
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache.
 
-        With torch_compile="step" the program owns the cache: a state is used up by the next prefill of its sizes.
+        With torch_compile="step" the program owns the cache: the next prefill of the same sizes invalidates the state.
         """
         table = prompts.pad_vectors(vectors)
         batch = self._pad(prompt_tokens, max_new_tokens, row_ids, 0 if vectors is None else len(vectors))
@@ -210,7 +210,7 @@ class Generator(prompts.GeneratorBase):
 
     @torch.inference_mode()
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
-        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
+        """Draw tokens until each row has max_new_tokens or has ended; the state passed in must not be used again.
 
         Raises:
           ValueError: the state was prefilled for fewer new tokens.
@@ -225,13 +225,13 @@ class Generator(prompts.GeneratorBase):
     def _prefill(
         self, num_slots, tokens, lengths, finished, key, row_ids, states, vectors, *, is_plain: bool
     ) -> DecodeState:
-        """First token of each row; is_plain: no row is padded, so that attention needs no mask. `slot` is left open."""
+        """First token of each row; is_plain: no row is padded, so attention needs no mask. `slot` is left unset."""
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
         positions = None if is_plain else torch.where(index < lengths[:, None], index, -1)
         hidden, cache = self._model.features(tokens, positions, **({} if vectors is None else {"vectors": vectors}))
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
-        if is_plain and self._is_compiled:  # its decode program reads all slots, whatever the prompts
+        if is_plain and self._is_compiled:  # its decode program reads all slots, for any prompts
             cache = cache._replace(positions=index.expand(*lengths.shape, -1))
         cache = cache.padded(num_slots, dtype=self._cache_dtype)
         state = DecodeState(cache, tokens, lengths, finished, 0, 0, key, row_ids, states)
@@ -242,14 +242,14 @@ class Generator(prompts.GeneratorBase):
         if self._is_compiled:  # tensors, so that one program serves every step
             step_and_slot = (torch.tensor(x, device=self._device) for x in (state.step, state.slot))
             state = state._replace(**dict(zip(("step", "slot"), step_and_slot)))
-        # Without an end token no row ends, and asking the device each step whether all have would only wait for it.
+        # Without an end token no row ends, and checking at each step would only wait for the device.
         while step < limit and not (self._eos_ids and state.finished.all()):
             state, step = self._next(state), step + 1
             state = self._kept(state) if self._is_whole else state
         return state._replace(step=step, slot=ahead + step)
 
     def _own_cache(self, cache: KVCache, sizes: tuple[int, int]) -> KVCache:
-        """The cache of the program of these sizes, holding what a prefill returned: a CUDA graph's stays in place."""
+        """Copy a prefill's cache into the one that the program of these sizes owns: a CUDA graph's stays in place."""
         own = self._caches.get(sizes)
         if own is None:
             own = self._caches[sizes] = pytree.tree_map(torch.clone, cache)
@@ -259,7 +259,7 @@ class Generator(prompts.GeneratorBase):
         return own
 
     def _kept(self, state: DecodeState) -> DecodeState:
-        """State whose small tensors the next run of a CUDA graph does not write over; the cache is the program's."""
+        """Copy the small tensors that the next run of a CUDA graph would overwrite; the cache is the program's."""
         if self._device.type != "cuda":
             return state
         kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state._replace(cache=None))
@@ -267,7 +267,7 @@ class Generator(prompts.GeneratorBase):
         return kept._replace(cache=state.cache)
 
     def _next(self, state: DecodeState) -> DecodeState:
-        """One step: read each row's last token, draw the next."""
+        """Run one step: read each row's last token, draw the next."""
         last = (state.lengths - 1)[:, None]
         positions = None if isinstance(state.cache, KVCache) and state.cache.positions is None else last
         tokens = torch.gather(state.tokens, 1, last)
@@ -310,7 +310,7 @@ class Generator(prompts.GeneratorBase):
 
 
 def _fill(token: Int[Tensor, " B"], finished: Bool[Tensor, " B"], sample: Callable[[], Tensor]) -> Int[Tensor, " B"]:
-    """Draw the unfinished rows that no processor drew; nothing is computed where there are none."""
+    """Draw for the unfinished rows that no processor drew; without such rows nothing is computed."""
     is_missing = (token < 0) & ~finished
     token = torch.clamp(token, min=0)
     return torch.where(is_missing, sample().to(token.dtype), token) if is_missing.any() else token

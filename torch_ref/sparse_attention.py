@@ -25,10 +25,10 @@ def block_sparse_attention(
     *,
     pattern: BlockPattern,
 ) -> Float[Tensor, "B T N H"]:
-    """Attention output as jaxbench.sparse_attention.block_sparse_attention gives it.
+    """Attention output, as jaxbench.sparse_attention.block_sparse_attention.
 
     Raises:
-      ValueError: there are not as many keys as queries, N is not a multiple of K, or spans have no key positions.
+      ValueError: the numbers of keys and queries differ, N is not a multiple of K, or spans have no key positions.
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

@@ -1,4 +1,4 @@
-"""The decoder's loss and what it is computed on. Twin: jaxbench/train.py. The optimiser step: optimizer_step.py."""
+"""The decoder's loss and the batches it takes. Twin: jaxbench/train.py. The optimiser step: optimizer_step.py."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of the targets where mask is True, in nats per token.
 
-    Computed in at least float32; 0 where no target counts. A target that does not count may be any number.
-    Its logits must be finite all the same for gradients to be: to leave them out would read all of them once more.
+    Computed in at least float32; 0 if no target counts. A target that does not count may be any number, but its logits
+    must still be finite, or gradients are not: masking them would read all logits once more.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    known = torch.where(mask, targets, 0).flatten().long()  # where mask is False any number may stand, such as -100
+    known = torch.where(mask, targets, 0).flatten().long()  # targets may be any number if mask is False, such as -100
     losses = F.cross_entropy(wide, known, reduction="none").reshape(mask.shape)
     count = mask.sum().clamp(min=1).to(wide.dtype)
     return torch.where(mask, losses, losses.new_zeros(())).sum() / count
@@ -46,7 +46,7 @@ def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
 
 
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
-    """Training loss of a model on a batch, in nats per token, layers' own losses added, as jaxbench.train.loss_fn."""
+    """Training loss of a model on a batch, in nats per token, plus auxiliary losses, as jaxbench.train.loss_fn."""
     if not model.auxiliary_weight:
         return loss_of(predict(model, batch, dropout=dropout), batch)
     hidden, cache = model.features(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)

@@ -74,19 +74,19 @@ class Attention(torch.nn.Module):
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
     def queries(self, x: Float[Tensor, "B T D"], context: Context) -> Float[Tensor, "B T N H"]:
-        """Queries of a call's tokens, as the call itself makes them."""
+        """Queries of the given tokens, computed as in a full call of the layer."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
 
     def keys_values(
         self, x: Float[Tensor, "B T D"], context: Context
     ) -> tuple[Float[Tensor, "B K H T"], Float[Tensor, "B K T H"]]:
-        """Keys and values of a call's tokens, as the call itself makes them."""
+        """Keys and values of the given tokens, computed as in a full call of the layer."""
         key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
         return self._placed(key, self.k_norm, context).permute(0, 2, 3, 1), value.transpose(1, 2)
 
     def _placed(self, part: Tensor, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Tensor:
-        """Queries or keys normalised, turned by their positions and scaled."""
+        """Normalise queries or keys, rotate them by their positions and scale them."""
         part = part if norm is None else norm(part)
         angles = context.local_angles if self.is_local else context.angles
         part = part if angles is None else functional.rotate(part, *angles)
@@ -122,9 +122,9 @@ class MLP(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
+    """Pre-norm residual block; optional post-norms act on the output of each branch (Gemma 2)."""
 
-    auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
+    auxiliary_weight = 0.0  # weight, in training, of the loss in the layer's cache entry (KVCache.memory)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
@@ -140,33 +140,33 @@ class Block(torch.nn.Module):
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
-        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
+        """Residual stream after the block, and its keys and values; sites: the dropout sites of its two branches."""
         x, cached = self.attend(x, context, sites[0], cached)
         return self.feed(x, context, sites[1]), cached
 
     def attend(
         self, x: Float[Tensor, "B T D"], context: Context, site: int, cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple]:
-        """Residual stream between the block's branches, and the layer's entry of the cache."""
+        """Residual stream between the block's two branches, and the layer's cache entry."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
         return x + functional.dropout(mixed, self.dropout, context.dropout, site=site), cached
 
     def feed(self, x: Float[Tensor, "B T D"], context: Context, site: int) -> Float[Tensor, "B T D"]:
-        """Residual stream behind the block, from that between its branches."""
+        """Residual stream after the block, given the one between its branches."""
         fed = self.mlp(self.mlp_norm(x))
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
         return x + functional.dropout(fed, self.dropout, context.dropout, site=site)
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
-        """Attention output, and the layer's entry of the cache."""
+        """Attention output, and the layer's cache entry."""
         return self.attention(x, context, cached)
 
 
 class Transformer(torch.nn.Module):
     """Decoder-only language model; its parameters have shapes but no values until `build` loads them.
 
-    scan_layers exists for the JAX twins' sake: eager PyTorch runs the same loop either way.
+    scan_layers exists only for the JAX twins: eager PyTorch runs the same loop either way.
     Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
     """
 
@@ -207,8 +207,8 @@ class Transformer(torch.nn.Module):
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.torch_compile = compute.torch_compile
-        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
-        self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
+        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # layers with a loss share one weight
+        self.remat, self.remat_names = 0, ""  # blocks recomputed together in the backward pass; see remat.py
 
     def forward(
         self,
@@ -220,8 +220,8 @@ class Transformer(torch.nn.Module):
     ) -> Float[Tensor, "B T V"]:
         """Next-token logits of every position; dropout is (Philox key, step).
 
-        Position -1 is padding; positions rise along a row, within each segment. None = 0, 1, ... in every row, as
-        `features` has it.
+        Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
+        `features`).
         """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
@@ -239,16 +239,16 @@ class Transformer(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it. A
-        token past the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
+        With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
+        Token id vocab_size + m stands for a vector: its embedding is vectors[m].
 
-        Without positions the rows have no padding and are one document each, and a cache of such rows goes on from
-        `slot`, a number, all its slots before it filled. Attention kernels then need no mask, and no empty slot is
-        read. Differs from the twin, which always has positions: XLA makes the mask inside its programs.
+        Without positions, each row is one document without padding. A cache of such rows continues from `slot`, a
+        Python number, and all slots before it are filled. Attention kernels then need no mask and read no empty slot.
+        Differs from the twin, whose cache always has positions: XLA builds the mask inside its programs.
 
         Raises:
-          ValueError: positions and the cache's are not both there or both left out; segments come without positions or
-            with a cache; or the tokens do not fit behind a `slot` that is a number.
+          ValueError: only one of the call and the cache has positions; segments are given without positions or with a
+            cache; or the tokens do not fit from a `slot` that is a Python number.
         """
         if positions is None:
             positions, key_positions = self._plain_positions(tokens, cache, slot, segments), None
@@ -280,7 +280,7 @@ class Transformer(torch.nn.Module):
         dropout: tuple[Tensor, Tensor | int] | None = None,
         vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
+        """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
         hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
@@ -321,7 +321,7 @@ def build(
     device: str = "cpu",
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, on a device: as jaxbench.transformer.build."""
+    """Build the decoder of a configuration and load `params`, on a device; see jaxbench.transformer.build."""
     with torch.device("meta"):
         model = Transformer(config, Compute(**compute), make_layer)
     return nn.load_params(model, params, device=device)

@@ -1,9 +1,9 @@
 """ConvNeXt of equimo (Equinox) and of timm, each with its own defaults.
 
 Command: python -m jaxbench pair experiments/pairs/equimo_convnext.py     (needs equimo, timm and torchvision)
-Expected: 60 seconds, exit code 1: the outputs are 6e-8 apart. equimo takes its inner norms in float32, and has the tanh
-form of GELU where timm has the erf form, which a layer scale of 1e-6 hides from the outputs; both are named. Said by
-hand: that equimo takes one image; all 65 arrays are found, under other names.
+Expected: 60 seconds, exit code 1: the outputs differ by 6e-8. equimo computes its inner norms in float32, and has the
+tanh form of GELU where timm has the erf form, which a layer scale of 1e-6 hides from the outputs; both are named. Given
+by hand: that equimo takes one image. All 65 arrays are matched, under other names.
 """
 
 import jax
@@ -15,7 +15,7 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both networks of five blocks on two images of 64 x 64."""
+    """Pair both networks of five blocks, on two images of 64 x 64."""
     sizes = {"num_classes": 10, "depths": [1, 1, 2, 1], "dims": [16, 32, 48, 64]}
     network = ConvNeXt(in_channels=3, key=jax.random.key(0), **sizes)
     image = np.random.default_rng(0).standard_normal((2, 3, 64, 64))

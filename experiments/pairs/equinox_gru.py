@@ -1,4 +1,4 @@
-"""The GRU cell of Equinox and of torch.nn; said by hand: what PyTorch's two biases are in Equinox.
+"""The GRU cell of Equinox and of torch.nn; given by hand: how PyTorch's two biases map to Equinox's.
 
 Command: jaxbench pair experiments/pairs/equinox_gru.py
 Expected: 5 seconds, the same function.
@@ -13,7 +13,7 @@ import jaxbench
 
 
 def gate_bias(tensors):
-    """Bias [3 H] of Equinox: both of PyTorch's for reset and update gate, the input's alone for the candidate."""
+    """Return Equinox's bias [3 H]: PyTorch's two added for reset and update gate, the input's for the candidate."""
     both = tensors["bias_ih"] + tensors["bias_hh"]
     return both.at[12:].set(tensors["bias_ih"][12:]) if hasattr(both, "at") else _numpy_bias(both, tensors)
 
@@ -24,7 +24,7 @@ def _numpy_bias(both, tensors):
 
 
 def pair() -> jaxbench.Pair:
-    """Both cells on a batch of three; Equinox's takes one example."""
+    """Pair both cells on a batch of three; Equinox's takes one example."""
     random = np.random.default_rng(0)
     inputs = (random.standard_normal((3, 8)), random.standard_normal((3, 6)))
     names = {"bias": gate_bias, "bias_n": lambda tensors: tensors["bias_hh"][12:]}

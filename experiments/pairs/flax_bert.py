@@ -1,9 +1,9 @@
 """transformers' BERT in Flax and in PyTorch, both as published, with a padded row.
 
 Command: python -m jaxbench pair experiments/pairs/flax_bert.py     (needs transformers 4: release 5 has no Flax models)
-Expected: 30 seconds, the same function: 5e-16, gradients too; all 39 arrays are found. Said by hand: what the Flax
-model is called with, which outputs are compared, and that it computes in float64: with its default, float32, its
-modules are blamed and a cast to float32 is named.
+Expected: 30 seconds, the same function: 5e-16, gradients too; all 39 arrays are matched. Given by hand: the Flax
+model's arguments, which outputs are compared, and that it computes in float64: with its default, float32, its modules
+are blamed and a cast to float32 is named.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ CONFIG = BertConfig(
 
 
 class Bert(torch.nn.Module):
-    """BertModel called with token ids and mask by position."""
+    """BertModel, called with token ids and mask as positional arguments."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def flax_inputs(tokens, mask):
 
 
 def pair() -> jaxbench.Pair:
-    """Both models on two rows of nine tokens, the second with three of padding."""
+    """Pair both models on two rows of nine tokens, the second with three of padding."""
     tokens = np.random.default_rng(0).integers(0, 99, (2, 9))
     mask = np.ones((2, 9), np.int64)
     mask[1, 6:] = 0

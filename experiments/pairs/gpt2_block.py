@@ -1,4 +1,4 @@
-"""A block of transformers' GPT-2 and a port of it to Flax with two slips that ports often have.
+"""A block of transformers' GPT-2 and a port of it to Flax with two common porting errors.
 
 Command: jaxbench pair experiments/pairs/gpt2_block.py
 Expected: 10 seconds, exit code 1; blames ln_1 (eps) and mlp (the other GELU), and names both causes.
@@ -66,6 +66,6 @@ class Causal(torch.nn.Module):
 
 
 def pair() -> jaxbench.Pair:
-    """Both blocks on one batch [2 7 48]."""
+    """Pair both blocks on one batch [2 7 48]."""
     x = np.random.default_rng(0).standard_normal((2, 7, 48))
     return jaxbench.Pair(Block(nnx.Rngs(0)), Causal(), x)

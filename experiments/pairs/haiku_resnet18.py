@@ -1,7 +1,7 @@
-"""ResNet-18 of dm-haiku and of torchvision: the port that is off from its first convolution (flax issue 2993).
+"""ResNet-18 of dm-haiku and of torchvision: a port that differs from its first convolution on (flax issue 2993).
 
 Command: jaxbench pair experiments/pairs/haiku_resnet18.py     (needs dm-haiku and torchvision)
-Expected: 30 seconds, exit code 1; of 122 arrays none is named by hand; blames the convolutions of stride 2, whose
+Expected: 30 seconds, exit code 1; none of 122 arrays is named by hand; blames the convolutions of stride 2, whose
 padding is (2, 3) in JAX ("SAME") and (3, 3) in PyTorch.
 """
 
@@ -14,7 +14,7 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both networks on two images of 64 x 64; the statistics of the norms are random, so that they count."""
+    """Pair both networks on two images of 64 x 64; the norms' statistics are random, so that they matter."""
     network = hk.transform_with_state(
         lambda x, is_training: hk.nets.ResNet18(10, resnet_v2=False)(x, is_training, test_local_stats=False)
     )

@@ -12,7 +12,7 @@ import jaxbench
 
 
 class Embed(torch.nn.Module):
-    """Embedding times the root of its width."""
+    """Embedding times the square root of its width."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Twin(torch.nn.Module):
 
 
 class Port(nnx.Module):
-    """The same, whose embedding forgets the factor."""
+    """The same model, but its embedding omits the factor."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed, self.norm = nnx.Embed(11, 16, rngs=rngs), nnx.LayerNorm(16, epsilon=0.0, rngs=rngs)
@@ -47,5 +47,5 @@ class Port(nnx.Module):
 
 
 def pair() -> jaxbench.Pair:
-    """Both models on token ids [2 6]."""
+    """Pair both models on token ids [2 6]."""
     return jaxbench.Pair(Port(nnx.Rngs(0)), Twin(), np.random.default_rng(0).integers(0, 11, (2, 6)))

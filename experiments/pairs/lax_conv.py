@@ -13,13 +13,13 @@ import jaxbench
 
 
 def convolve(params, x):
-    """Convolution of images [N C H W] by a kernel (out, in, height, width), without padding, as in the issue."""
+    """Convolve images [N C H W] by a kernel (out, in, height, width), without padding, as in the issue."""
     out = lax.conv_general_dilated(x, params["weight"], window_strides=(1, 1), padding="VALID")
     return out + params["bias"][None, :, None, None]
 
 
 def pair() -> jaxbench.Pair:
-    """The issue's convolution on a smaller image [1 3 64 64]."""
+    """Pair the issue's convolution in both, on a smaller image [1 3 64 64]."""
     x = np.random.default_rng(0).random((1, 3, 64, 64))
     params = {"weight": np.zeros((3, 3, 3, 3)), "bias": np.zeros(3)}
     return jaxbench.Pair((convolve, params), torch.nn.Conv2d(3, 3, kernel_size=3), x)

@@ -13,7 +13,7 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both layers on one image [2 4 5 5]."""
+    """Pair both layers on one batch of images [2 4 5 5]."""
     layer = linen.ConvTranspose(3, (4, 4), strides=(2, 2), padding="VALID")
     twin = torch.nn.ConvTranspose2d(4, 3, 4, stride=2)
     image = np.random.default_rng(0).standard_normal((2, 4, 5, 5))

@@ -1,8 +1,8 @@
-"""flax.linen.Dense and torch.nn.Linear of the sizes that people found apart by 1e-3 (flax issues 963 and 3128).
+"""flax.linen.Dense and torch.nn.Linear at the sizes where users saw differences of 1e-3 (flax issues 963, 3128).
 
 Command: python -m jaxbench pair experiments/pairs/linen_dense.py
-Expected: 5 seconds, the same function: 1e-15 in float64, and in float32 both err alike. What was seen on accelerators
-is the default precision of float32 products there (TF32, bfloat16), which both sides pin to the highest here.
+Expected: 5 seconds, the same function: 1e-15 in float64, and in float32 both have similar errors. The differences on
+accelerators come from their default precision of float32 products (TF32, bfloat16); here both sides use the highest.
 """
 
 import numpy as np
@@ -13,6 +13,6 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both layers on one batch [2 768]."""
+    """Pair both layers on one batch [2 768]."""
     x = np.random.default_rng(0).standard_normal((2, 768))
     return jaxbench.Pair(linen.Dense(512), torch.nn.Linear(768, 512), x)

@@ -1,8 +1,8 @@
-"""Multi-head attention of flax.nnx and of torch.nn; nothing is said by hand.
+"""Multi-head attention of flax.nnx and of torch.nn; nothing is given by hand.
 
 Command: jaxbench pair experiments/pairs/nnx_attention.py
-Expected: 10 seconds, exit code 1: jax.nn.dot_product_attention, which Flax calls, takes the softmax in float32 whatever
-the inputs are, so in float64 the two agree to 1e-8 only; the cause is named as a cast to float32. With widen=True they
+Expected: 10 seconds, exit code 1: jax.nn.dot_product_attention, which Flax calls, computes the softmax in float32 for
+any input type, so in float64 the two agree only to 1e-8; the cause is named as a cast to float32. With widen=True they
 are the same function, 4e-16.
 """
 
@@ -14,7 +14,7 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both layers on query, key and value [2 5 24]."""
+    """Pair both layers on query, key and value [2 5 24]."""
     layer = nnx.MultiHeadAttention(num_heads=3, in_features=24, decode=False, rngs=nnx.Rngs(0))
     twin = torch.nn.MultiheadAttention(24, 3, batch_first=True)
     random = np.random.default_rng(0)

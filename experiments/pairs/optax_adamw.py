@@ -14,7 +14,7 @@ import jaxbench
 
 
 def pair() -> jaxbench.Pair:
-    """Both optimisers on one batch [4 8]."""
+    """Pair both optimisers on one batch [4 8]."""
     optimizers = (optax.adamw(1e-2), lambda params: torch.optim.AdamW(params, 1e-2))
     x = np.random.default_rng(0).standard_normal((4, 8))
     return jaxbench.Pair(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), torch.nn.Linear(8, 3), x, optimizers=optimizers)

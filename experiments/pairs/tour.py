@@ -1,8 +1,8 @@
 # %% [markdown]
-# A port of an encoder block with one planted bug: compare, see what is to blame, mend it, prove it, time it.
+# A port of an encoder block with one planted bug: compare, see what is to blame, fix it, prove it, time it.
 #
-# Run it whole, `python experiments/pairs/tour.py` (a minute; `--fast` leaves the timing to two short launches), or cell
-# by cell in an editor that knows `# %%`. `pair()` below makes the same file one for `python -m jaxbench pair`.
+# Run it as a whole, `python experiments/pairs/tour.py` (a minute; `--fast` limits the timing to two short launches), or
+# cell by cell in an editor that knows `# %%`. With `pair()` below, it is also a file for `python -m jaxbench pair`.
 """A tour of jaxbench.compare and jaxbench.speed on one small block, in cells.
 
 Command: python experiments/pairs/tour.py
@@ -24,7 +24,7 @@ import jaxbench
 
 
 class TorchBlock(torch.nn.Module):
-    """Norm, MLP and the way around them."""
+    """Norm and MLP with a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class TorchBlock(torch.nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
-# %% The port. Flax's gelu is the tanh form by default, PyTorch's the erf form: a slip that no shape shows
+# %% The port. Flax's gelu is the tanh form by default, PyTorch's the erf form: an error that no shape reveals
 
 
 class Mlp(nnx.Module):
@@ -51,7 +51,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The port; eps said, because Flax's default is another."""
+    """The port; eps is given, because Flax's default differs."""
 
     def __init__(self, rngs: nnx.Rngs, *, is_mended: bool = True):
         self.norm, self.mlp = nnx.LayerNorm(64, epsilon=1e-5, rngs=rngs), Mlp(rngs, is_mended=is_mended)
@@ -60,35 +60,35 @@ class Block(nnx.Module):
         return x + self.mlp(self.norm(x))
 
 
-FILE = globals().get("__file__", "experiments/pairs/tour.py")  # a notebook has no name of its own
+FILE = globals().get("__file__", "experiments/pairs/tour.py")  # a notebook has no __file__
 X = np.random.default_rng(0).standard_normal((8, 32, 64))
 
 
 def pair() -> jaxbench.Pair:
-    """The mended port and its origin, with an optimiser for each."""
+    """Pair the fixed port and its original, with an optimiser for each."""
     optimizers = (optax.adamw(1e-3, weight_decay=1e-2), lambda params: torch.optim.AdamW(params, 1e-3))
     return jaxbench.Pair(Block(nnx.Rngs(0)), TorchBlock(), X, optimizers=optimizers)
 
 
-# %% Compare. Weights are matched by themselves; where the functions part, who is to blame and why is said
+# %% Compare. Weights are matched automatically; if the functions differ, the module to blame and why are named
 
 if __name__ == "__main__":
     result = jaxbench.compare(Block(nnx.Rngs(0), is_mended=False), TorchBlock(), X, quick=True)
     print(result)
 
-# %% What was blamed, as data; which weights were taken for which
+# %% What was blamed, as data; which weights were matched with which
 
 if __name__ == "__main__":
     print({entry.module: f"{entry.error:.0e}" for entry in result.blamed}, result.causes)
     for guess in result.weights.guesses:
         print(f"{guess.name:18} {guess.rule.text():28} because: {guess.why}")
 
-# %% Mend it, and prove it: outputs, every module, gradients, five AdamW steps in float64, then the narrower types
+# %% Fix it, and prove it: outputs, every module, gradients, five AdamW steps in float64, then the narrower types
 
 if __name__ == "__main__":
     print(jaxbench.compare(*pair()[:3], optimizers=pair().optimizers))
 
-# %% How fast is each side? Fresh processes open this file anew, so the speed takes a file and not a model
+# %% How fast is each side? Fresh processes load this file, so the measurement takes a file and not a model
 
 if __name__ == "__main__":
     size = {"launches": 2, "seconds": 0.05} if "--fast" in sys.argv else {"launches": 3, "seconds": 0.2}

@@ -14,7 +14,7 @@ from jaxbench.config import Compute, TransformerConfig
 
 
 def pair() -> jaxbench.Pair:
-    """Two layers with biases and learned positions, on tokens [2 9]; the head is the embedding."""
+    """Pair two layers with biases and learned positions, on tokens [2 9]; the head shares the embedding's weights."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_inner=128, n_layer=2, n_head=4, n_positions=32, initializer_range=0.5,

@@ -1,8 +1,8 @@
-"""Whether the arms of a comparison generate the same: first differences, near ties, the sentences about them (S file).
+"""Check whether the arms of a comparison generate the same output: first differences, near ties, messages (S file).
 
 In float32 two programs that compute the same function may round a logit differently, and where the two best tokens are
-that close either is right. So a difference is excused up to the first step of a row whose top-two margin is under ten
-times the measured error of the logits; the error itself has to be one of rounding, or a wrong program would excuse
+that close either is right. So the first difference is excused if the top-two margin at that step is under ten times the
+measured error of the logits. The error itself must be small enough to be rounding, or a wrong program would excuse
 itself.
 """
 
@@ -21,17 +21,17 @@ from jaxbench.measure.records import Record
 
 # Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-# Relative 2-norm of two arms' float32 logits that still is rounding. On a CPU 2e-7 (tiny model) is seen; JAX's float32
-# products on a GPU or TPU are of narrower type unless asked otherwise (TF32: 2**-11 = 5e-4 each), PyTorch's are not.
+# Largest relative 2-norm of two arms' float32 logit difference that counts as rounding. On a CPU 2e-7 (tiny model) is
+# seen; JAX's float32 products on a GPU or TPU default to a narrower type (TF32: 2**-11 = 5e-4 each), PyTorch's do not.
 LOGIT_TOLERANCE = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
 TIE_FACTOR = 10.0  # a margin under this many errors is a tie
 
 
 def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
-    """[row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
+    """Return [row, step] of the first unequal token (loss: relative difference above `tolerance`), or None."""
     for row, (left, right) in enumerate(zip(reference, other, strict=False)):
         for step, (a, b) in enumerate(zip(left, right, strict=False)):
-            if not abs(a - b) <= tolerance * abs(a):  # so that a loss that is no number differs
+            if not abs(a - b) <= tolerance * abs(a):  # written so that a NaN loss counts as different
                 return [row, step]
         if len(left) != len(right):
             return [row, min(len(left), len(right))]
@@ -39,15 +39,15 @@ def first_difference(reference: list[list], other: list[list], *, tolerance: flo
 
 
 def digest(tokens: list[list]) -> str:
-    """Short sha256 of an arm's output."""
+    """Return a short sha256 of an arm's output."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
 
 
 def near_tie(reference: Sequence[float], other: Sequence[float], device: str) -> dict[str, float | bool]:
-    """Judge two arms' logits [V] of the step at which their tokens part.
+    """Compare two arms' logits [V] at the step at which their tokens first differ.
 
     Returns the reference's top-two margin, the largest difference of a logit, the relative 2-norm of the difference,
-    and `near_tie`: the margin is under TIE_FACTOR errors, and the error is one of rounding on this device.
+    and `near_tie`: the margin is under TIE_FACTOR errors, and the error is small enough to be rounding on this device.
     """
     left, right = np.asarray(reference, np.float64), np.asarray(other, np.float64)
     second, first = np.sort(left)[-2:]
@@ -59,7 +59,7 @@ def near_tie(reference: Sequence[float], other: Sequence[float], device: str) ->
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """One sentence for each float32 output that differs from the reference's by more than a near tie."""
+    """Return one sentence for each float32 output that differs from the reference's by more than a near tie."""
     return [
         f"tokens: {_parting(record)}"
         for record in records
@@ -72,7 +72,7 @@ def failures(records: Sequence[Record]) -> list[str]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """One sentence a workload: whether every arm gave the same output, or which part, and where."""
+    """Return one sentence per workload: every arm gave the same output, or which arms differ, and where."""
     groups: dict[str, dict[str, Record]] = defaultdict(dict)
     for record in records:
         if record.metric == "tokens" and record.status == "ok":
@@ -88,7 +88,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def _parting(record: Record) -> str:
-    """Say where an arm's output leaves the reference's: prompt and step count from 0."""
+    """Say where an arm's output first differs from the reference's; prompt and step count from 0."""
     detail = record.detail
     (row, step), reference = detail["first_difference"], detail["reference"]
     place = f"{record.arm} from {reference} on {record.workload.label()}"
@@ -106,5 +106,5 @@ def _parting(record: Record) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    """A number of a record, in which null stands for what is none."""
+    """Format a number of a record, in which null represents NaN or infinity."""
     return "no number" if value is None or not np.isfinite(value) else f"{value:{form}}"

@@ -1,4 +1,4 @@
-"""Will it fit: memory of a workload estimated from the configuration, before anything is compiled (S file)."""
+"""Estimate a workload's memory from the configuration, before anything is compiled (S file)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxbench.measure import environment, flops
 from jaxbench.measure.records import Workload
 from jaxbench.training.train_config import TrainConfig
 
-IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 (jax) to 450 MB (transformers), measured
+IMPORT_BYTES = 450 * 2**20  # resident set of one worker after imports, measured: 250 (jax) to 450 MB (transformers)
 
 
 def inference_bytes(config: TransformerConfig, load: Workload) -> int:
     """Bytes that one worker needs for a prefill or decode workload: weights, cache, largest activations.
 
-    Sizes are those of the padded bucket. The cache counts twice (prefill's and its padded copy), and so does each
-    layer's widest intermediate (the value and what is computed from it).
+    Sizes are those of the padded bucket. The cache counts twice (prefill's and its padded copy), and so do one layer's
+    scores and widest intermediate (the value and what is computed from it).
     """
     size = prompts.bucket(load.batch, load.prompt_tokens, max(load.new_tokens, 1))
     rows = size.batch_size * size.prompt_length
@@ -30,7 +30,7 @@ def inference_bytes(config: TransformerConfig, load: Workload) -> int:
 def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | None = None) -> int:
     """Bytes that one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations.
 
-    `weights` is the type of weights and moments where it is not that of the products.
+    `weights` is the type of weights and moments if it differs from that of the products.
     """
     size = flops.dtype_bytes(load.dtype)
     tokens = load.batch * load.prompt_tokens
@@ -41,13 +41,13 @@ def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | Non
 
 
 def check_run(settings: TrainConfig) -> int:
-    """Least bytes that a training run takes on this host, whatever its mesh and options.
+    """Return the least bytes that a training run takes on this host, whatever its mesh and options.
 
-    The initial values are made here in float64, a step's rows are cut out of the text as arrays of tokens, targets,
-    positions and segments (int32) and a mask. Where the vocabulary is left to the tokenizer it counts as one token.
+    Initial values are created on the host in float64. A step's rows are arrays of tokens, targets, positions and
+    segments (int32) and a mask. A vocabulary size that is left to the tokenizer counts as one token.
 
     Raises:
-      ValueError: this machine does not have them.
+      ValueError: the parameters or a step's rows need more memory than this machine has.
     """
     model = settings.decoder(settings.model.vocab_size or 1)
     parameters = initial.num_parameters(model)
@@ -66,7 +66,7 @@ def check_run(settings: TrainConfig) -> int:
 
 
 def check_roofline(settings: Roofline) -> int:
-    """Bytes of the largest arrays that the roofline measures; ValueError where they do not fit."""
+    """Return the bytes of the largest arrays that the roofline measures; ValueError if they do not fit."""
     products = [4 * (m * k + k * n + m * n) for m, k, n in settings.gemm_sizes]
     available = environment.available_memory_bytes()
     for name, size in {"read_bytes": settings.read_bytes, "gemm_sizes": max(products, default=0)}.items():
@@ -77,7 +77,7 @@ def check_roofline(settings: Roofline) -> int:
 
 
 def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
-    """Peak over the suite's stages with every arm's worker alive, and the workload it comes from."""
+    """Return the peak bytes over the suite's stages with every arm's worker alive, and the workload that causes it."""
     totals = [(0, "nothing")]
     for load in suite.workloads():
         if load.kind == "train":
@@ -92,7 +92,7 @@ def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
 
 
 def check_fits(suite: Suite, config: TransformerConfig, *, available: int | None = None) -> int:
-    """Estimated peak of a comparison in bytes; ValueError where it exceeds the memory that is available."""
+    """Return the estimated peak of a comparison in bytes; ValueError if it exceeds the available memory."""
     available = environment.available_memory_bytes() if available is None else available
     needed, where = needed_bytes(suite, config)
     if needed > available:

@@ -34,7 +34,7 @@ VERDICTS = {name: name for name in SIGNS} | {"same": "programs equal to another 
 
 
 def arm(name: str) -> str:
-    """Name of an arm as people know it."""
+    """Display name of an arm."""
     kind = name.removesuffix(AGAIN)
     return ARMS[kind].label + ", again" * (kind != name) if kind in ARMS else name
 
@@ -45,7 +45,7 @@ def color(name: str) -> str:
 
 
 def workload(load: Workload, *, with_kind: bool = True) -> str:
-    """A workload for people: `decode, float32, batch 8, 64 + 48 tokens`."""
+    """Display name of a workload: `decode, float32, batch 8, 64 + 48 tokens`."""
     parts = [load.kind] if with_kind and load.kind != "none" else []
     parts += [load.dtype] if load.dtype else []
     parts += [f"batch {load.batch}"] if load.batch else []
@@ -55,14 +55,14 @@ def workload(load: Workload, *, with_kind: bool = True) -> str:
 
 
 def short(load: Workload) -> str:
-    """Workload in few characters for the terminal: `float32 b8 64+48`."""
+    """Short display name of a workload for the terminal: `float32 b8 64+48`."""
     tokens = f"{load.prompt_tokens}" + (f"+{load.new_tokens}" if load.new_tokens else "")
     parts = (load.dtype, f"b{load.batch}" if load.batch else "", tokens if load.prompt_tokens else "")
     return " ".join(part for part in parts if part)
 
 
 def value(quantity: float | None, unit: str) -> str:
-    """Number with its unit at three significant digits: `68.1 tokens/s`, `1.27 GiB`, `0.64 ms`."""
+    """Format a number with its unit to three significant digits: `68.1 tokens/s`, `1.27 GiB`, `0.64 ms`."""
     if quantity is None or not math.isfinite(quantity):
         return "-"
     if unit == "s":
@@ -78,7 +78,7 @@ def value(quantity: float | None, unit: str) -> str:
 
 
 def significant(quantity: float) -> str:
-    """Three significant digits, thousands with a comma and never an exponent between 0.001 and 1e9."""
+    """Format to three significant digits, with thousands separators and no exponent from 0.001 up to 1e11."""
     if quantity == 0 or not math.isfinite(quantity):
         return f"{quantity:g}"
     digits = 2 - math.floor(math.log10(abs(quantity)))
@@ -88,7 +88,7 @@ def significant(quantity: float) -> str:
 
 
 def scaled(quantity: float, base: int, units: tuple[str, ...]) -> str:
-    """Number in the largest unit that leaves it at least 1."""
+    """Format a number in the largest unit that leaves it at least 1."""
     index = 0
     while abs(quantity) >= base and index < len(units) - 1:
         quantity, index = quantity / base, index + 1
@@ -96,7 +96,7 @@ def scaled(quantity: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def ratio(triple: tuple[float, float, float]) -> str:
-    """Ratio with its interval: `2.51 [2.40, 2.63]`; with a dash, `2.51 \u2013`, where it says nothing."""
+    """Format a ratio with its interval, `2.51 [2.40, 2.63]`; an uninformative interval is a dash, `2.51 \u2013`."""
     point, low, high = triple
     if not verdicts.is_informative(low, high):
         return f"{point:.2f} \u2013"

@@ -1,8 +1,8 @@
 """One launch: fresh workers of all arms, run in turn, never two at once (S file).
 
-The orders of the arms over launches are a Williams square, and every other round reverses its launch's order (ABBA), so
-that slow drift of the machine and what an arm leaves behind fall on every arm alike. A worker that fails becomes a
-record with its error; the other arms go on.
+The orders of the arms over launches form a Williams square, and every other round reverses its launch's order (ABBA),
+so that slow drift of the machine and carry-over between arms affect every arm alike. A worker that fails becomes a
+record with its error; the other arms continue.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jaxbench.training import observe
 
 WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
 CACHE = "compile_cache"  # folder of a workdir
-READER = "reader"  # the worker that reads between the arms' visits
-PROGRAMS = "programs"  # folder in it: whole compiled programs of this run, which later launches load
+READER = "reader"  # the worker that measures read bandwidth between the arms' visits
+PROGRAMS = "programs"  # folder in CACHE: whole compiled programs of this run, which later launches load
 
 
 class Launch:
-    """One set of workers and the records they give."""
+    """One set of workers and the records they produce."""
 
     def __init__(self, plan: Plan, index: int, file: RecordFile, say: Callable[[str], None], *, num_rounds: int):
         self.plan, self.index, self.file, self.say = plan, index, file, say
@@ -40,11 +40,11 @@ class Launch:
         self.num_rounds = num_rounds
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}
-        self.lost: dict[str, str] = {}  # arm -> why it takes no further part
+        self.lost: dict[str, str] = {}  # arm -> why it is out of the rest of the launch
         self.skipped: dict[str, str] = {}  # arm -> why it cannot run here at all
         self.rates = roofline.Rates(0.0, {})
-        self.reads: dict[Workload, list[float]] = defaultdict(list)  # bytes/s beside each visit of decoding
-        self.measured: list[tuple[str, Workload, list[dict], dict]] = []  # arm, workload, answers, what prepare said
+        self.reads: dict[Workload, list[float]] = defaultdict(list)  # bytes/s before each decode visit
+        self.measured: list[tuple[str, Workload, list[dict], dict]] = []  # arm, workload, answers, prepare's facts
         self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
         self.failed: dict[tuple[str, Workload], str] = {}
         self.control = visit.Control(plan.suite.verdicts.control_drift)
@@ -55,8 +55,8 @@ class Launch:
         suite = self.plan.suite
         self.file.append(self._record(records.LAUNCH_BEGUN, value=float(self.index), unit="count"))
         try:
-            # The machine's rates are measured where their arrays and programs are in no arm's peak of memory: on an
-            # accelerator in processes of their own, on a CPU behind all stages.
+            # The roofline's arrays and programs must not count in any arm's peak memory, so it runs in separate
+            # processes on an accelerator, and after all stages on a CPU.
             if suite.roofline.enabled and self.plan.device != "cpu":
                 self._start()
                 self._roofline()
@@ -70,7 +70,7 @@ class Launch:
             if suite.roofline.enabled and self.plan.device == "cpu":
                 self._roofline()
                 for each in self.measured:
-                    self._append_measured(*each)  # once more, now with its share of those rates
+                    self._append_measured(*each)  # replaces the records, now with the share of the roofline
             self.file.append(self._record(records.LAUNCH_DONE, value=float(self.index), unit="count"))
         finally:
             self._close()
@@ -83,7 +83,7 @@ class Launch:
 
     def _start(self) -> None:
         if self.index == 1:
-            # Launch 1 compiles cold, the later ones find what it compiled.
+            # Launch 1 compiles cold; later launches find its programs in the cache.
             shutil.rmtree(self.plan.workdir / CACHE, ignore_errors=True)
         for arm in self.order:
             self.say(f"start {arm}")
@@ -102,7 +102,7 @@ class Launch:
             self._append(arm, "import_bytes", Workload(), [answer["level_bytes"]])
 
     def _places(self) -> dict[str, str]:
-        """What a worker is told at its start."""
+        """Return the arguments of a worker's start request."""
         model, programs = self.plan.model, self.plan.workdir / CACHE / PROGRAMS
         places = {"checkpoint": model.folder, "file": model.file, "programs": programs}
         return {"device": self.plan.device} | {name: str(place) for name, place in places.items()}
@@ -155,7 +155,7 @@ class Launch:
             if train is None and "seconds" in answer and any((arm, load) in ready for load in loads):
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
         samples = self._rounds(stage, loads, ready)
-        samples = {key: answers for key, answers in samples.items() if key not in self.failed}  # an error stands alone
+        samples = {key: answers for key, answers in samples.items() if key not in self.failed}  # an error, no rates
         if self.plan.suite.decode.latency:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
         for (arm, load), answers in samples.items():
@@ -164,7 +164,7 @@ class Launch:
             self._append_measured(*self.measured[-1])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
-            has_run = any((arm, load) in ready for load in loads)  # an arm with no row in this stage holds no model
+            has_run = any((arm, load) in ready for load in loads)  # else the arm holds no model in this stage
             for metric, size in (self._ask(arm, "memory") or {}).items() if has_run else ():
                 self._append(arm, metric, stage, [size])
             self._ask(arm, "unload")
@@ -229,22 +229,22 @@ class Launch:
         return {key: answers for key, answers in samples.items() if answers}
 
     def _read(self, load: Workload) -> None:
-        """Read once more, where the suite asks for it beside each visit of decoding."""
+        """Measure the read bandwidth once more, if the suite asks for it before each decode visit."""
         settings, alive = self.plan.suite.roofline, self._alive(quietly=True)
         arm = next((arm for arm, row in ARMS.items() if row.library and arm in alive), None)
         if load.kind != "decode" or not (settings.enabled and settings.in_rounds and arm):
             return
-        if READER not in self.workers:  # a process of its own, whose array is in no arm's peak of memory
+        if READER not in self.workers:  # a separate process, so that its array is in no arm's peak memory
             log = self.plan.workdir / "logs" / f"launch{self.index}-{READER}.log"
             log.unlink(missing_ok=True)
             self.workers[READER] = start_worker(self.plan, arm, log)
             if (answer := self._ask(READER, "start", **self._places())) is None or answer["skip"]:
-                self.lost.setdefault(READER, "cannot start")  # so that it is asked for nothing more
+                self.lost.setdefault(READER, "cannot start")  # so that it gets no further requests
         if answer := self._ask(READER, "read", size=settings.read_bytes, repeats=3):
             self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
 
     def _latencies(self, loads: list[Workload], ready: dict) -> None:
-        """Seconds of every token of one generation an arm."""
+        """Record the seconds of every token of one generation per arm."""
         for load in loads:
             for arm in self.order:
                 if (arm, load) in ready and (arm, load) not in self.failed and arm not in self.lost:
@@ -265,13 +265,13 @@ class Launch:
         ))  # fmt: skip
 
     def _append_absent(self, arm: str, loads: list[Workload], status: str, reason: str) -> None:
-        """Records of workloads that an arm has no rate of, and why."""
+        """Append records of the workloads for which an arm has no rate, with the reason."""
         self.file.append(
             *(self._record(sample_rates.main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads)
         )
 
     def _append_measured(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
-        """Records of a workload's samples; a second call replaces the first one's."""
+        """Append the records of a workload's samples; a second call replaces those of the first."""
         self._append_rates(arm, load, answers, facts)
         if load.kind == "train" and self.plan.suite.train.form == "run":
             self._append_mfu(arm, load, answers, facts["device_kind"])
@@ -291,9 +291,9 @@ class Launch:
             self._append(arm, metric, load, values, **detail)
 
     def _append_mfu(self, arm: str, load: Workload, answers: list[dict], device_kind: str) -> None:
-        """Record the share of the device's rate that the model's FLOPs took, attention counted whole and by half.
+        """Record the MFU: the model's FLOP/s over the device's rate, with attention counted in full and by half.
 
-        The rate is a data sheet's where the device has one (observe.py), else the one measured in this launch.
+        The rate is the data sheet's if the device has one (observe.py), else the one measured in this launch.
         """
         known = observe.peak_flops(device_kind, load.dtype)
         peak = known or self.rates.gemm_flops_per_s.get(load.dtype)
@@ -324,7 +324,7 @@ class Launch:
                 self.file.append(self._record("tokens", load, same, "count", arm=arm, detail=detail))
 
     def _parting(self, load: Workload, reference: str, arm: str, row: int, step: int) -> dict:
-        """The two tokens at which outputs part and, in float32, whether the logits there are a near tie."""
+        """Return the first two tokens that differ and, in float32, whether the logits there are a near tie."""
         ours, theirs = (self.tokens[load][name][row] for name in (arm, reference))
         if step >= min(len(ours), len(theirs)):
             return {}
@@ -349,7 +349,7 @@ class Launch:
     def _ask(
         self, arm: str, operation: str, load: Workload | None = None, *, metric: str | None = None, **arguments
     ) -> dict | None:
-        """Send a request; a failure becomes an error record and None. metric: that it is of; None = the main one."""
+        """Send a request; a failure is recorded and returns None. metric: of the error record; None = the main one."""
         if arm in self.lost:
             return None
         try:
@@ -366,7 +366,7 @@ class Launch:
         return None
 
     def _alive(self, *, quietly: bool = False) -> list[str]:
-        """Arms that can still run; the others' workloads get a record that says why, unless quietly."""
+        """Return the arms that can still run; unless quietly, record why a skipped arm's workloads are missing."""
         for arm in self.order if not quietly else ():
             if arm in self.skipped and arm not in self.lost:
                 self._append_absent(arm, self.plan.suite.workloads(), "skipped", self.skipped[arm])
@@ -376,14 +376,14 @@ class Launch:
 
 def start_worker(plan: Plan, arm: str, log: Path) -> Worker:
     """Start an arm's process with the environment and the time limit of a run."""
-    library = ARMS[arm.removesuffix(arm_table.AGAIN)].library or "PyTorch"  # llama.cpp: glibc's own choice too
+    library = ARMS[arm.removesuffix(arm_table.AGAIN)].library or "PyTorch"  # llama.cpp: glibc's default arenas too
     environment = worker_environment(plan.device, cache=plan.workdir / CACHE, threads=plan.threads, library=library)
     limit_s = plan.suite.rounds.worker_timeout_s
     return Worker(arm, WORKER, environment=environment, log=log, threads=plan.threads, timeout_s=limit_s)
 
 
 def worker_environment(device: str, *, cache: Path, threads: int, library: str = "XLA") -> dict[str, str]:
-    """Variables of a worker: jaxbench's own, offline, with the run's own compile cache."""
+    """Return a worker's environment variables: jaxbench's own, offline, with the run's own compile cache."""
     return process.environment(device, threads=threads, library=library) | {
         "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),  # the run's own, so that launch 1 is cold
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -1,7 +1,7 @@
-"""The parts of a comparison beside the launches: parity proof, TPU compile, traces (S file).
+"""The parts of a comparison other than the launches: parity proof, TPU compile, traces (S file).
 
-Each runs in its own process, because it needs its own settings of JAX (float64, the TPU compiler), and each failure
-becomes a record with its reason: the rest of the comparison goes on.
+Each runs in its own process, because it needs its own settings of JAX (float64, the TPU compiler). A failure becomes a
+record with its reason, and the rest of the comparison continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 
 
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Compile the model's programs and the suite's training steps for TPU slices; append what the compiler says."""
+    """Compile the model's programs and the suite's training steps for TPU slices; append the compiler's figures."""
     settings = work.suite.tpu
     if reason := tpu_compile.unavailable().removeprefix("tpu: "):
         names = [*settings.topologies, *(run.name() for run in settings.runs)]
@@ -71,7 +71,7 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 def _compile(
     command: list[str], device: str, what: str, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]
 ) -> None:
-    """Run a module that compiles for TPUs and append its records; they name their slice, and a run's its mesh."""
+    """Run a module that compiles for TPUs and append its records, which name their slice and, for a run, its mesh."""
     if _done(file, work, "tpu", device=device):
         return
     say(f"tpu: compile {what}")
@@ -86,7 +86,7 @@ def _compile(
 
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Write a trace of one run of each float32 workload on every arm that can: xprof for JAX, Chrome for PyTorch."""
+    """Trace one run of each workload of the first dtype on every arm that can: xprof for JAX, Chrome for PyTorch."""
     [dtype, *_] = work.suite.dtypes()
     for arm in work.suite.arms:
         log = work.workdir / "logs" / f"profile-{arm}.log"
@@ -117,7 +117,7 @@ def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = Non
 
 
 def _run(command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float) -> tuple[Path, str]:
-    """Run a module in a process of its own, with its log in the workdir; its output file, and why it failed, or ""."""
+    """Run a module in a new process, logging to the workdir; return its output file and why it failed, or ""."""
     output = work.workdir / name
     output.unlink(missing_ok=True)
     log = work.workdir / "logs" / f"{output.stem}.log"

@@ -1,4 +1,4 @@
-"""What a run needs before the first launch: the model on disk, prompts, ids; every input checked here (S file)."""
+"""Prepare a run before the first launch: check every input, put the model on disk, draw prompts, make ids (S file)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ TINY = TransformerConfig(
 
 
 class Model(NamedTuple):
-    """The model of a run as every worker loads it."""
+    """The model of a run, as every worker loads it."""
 
     config: TransformerConfig
     folder: Path  # Hugging Face folder, which our loader and transformers both read
     sha256: str  # of the original file
-    tokenizer: Path | None  # None: random weights, whose prompts are random ids
+    tokenizer: Path | None  # None: random weights, so that prompts are random ids
 
     @property
     def file(self) -> Path:
-        """The model as it came: a GGUF file, or a folder."""
+        """The original model: a GGUF file, or a folder."""
         return self.tokenizer or self.folder
 
 
@@ -52,23 +52,23 @@ class Plan(NamedTuple):
     workdir: Path
     config_id: str
     origin: dict  # what a run's results depend on besides chance; equal for two runs that may share their results
-    run_id: str  # of the origin
+    run_id: str  # hash of the origin
     text_sha256: str
     inputs: dict[Workload, list[list[int]]]  # token ids of each workload, equal for every arm
     common: dict  # fields that every record carries
 
     def trained_config(self) -> TransformerConfig:
-        """Configuration of the shallow model that the train step has."""
+        """Configuration of the shallow model of the train step."""
         layers = min(self.suite.train.num_layers, self.model.config.num_layers)
         return self.model.config.model_copy(update={"num_layers": layers})
 
     def record(self, metric: str, **fields) -> Record:
-        """Record with the run's common fields filled in."""
+        """Return a record with the run's common fields filled in."""
         return Record(metric=metric, **{**self.common, "time_utc": now_utc(), **fields})
 
 
 def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
-    """Check every input and return the plan; ValueError before anything is compiled or measured."""
+    """Check every input and return the plan; raise ValueError before anything is compiled or measured."""
     process_environment.check_attached(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
@@ -80,7 +80,7 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
         raise ValueError(f"suite: threads={threads}, this process may use {environment.usable_cores()} cores")
     if device == "cpu" and suite.roofline.enabled:
         estimate.check_roofline(suite.roofline)
-    if (shape := random_decoder(suite.model)) is not None:  # whose model is about to be written
+    if (shape := random_decoder(suite.model)) is not None:  # checked before its model is written
         check_shape(suite, shape, device)
         if suite.data is not None:
             raise ValueError(f"compare: --data={suite.data} needs a tokenizer, model {suite.model!r} has none")
@@ -111,14 +111,14 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
 
 
 def check_shape(suite: Suite, shape: TransformerConfig, device: str) -> None:
-    """Raise ValueError when the suite's lengths are over the model's context, or this machine's memory too small."""
+    """Raise ValueError if the suite's lengths exceed the model's context, or this machine's memory is too small."""
     suite.check_context(shape.max_seq_len)
     if device == "cpu":
         estimate.check_fits(suite, shape)
 
 
 def random_decoder(model: str) -> TransformerConfig | None:
-    """Shape of a model with random weights: tiny, or that of a training configuration; None for others."""
+    """Return the shape of a model with random weights (tiny, or a training configuration's); None for others."""
     if model == "tiny":
         return TINY
     if not model.endswith(".yaml"):
@@ -130,7 +130,7 @@ def random_decoder(model: str) -> TransformerConfig | None:
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
-    """Model as a Hugging Face folder, written once into the cache where it came as GGUF."""
+    """Return the model as a Hugging Face folder; a GGUF file is converted once, into the cache."""
     from jaxbench.pretrained import hf_config, weights
 
     if (shape := random_decoder(suite.model)) is not None:
@@ -150,7 +150,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
 
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:
-    """Write a decoder with random weights as a checkpoint, once; distinct as initial.initial_params has it."""
+    """Write a decoder with random weights as a checkpoint, once; `distinct` is that of initial.initial_params."""
     from jaxbench import initial
     from jaxbench.pretrained import weights
 
@@ -163,7 +163,7 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
 
 
 def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
-    """Token ids that prompts are cut from, and the sha256 of the text."""
+    """Return the token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
@@ -181,7 +181,7 @@ def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
 
 
 def draw(token_ids: Int[np.ndarray, " N"], load: Workload, *, seed: int) -> list[list[int]]:
-    """Cut the rows of one workload out of the text: distinct places, the same for a seed; a train row has one more."""
+    """Cut one workload's rows from the text at distinct places, fixed by the seed; a train row has one more token."""
     length = load.prompt_tokens + (1 if load.kind == "train" else 0)
     if length < 1:
         raise ValueError(f"compare: {load.label()} has an empty prompt (prompt_tokens={load.prompt_tokens})")

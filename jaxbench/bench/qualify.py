@@ -1,12 +1,12 @@
-"""What the verdicts are worth on this machine: false alarms and power, from arms that ran twice (S file).
+"""Measure how reliable the verdicts are on this machine: false alarms and power, from arms that ran twice (S file).
 
     python experiments/compare.py --config=configs/suites/aa.yaml
     python -m jaxbench.bench.qualify --workdir=out/aa
 
-An arm and the same arm again differ by chance alone, so that every verdict between them is a false alarm. Consecutive
-launches make real tables, one an arm; further tables, of all rows, are drawn from all launches, the two names exchanged
-at random in each launch. Power is the share of rows decided rightly after the second arm's rates are multiplied by a
-known ratio, which is what a constant slow-down does to every sample.
+An arm and the same arm again differ by chance alone, so every verdict between them is a false alarm. Consecutive
+launches form real tables, one per arm. Further tables, of all rows, are resampled from all launches, with the two names
+swapped at random in each launch. Power is the share of rows decided correctly after the second arm's rates are
+multiplied by a known ratio, as a constant slow-down would do to every sample.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from jaxbench.measure import moderation, verdicts
 from jaxbench.measure.records import Record
 
 RATIOS = (1.05, 1.1, 1.25, 1.5, 2.0)  # injected
-MOST_SD = 0.08  # of a launch's log ratio, up to which power is promised
+MOST_SD = 0.08  # largest standard deviation of a launch's log ratio for which power is claimed
 
 
 class Share(NamedTuple):
-    """A share with its 95 % interval of Clopper and Pearson."""
+    """A share with its 95 % Clopper-Pearson interval."""
 
     count: int
     total: int
 
     def interval(self) -> tuple[float, float]:
-        """(low, high); tables drawn from the same launches are not independent, so theirs is too narrow."""
+        """Return (low, high); tables resampled from the same launches are not independent, so theirs is too narrow."""
         if not self.total:
             return 0.0, 1.0
         low, high = stats.binomtest(self.count, self.total).proportion_ci(0.95, method="exact")
@@ -55,18 +55,18 @@ class Share(NamedTuple):
 class Qualification(NamedTuple):
     """Outcome of `qualify`."""
 
-    num_launches: int  # a table
+    num_launches: int  # per table
     rows: dict[str, float]  # of a table: name -> standard deviation of a launch's log ratio
     real: Share  # tables of one arm's rows over consecutive launches that hold any verdict
     drawn: Share  # resampled tables that hold any verdict
-    power: dict[float, Share]  # injected ratio -> rows with a standard deviation up to MOST_SD that are decided rightly
+    power: dict[float, Share]  # injected ratio -> correctly decided rows, of those with a deviation up to MOST_SD
     decidable: dict[str, float]  # row -> smallest ratio decided in nine of ten cases, median of real tables
 
 
 def qualify(
     records: Sequence[Record], rules: Verdicts, *, num_launches: int = 5, num_drawn: int = 1000
 ) -> Qualification:
-    """False alarms and power of tables of `num_launches` launches.
+    """Estimate false alarms and power of tables of `num_launches` launches.
 
     Raises:
       ValueError: no arm ran twice, or there are fewer launches than two tables need.
@@ -109,7 +109,7 @@ def qualify(
 
 
 def log_ratios(records: Sequence[Record]) -> tuple[list[str], Float[np.ndarray, "R L"]]:
-    """Names of the rows that compare an arm with itself, and their log ratios in the launches that have them all."""
+    """Return the rows that compare an arm with itself, and their log ratios in the launches that have all rows."""
     samples = {(r.metric, r.workload, r.arm, r.launch): r.samples for r in records if r.metric in summary.SPEED}
     found: dict[str, dict[int, float]] = {}
     for (metric, workload, arm, launch), again in samples.items():
@@ -127,13 +127,13 @@ def _arms(names: Sequence[str]) -> list[str]:
 
 
 def judge(table: Float[np.ndarray, "R L"], rules: Verdicts) -> list[verdicts.Judgement]:
-    """Verdicts of a table's rows, as the report gives them."""
+    """Return the verdicts of a table's rows, computed as in the report."""
     options = {"confidence": rules.confidence, "margin": rules.margin}
     return verdicts.judge(moderation.intervals(list(table), **options), **options)
 
 
 def has_verdict(table: Float[np.ndarray, "R L"], rules: Verdicts) -> bool:
-    """True where any row of a table is decided."""
+    """Return True if any row of a table is decided."""
     return any(row.verdict != "undecided" for row in judge(table, rules))
 
 

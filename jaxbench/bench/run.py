@@ -1,8 +1,8 @@
 """The comparison from start to report: plan, proof, launches, TPU compile, report (S file).
 
 Each part appends to `results.jsonl` as it ends. An interrupt keeps what is there; `resume` skips finished launches
-and parts of the same run: the same configuration, device, host, commit, versions, arms and threads. The budget is kept
-by starting no launch that would pass it, judged by the longest launch so far.
+and parts of the same run: the same configuration, device, host, commit, versions, arms and threads. To keep the budget,
+no launch starts that would exceed it, as estimated from the latest launch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RUN_STEP = (
     "Compile time is the wall time of building the step; PyTorch's includes one gradient."
 )
 LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison.md
-SHORT = 0.7  # length of a launch of one round, of one of two
-REPORT_RESERVE_S = 6  # kept free of the budget for the report
+SHORT = 0.7  # length of a launch with one round, relative to one with two
+REPORT_RESERVE_S = 6  # part of the budget that is reserved for the report
 
 
 def compare(
@@ -50,7 +50,7 @@ def compare(
         grids = f"prefill.dtypes={list(suite.prefill.dtypes)}, decode.dtypes={list(suite.decode.dtypes)}"
         raise ValueError(f"compare: --profile traces inference, and the suite has none ({grids}); leave --profile out")
     if resume:
-        records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
+        records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file raises before anything is written
     with store.alone(workdir / records.RESULTS_NAME):
         work = plan.make_plan(suite, device=device, workdir=workdir)
         file = _begun(work, resume=resume, say=say)
@@ -65,7 +65,7 @@ def compare(
 
 
 def _begun(work: plan.Plan, *, resume: bool, say: Callable[[str], None]) -> RecordFile:
-    """The results file of a run that begins or goes on, and beside it what it is and where it runs."""
+    """Open the results file of a new or resumed run, and write environment.json and suite.json next to it."""
     suite, workdir = work.suite, work.workdir
     file = open_results(work, resume=resume)
     if aside := file.left_aside(work.run_id, work.origin):
@@ -85,7 +85,7 @@ def _begun(work: plan.Plan, *, resume: bool, say: Callable[[str], None]) -> Reco
 
 
 def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
-    """Sentences of the report: what every arm shares and what differs by nature."""
+    """Return the report's sentences on the settings that all arms share and on inherent differences."""
     malloc = " ".join(f"{name}={value}" for name, value in process_environment.malloc_settings(variables).items())
     return [
         f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
@@ -118,7 +118,7 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
 
 
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
-    """Results file; a fresh run moves an earlier file aside, it is never deleted."""
+    """Return the results file; a new run renames an earlier file and never deletes it."""
     file = RecordFile(work.workdir / records.RESULTS_NAME)
     if not resume:
         file.set_aside()
@@ -126,13 +126,13 @@ def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
 
 
 def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Callable[[str], None]) -> None:
-    """Run the launches that are not finished yet, as far as the budget reaches; the first always runs."""
+    """Run the launches that are not finished yet, as far as the budget allows; the first of them always runs."""
     rounds = work.suite.rounds
     done = file.finished_launches(work.run_id)
     missing = [index for index in range(1, rounds.launches + 1) if index not in done]
     if len(missing) < rounds.launches:
         say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
-    shutil.rmtree(work.workdir / launch.CACHE / launch.PROGRAMS, ignore_errors=True)  # of another state of the code
+    shutil.rmtree(work.workdir / launch.CACHE / launch.PROGRAMS, ignore_errors=True)  # may be of other code
     expected = 0.0
     for index in missing:
         left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
@@ -141,9 +141,9 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
             say(reason)
             file.append(work.record("budget", status="skipped", reason=reason, launch=index))
             return
-        # Launches count for more than rounds: where the least number would not fit, each has a single round.
+        # Launches matter more than rounds: if LEAST_LAUNCHES would not fit, each launch has a single round.
         is_short = expected * max(1, min(LEAST_LAUNCHES, rounds.launches) - index + 1) > left
-        is_cold = index == 1 and rounds.launches >= LEAST_LAUNCHES  # its compilation takes the time
+        is_cold = index == 1 and rounds.launches >= LEAST_LAUNCHES  # compiling already takes long
         num_rounds = 1 if is_short or is_cold else rounds.rounds
         begun, name = time.monotonic(), f"launch {index}/{rounds.launches}"
         if num_rounds < rounds.rounds:
@@ -157,10 +157,11 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
 
 
 def failures(results: list[Record]) -> list[str]:
-    """One sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
+    """Return one sentence for each requested part that failed: the reasons for exit code 1.
 
-    A proof that failed or did not end, float32 outputs that differ, an arm, a TPU compile or a trace that broke. What
-    this machine cannot run at all (status skipped: no compiler, no libtpu, no such package) is none.
+    Failures are a parity proof that failed or did not end, float32 outputs that differ, and an arm, a TPU compile or a
+    trace that broke. What this machine cannot run at all (status skipped: no compiler, no libtpu, no such package) is
+    not a failure.
     """
     sentences = [
         f"parity: {record.arm}: worst relative difference {record.detail.get('worst', math.nan):.1e}"

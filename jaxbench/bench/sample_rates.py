@@ -1,4 +1,4 @@
-"""What a workload's samples say: rates by metric, seconds, units; one rule for every arm (S file)."""
+"""Compute rates, seconds and units from a workload's samples; one rule for every arm (S file)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxbench.measure.records import Workload
 
 
 def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
-    """Rates by metric, one value a round, from the workers' seconds; the same rule for every arm."""
+    """Return rates by metric, one value per sample, from the workers' seconds; the same rule for every arm."""
     if load.kind == "train":
         return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
     first = [answer["first_s"] for answer in answers if "first_s" in answer]
@@ -18,22 +18,22 @@ def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
 
 
 def tokens_of(load: Workload) -> int:
-    """Tokens of one sample: those trained on, those of the prompts, or those generated."""
+    """Number of tokens of one sample: trained on, in the prompts, or generated."""
     return load.batch * (load.new_tokens or load.prompt_tokens)
 
 
 def seconds_of(answer: dict) -> tuple[float, ...]:
-    """Times of one sample: a generation's first token and the others, or a training step's."""
+    """Seconds of one sample: of the first token and of the rest, or of a training step."""
     return (answer["step_s"],) if "step_s" in answer else (answer.get("first_s", 0.0), answer["rest_s"])
 
 
 def main_metric(load: Workload) -> str:
-    """Name of the rate that a workload is about."""
+    """Name of the main rate of a workload."""
     return f"{load.kind}_tokens_per_s"
 
 
 def unit_of(metric: str) -> str:
-    """Unit of an arm's metric, which ends in it."""
+    """Unit of an arm's metric, read from the end of its name."""
     if metric.startswith("train_mfu"):
         return "share"
     return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes", "token": "J/token"}.get(metric[-5:], "s")

@@ -1,4 +1,4 @@
-"""What a comparison measures: the suite read from `configs/suites/*.yaml` (S file: neither JAX nor PyTorch)."""
+"""Settings of a comparison: the suite read from `configs/suites/*.yaml` (S file: neither JAX nor PyTorch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.config import Base
 from jaxbench.measure.records import Workload
 
-RUN_ARMS = arm_table.names("has_run_step")  # those that train.form=run has
+RUN_ARMS = arm_table.names("has_run_step")  # arms that support train.form=run
 Arm = Literal[(*ARMS, *(name + arm_table.AGAIN for name in ARMS))]
 Dtype = Literal["float32", "bfloat16"]
 Batch = pydantic.PositiveInt
@@ -34,15 +34,15 @@ class DecodeGrid(Base):
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     batches: tuple[Batch, ...] = (1, 8)
     prompt_tokens: tuple[pydantic.PositiveInt, ...] = (64,)
-    new_tokens: int = pydantic.Field(default=32, ge=2)  # tokens generated a row, the end of sequence ignored
-    latency: bool = False  # also hand out one token at a time and keep the seconds of each, for their percentiles
+    new_tokens: int = pydantic.Field(default=32, ge=2)  # tokens generated per row, the end of sequence ignored
+    latency: bool = False  # also generate one token at a time and record the seconds of each, for percentiles
 
 
 class TrainStep(Base):
-    """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory).
+    """One AdamW step of a shallow model, the suite's model cut to `num_layers` layers to save time and memory.
 
-    Two forms: "plain" is AdamW alone, weights and moments in dtype; "run" is the step of experiments/train.py, weights
-    and moments in float32, products in dtype, gradients clipped (bench/arms/twin_arm.py), and its MFU is reported too.
+    Two forms: "plain" is AdamW alone, with weights and moments in dtype. "run" is the step of experiments/train.py:
+    weights and moments in float32, products in dtype, gradients clipped (bench/arms/twin_arm.py); it also reports MFU.
     """
 
     enabled: bool = True
@@ -51,12 +51,12 @@ class TrainStep(Base):
     dtype: Dtype | tuple[Dtype, ...] = "float32"  # one, or several in turn
     batch: Batch = 2
     seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
-    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; form run
+    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches per step; form run
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention; form run
-    document_mask: bool = True  # False: rows are read without one (DataConfig.document_mask); form run
+    document_mask: bool = True  # False: rows without a document mask (DataConfig.document_mask); form run
     kernels: Literal["auto", "native", "xla"] = "auto"  # of the JAX arms' products (StepConfig.kernels); form run
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
-    # seconds of a visit's steps, for a process's first steps are slow; None = rounds.sample_s
+    # seconds that a visit's steps take, as a process's first steps are slow; None = rounds.sample_s
     sample_s: float | None = pydantic.Field(default=None, ge=0)
 
     @pydantic.model_validator(mode="after")
@@ -78,13 +78,13 @@ class Rounds(Base):
     """How often a launch repeats each measurement. Each arm's workers live for one launch."""
 
     launches: int = pydantic.Field(default=8, gt=0, le=10_000)  # sets of fresh processes: the unit of replication
-    fewer: dict[Arm, pydantic.PositiveInt] = {}  # arms that take part in the first so many launches only
-    rounds: int = pydantic.Field(default=2, gt=0)  # visits of each arm a launch; odd rounds run the arms in reverse
-    competing: int = pydantic.Field(default=0, ge=0, le=256)  # processes that keep a core busy each while arms measure
-    sample_s: float = pydantic.Field(default=0.4, ge=0)  # seconds that a visit's samples take; one sample at least
+    fewer: dict[Arm, pydantic.PositiveInt] = {}  # arm -> number of launches, if it takes part only in the first ones
+    rounds: int = pydantic.Field(default=2, gt=0)  # visits of each arm per launch; every other round runs in reverse
+    competing: int = pydantic.Field(default=0, ge=0, le=256)  # processes that each keep a core busy while arms measure
+    sample_s: float = pydantic.Field(default=0.4, ge=0)  # seconds that a visit's samples take; at least one sample
     warmup: int = pydantic.Field(default=1, ge=0)  # unrecorded runs before the first round
-    budget_s: float = pydantic.Field(default=570, gt=0)  # no new launch starts that would pass it
-    # one request to a worker; a compile is one request; epoll counts milliseconds in 31 bits
+    budget_s: float = pydantic.Field(default=570, gt=0)  # no launch starts that would exceed it
+    # limit of one request to a worker, such as a compile; epoll counts milliseconds in 31 bits
     worker_timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)
 
 
@@ -93,16 +93,16 @@ class Verdicts(Base):
 
     baseline: Arm = "torch_eager"
     confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval, and of all verdicts together
-    margin: float = pydantic.Field(default=0.0, ge=0, lt=1)  # the interval lies beyond this share, 0.05 = 5 %
-    control_drift: float = pydantic.Field(default=0.25, gt=0)  # share the control loop may move between launches
+    margin: float = pydantic.Field(default=0.0, ge=0, lt=1)  # relative difference that does not count, 0.05 = 5 %
+    control_drift: float = pydantic.Field(default=0.25, gt=0)  # largest change of the control loop's time
 
 
 class Roofline(Base):
-    """What the machine can do, measured in the same run: read bandwidth and matmul rate."""
+    """The machine's limits, measured in the same run: read bandwidth and matmul rate."""
 
     enabled: bool = True
-    read_bytes: int = pydantic.Field(default=512 * 2**20, ge=4)  # size of the array of float32 that is summed
-    in_rounds: bool = False  # read again before each visit of decoding: its shares are of the median of these
+    read_bytes: int = pydantic.Field(default=512 * 2**20, ge=4)  # size of the float32 array that is summed
+    in_rounds: bool = False  # also read before each decode visit: decode's shares are of the median of these
     gemm_sizes: tuple[GemmSize, ...] = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024))
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     repeats: int = pydantic.Field(default=5, gt=0)
@@ -113,10 +113,10 @@ class TpuRun(Base):
 
     config: str  # file, such as configs/lm/tpu_1b.yaml; a relative path starts at the repository
     topology: Topology
-    set: tuple[str, ...] = ()  # changes of its keys: parallel.mesh.stage=4
+    set: tuple[str, ...] = ()  # overrides of its keys: parallel.mesh.stage=4
 
     def name(self) -> str:
-        """Its name in a result file: slice, configuration, changes."""
+        """Its name in a result file: slice, configuration, overrides."""
         return " ".join([self.topology, self.config, *self.set])
 
 
@@ -146,7 +146,7 @@ class Suite(Base):
     rounds: Rounds = Rounds()
     verdicts: Verdicts = Verdicts()
     roofline: Roofline = Roofline()
-    # whose model to prove equal to PyTorch's in float64
+    # arms whose model is proven equal to PyTorch's in float64
     parity: tuple[Literal[arm_table.names("is_judged")], ...] = ("flax",)
     tpu: Tpu = Tpu()
     seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts
@@ -172,11 +172,11 @@ class Suite(Base):
         return self
 
     def workloads(self) -> list[Workload]:
-        """Every inference workload and the train step, grouped by dtype so that weights load once a dtype."""
+        """Return the inference workloads, grouped by dtype so that weights load once per dtype, then the train step."""
         return [load for dtype in self.dtypes() for load in self.inference(dtype)] + self.train_workloads()
 
     def sample_s(self, kind: str) -> float:
-        """Seconds that a visit's samples of such a workload take."""
+        """Seconds that a visit's samples take for workloads of this kind."""
         own = self.train.sample_s if kind == "train" else None
         return self.rounds.sample_s if own is None else own
 
@@ -208,7 +208,7 @@ class Suite(Base):
         ]
 
     def check_context(self, max_seq_len: int) -> None:
-        """Raise ValueError when a workload does not fit the model's trained context."""
+        """Raise ValueError if a workload does not fit the model's trained context."""
         for load in self.workloads():
             length = load.prompt_tokens + load.new_tokens
             if length > max_seq_len:
@@ -219,10 +219,11 @@ class Suite(Base):
 
 
 def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
-    """Stable id of what is measured: 12 hex digits.
+    """Return a stable id of what is measured: 12 hex digits.
 
-    Equal for two runs whose results may be compared; how many launches and rounds there are, the budget and the set of
-    arms do not enter, what a launch is like, and the model's and the text's sha256 do.
+    Equal for two runs whose results may be compared. It covers the settings of a launch, and the sha256 of model and
+    text. It leaves out the numbers of launches and rounds, the budget, the worker timeout, the set of arms, `parity`,
+    `tpu` and `verdicts`.
     """
     exclude = ["model", "data", "arms", "parity", "tpu", "verdicts"]
     exclude += [f"rounds.{name}" for name in ("launches", "rounds", "budget_s", "fewer", "worker_timeout_s")]

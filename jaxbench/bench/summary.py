@@ -1,9 +1,9 @@
-"""From records to rows of the result table: medians over launches, ratios with intervals, verdicts (S file).
+"""Turn records into rows of the result table: medians over launches, ratios with intervals, verdicts (S file).
 
-All rates and first tokens of a table are one family: their intervals share strength (measure/moderation.py), and a
-verdict is one that holds after Holm's correction over all of them. Times of loading and compiling are a second family,
-memory is a third. Two arms whose compiled programs have equal counts are one piece of evidence: the later one has a
-ratio and no verdict.
+All rates and first-token times of a table are one family: their variances are moderated together
+(measure/moderation.py), and a verdict must hold after Holm's correction over all of them. Load and compile times are a
+second family, memory is a third. Two arms whose compiled programs have equal counts are one piece of evidence: the
+later one has a ratio and no verdict.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ COMPARED = {
     "peak_memory_bytes": False,
 }
 PROGRAM_COUNTS = ("flops", "temp_bytes", "argument_bytes")  # of a compiled program, exact
-NOT_ROWS = ("tokens", "parity", "profile")  # records of an arm that are no measurement
-# Rows that "not slower than torch_ref" is about: compile time has no counterpart in eager code.
+NOT_ROWS = ("tokens", "parity", "profile")  # records of an arm that are not measurements
+# Rows that "not slower than torch_ref" refers to: compile time has no counterpart in eager code.
 SPEED = ("prefill_tokens_per_s", "first_token_s", "decode_tokens_per_s", "train_tokens_per_s")
-# Metrics whose rows share strength and alpha: those whose launches vary alike.
+# Families of metrics whose rows share a variance prior and alpha, as their launches vary alike.
 FAMILIES = (SPEED, ("load_s", "compile_cold_s", "compile_warm_s"), ("peak_memory_bytes",))
 
 
@@ -45,19 +45,19 @@ class Row(NamedTuple):
     value: float | None  # median over launches of the launch medians; None when every launch failed or was skipped
     unit: str
     launches: tuple[float, ...]  # launch medians, in order
-    share_of_roofline: float | None  # 0..1, of the rate the machine allows; None where there is no bound
+    share_of_roofline: float | None  # 0..1, of the machine's measured rate; None if there is no such bound
     reason: str  # why there is no value
     verdict: str  # faster, slower, undecided, baseline, same (as an arm of equal programs), or "" (not compared)
     ratio: tuple[float, float, float] | None = None  # (point, low, high) to the baseline, > 1 is better; None = none
-    log_ratios: tuple[float, ...] = ()  # one a launch, > 0 is better
-    percentiles: tuple[tuple[str, float | None], ...] = ()  # of token_s: (name, value), None = too few
+    log_ratios: tuple[float, ...] = ()  # one per launch, > 0 is better
+    percentiles: tuple[tuple[str, float | None], ...] = ()  # of token_s: (name, value), None = too few samples
     p_value: float | None = None  # after Holm's correction over the row's family; None = in no family
-    decidable: float | None = None  # an undecided row: the smallest ratio that its launches could have decided
-    numbers: tuple[int, ...] = ()  # of the launches
+    decidable: float | None = None  # of an undecided row: the smallest ratio that its launches could have decided
+    numbers: tuple[int, ...] = ()  # launch numbers, one per value of `launches`
 
 
 def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
-    """Rows of the table in the order of the records, with the verdicts of each family."""
+    """Return the rows of the table in the order of the records, with the verdicts of each family."""
     groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
     for record in records:
         if record.arm != SUITE_ARM and record.metric not in NOT_ROWS:
@@ -76,13 +76,13 @@ def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
 
 
 def control_drift(records: Sequence[Record]) -> float:
-    """Share by which the control loop moved between launches (0.1 = 10 %)."""
+    """Return the share by which the control loop's time changed between launches (0.1 = 10 %)."""
     control = [record.samples for record in records if record.metric == "control_s" and record.samples]
     return verdicts.drift(control)
 
 
 def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], rules: Verdicts) -> Row:
-    """One row with its log ratios, not judged yet."""
+    """Make one row with its log ratios, without a verdict yet."""
     good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}
     values = tuple(record.value for record in good.values())
     shares = [r.detail["share_of_roofline"] for r in good.values() if r.detail.get("share_of_roofline") is not None]
@@ -115,7 +115,7 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
 
 
 def _repeated_programs(groups: dict[tuple[str, Workload, str], dict[int, Record]]) -> set[tuple[Workload, str]]:
-    """(workload, arm) of jaxbench's own arms whose compiled FLOPs and bytes are those of an earlier one."""
+    """Return (workload, arm) of jaxbench's own arms whose compiled FLOPs and bytes equal those of an earlier arm."""
     counts: dict[tuple[Workload, str], list[float]] = defaultdict(list)
     for (metric, workload, arm), launches in groups.items():
         if metric in PROGRAM_COUNTS and arm in arm_table.names("is_judged"):
@@ -130,7 +130,7 @@ def _repeated_programs(groups: dict[tuple[str, Workload, str], dict[int, Record]
 
 
 def _judged(family: list[Row], rules: Verdicts) -> list[Row]:
-    """Rows of one family with ratio, verdict and the least ratio that could have been decided."""
+    """Return the rows of one family with ratio, verdict and the least ratio that could have been decided."""
     intervals = moderation.intervals(
         [row.log_ratios for row in family], confidence=rules.confidence, margin=rules.margin
     )

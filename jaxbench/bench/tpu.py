@@ -1,11 +1,11 @@
-"""Compile the decoder's programs for TPU slices that are not attached, and say what the compiler says.
+"""Compile the decoder's programs for TPU slices that are not attached, and report the compiler's figures.
 
     python -m jaxbench.bench.tpu --topology=v5e:2x2 --topology=v6e:2x4 [--train_layers=4] [--output=tpu.jsonl]
 
 Prefill, one decode step and one AdamW step are compiled by the real TPU compiler (libtpu) with abstract arguments.
-Reported per chip: bytes (fits or not), FLOPs counted analytically and beside them the compiler's own count, memory
-traffic, collectives by kind, and the time that the chip's published rates allow: the longest of compute, memory and
-interconnect, each alone at its peak. That is a bound, not a forecast. The compiler's `optimal_seconds` is never used.
+Reported per chip: bytes (fits or not), analytic FLOPs and the compiler's own count, memory traffic, collectives by
+kind, and a lower bound on time: the longest of compute, memory and interconnect, each alone at the chip's published
+peak rate. That is a bound, not a forecast. The compiler's `optimal_seconds` is never used.
 
 Weights are replicated and the batch is split for prefill and decode; for training the weights are split too (fsdp).
 `--model_axis=m` splits feed-forward width and vocabulary over m chips as well. Batches are rounded up to a multiple of
@@ -35,18 +35,18 @@ class Settings(Base):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of weights, activations, cache; moments: float32
     prefill_batch: int = pydantic.Field(default=1, gt=0)  # rows, over all chips
-    prefill_tokens: int = pydantic.Field(default=512, gt=0)  # prompt tokens a row
+    prefill_tokens: int = pydantic.Field(default=512, gt=0)  # prompt tokens per row
     decode_batch: int = pydantic.Field(default=8, gt=0)  # rows, over all chips
-    decode_length: int = pydantic.Field(default=1024, gt=0)  # cache slots a row
+    decode_length: int = pydantic.Field(default=1024, gt=0)  # cache slots per row
     train_batch: int = pydantic.Field(default=8, gt=0)  # rows, over all chips
     train_tokens: int = pydantic.Field(default=512, gt=0)  # sequence length
     train_layers: int | None = pydantic.Field(default=None, gt=0)  # the model's first layers; None = all
     model_axis: int = pydantic.Field(default=1, gt=0)  # chips that split feed-forward width and vocabulary
-    scan_layers: bool = False  # one compiled body for all layers; unrolled, the compiler's FLOPs can be checked
+    scan_layers: bool = False  # one compiled body for all layers; False unrolls, so that FLOPs can be checked
 
 
 def check(topologies: Sequence[str], settings: Settings | None = None) -> list[chips.Topology]:
-    """Slices of these names; ValueError for an unknown one, or a model axis that does not divide one."""
+    """Return the slices of these names; ValueError if one is unknown or not divisible by the model axis."""
     slices = [chips.parse_topology(name) for name in topologies]
     for topology in slices:
         if settings and topology.num_chips % settings.model_axis:
@@ -86,7 +86,7 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
 
 
 def _compile_program(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> list[Record]:
-    """Records of one program, compiled; a program that does not fit is a record too."""
+    """Compile one program and return its records; a program that does not fit gives a record too."""
     workload = Workload(
         kind=program.name, dtype=settings.dtype, batch=program.batch, prompt_tokens=program.tokens,
         new_tokens=int(program.name == "decode"),
@@ -101,7 +101,7 @@ def _compile_program(program, config: TransformerConfig, topology: chips.Topolog
 
 
 def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> tuple[int, int]:
-    """Analytic FLOPs and the least memory traffic of one chip.
+    """Return the analytic FLOPs and the least memory traffic, in bytes, of one chip.
 
     Attention is repeated on the chips of one model axis; feed-forward layers and the head are split over it.
     """
@@ -128,7 +128,7 @@ def make_records(
     workload: Workload,
     num_layers: int,
 ) -> list[Record]:
-    """Records of one compiled program, every figure per chip."""
+    """Return the records of one compiled program, every figure per chip."""
     chip, resident, sent = topology.chip, compiled.resident_bytes, compiled.sent_bytes
     times, bound = chips.least_seconds(chip, flops=flops_per_chip, traffic=traffic, sent=sent)
     tokens = workload.batch * (1 if workload.kind == "decode" else workload.prompt_tokens)
@@ -150,13 +150,13 @@ def make_records(
 
 
 def main() -> int:
-    """Compile for every --topology and print what was found; --output keeps the records of each whole slice."""
+    """Compile for every --topology and print the results; --output keeps the records of each finished slice."""
     from absl import flags
 
     from jaxbench import cli, config, outputs
 
     values = flags.FLAGS
-    if values.output:  # before minutes of compiling
+    if values.output:  # fail before minutes of compiling
         outputs.check_file(values.output, [values.model_config], overwrite=True)
     model = config.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
@@ -171,7 +171,7 @@ def main() -> int:
 
 
 def describe(record: Record) -> str:
-    """One line for a person."""
+    """Format a record as one readable line."""
     place = f"{record.device} {record.workload.label()}: {record.metric.removeprefix('tpu_')}"
     if record.value is None:
         return f"{place} {record.reason}"

@@ -1,8 +1,8 @@
 """A visit: one arm measures one workload until its samples have taken enough time (S file).
 
-Samples are counted by time, so that a fast workload has many and a slow one few. A visit during which the machine
-stalled (the control loop, which no backend touches, became slower) is made again and its samples are not used. Which of
-a process's first samples are still warm-up is read from the samples themselves.
+Sampling stops by time, so a fast workload has many samples and a slow one few. If the machine stalled during a visit
+(the control loop, which no backend touches, became slower), the visit is repeated and its samples are discarded. Which
+of a process's first samples are still warm-up is read from the samples themselves.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 from jaxbench.measure import energy
 
 MOST_SAMPLES = 50  # of one visit
-MOST_REPEATS = 1  # visits made again because of a stall; the last one counts whatever happened
+MOST_REPEATS = 1  # repeats of a visit because of a stall; the last one counts whatever happened
 SLOWER = 1.1  # a first sample above this many times the median of those after it is warm-up
 
 
 class Control:
-    """A fixed numpy loop: when it moves, the machine moved."""
+    """A fixed numpy loop: if its time changes, the machine's speed changed."""
 
     def __init__(self, most_drift: float):
-        self.most_drift = most_drift  # share by which the loop may be slower than it was at its best
+        self.most_drift = most_drift  # share by which the loop may be slower than its best time so far
         self.seconds: list[float] = []
         # Operands larger than the second-level cache, and a product of a few milliseconds on one core.
         self._matrix = np.full((256, 256), 1 / 256, np.float32)
         self._long = np.ones(4_000_000, np.float32)
 
     def is_calm(self, repeats: int = 5) -> bool:
-        """True where the loop is as fast as before; the best of several runs, for one says more about cold caches."""
+        """Return True if the loop is as fast as before; the best of several runs, as cold caches may slow one run."""
         best = self._run()
         limit = (1 + self.most_drift) * min([*self.seconds, best])
         for _ in range(repeats - 1):
@@ -55,7 +55,7 @@ class Control:
 
 @contextlib.contextmanager
 def competing(count: int) -> Iterator[None]:
-    """Keep `count` processes at work that each take what they can of a core."""
+    """Run `count` processes that each keep a core busy, while the context is open."""
     loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -66,20 +66,20 @@ def competing(count: int) -> Iterator[None]:
 
 
 class Visit(NamedTuple):
-    """What one visit gave."""
+    """Result of one visit."""
 
-    answers: list[dict]  # one a sample
-    repeats: int  # visits before it that were not used because the machine stalled
-    joules: float | None  # that the machine took meanwhile; None where no counter can be read
+    answers: list[dict]  # one per sample
+    repeats: int  # earlier visits that were discarded because the machine stalled
+    joules: float | None  # energy that the machine used during the visit; None where no counter can be read
 
 
 def visit(measure: Callable[[], dict | None], control: Control, *, sample_s: float) -> Visit:
-    """Samples of one visit.
+    """Take the samples of one visit.
 
     Args:
-      measure: one sample; None where the arm failed, which ends the visit.
-      control: whose last reading was calm.
-      sample_s: seconds of sampling that are enough; one sample is made in any case.
+      measure: takes one sample; returns None if the arm failed, which ends the visit.
+      control: the control loop, calm at its last reading.
+      sample_s: seconds after which sampling stops; at least one sample is taken.
     """
     for repeats in range(MOST_REPEATS + 1):
         answers, start, counters = [], time.monotonic(), energy.readings()
@@ -95,7 +95,7 @@ def visit(measure: Callable[[], dict | None], control: Control, *, sample_s: flo
 
 
 def settled(seconds: Sequence[float]) -> int:
-    """Number of leading samples that are warm-up: slower than the median of those after them; at most half of them."""
+    """Count the leading warm-up samples, each over SLOWER times the median of those after it; at most half of all."""
     first = 0
     while first < len(seconds) // 2 and seconds[first] > SLOWER * statistics.median(seconds[first + 1 :]):
         first += 1

@@ -13,7 +13,7 @@ from jaxbench.measure import worker
 
 
 class Session:
-    """One arm, and the memory level after its imports. Workloads come as the fields of a records.Workload."""
+    """One arm, and its memory level after imports. Workloads arrive as the fields of a records.Workload."""
 
     def __init__(self, arm_name: str, threads: int):
         self.arm_name, self.threads = arm_name, threads
@@ -21,7 +21,7 @@ class Session:
         self.level_bytes = 0
 
     def start(self, *, device: str, checkpoint: str, programs: str = "", file: str = "") -> dict:
-        """Import everything the arm needs, then take the resident set as the level that memory counts from."""
+        """Import everything the arm needs, then take the resident set as the baseline of its memory figures."""
         from jaxbench.measure import environment
 
         start = time.perf_counter()
@@ -34,7 +34,7 @@ class Session:
         return {"seconds": seconds, "level_bytes": self.level_bytes, "skip": reason, "versions": used}
 
     def load(self, *, dtype: str, num_layers: int | None = None, train: dict | None = None) -> dict:
-        """Load the weights, with an optimiser where `train`; what earlier operations left counts for nothing."""
+        """Load the weights, with an optimiser if `train`, after resetting the memory peaks of earlier operations."""
         _release()
         worker.reset_peak()
         self.arm.reset_device_memory()
@@ -43,7 +43,7 @@ class Session:
         return {"seconds": time.perf_counter() - start} if self.arm.holds_model else {}
 
     def prepare(self, *, workload: dict) -> dict:
-        """Compile what a workload needs; the compiler's freed memory then goes back to the system, for every arm."""
+        """Compile what a workload needs, then return the compiler's freed memory to the system, for every arm."""
         facts = self.arm.prepare(_workload(workload))
         worker.release_memory()
         return facts
@@ -53,7 +53,7 @@ class Session:
         return self.arm.warm(_workload(workload), inputs)
 
     def measure(self, *, workload: dict, inputs: list) -> dict:
-        """Run a workload once, by the clock."""
+        """Run a workload once, timed."""
         return self.arm.measure(_workload(workload), inputs)
 
     def token_seconds(self, *, workload: dict, inputs: list) -> dict:
@@ -65,7 +65,7 @@ class Session:
         return {"logits": [float(value) for value in self.arm.logits(tokens)]}
 
     def memory(self) -> dict:
-        """Peak memory since before the weights were loaded, in bytes; nothing where other processes hold them."""
+        """Peak memory in bytes, counted from before the weights were loaded; empty if other processes hold them."""
         if not self.arm.holds_model:
             return {}
         answer = {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
@@ -97,7 +97,7 @@ def _release() -> None:
 
 
 def _workload(fields: dict):
-    from jaxbench.measure.records import Workload  # pydantic is part of the arm's imports, as everything heavy
+    from jaxbench.measure.records import Workload  # here, so that pydantic counts among the arm's imports
 
     return Workload(**fields)
 

@@ -1,1 +1,1 @@
-"""The context compressor: few vectors in place of many tokens, for a decoder that reads them (docs/compression.md)."""
+"""The context compressor: a few vectors replace many tokens of a decoder's context (docs/compression.md)."""

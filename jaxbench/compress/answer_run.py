@@ -1,6 +1,6 @@
 """Compute how a compressor's decoder answers questions, as figures and a table.
 
-Every arm is kept as a part of --workdir: a run that is killed goes on with the next.
+Each arm is saved as a part of --workdir: a killed run resumes with the next arm.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SAID = {
 }  # fmt: skip
 
 
-FURTHER = (2, 4)  # times the largest ratio: LLMLingua keeps more than it is asked for, so it is asked for less too
+FURTHER = (2, 4)  # multiples of the largest ratio: LLMLingua keeps more than requested, so less is requested too
 Shorten = Callable[[Sequence[str], int], list[str]]
 
 
 class Side(NamedTuple):
-    """A decoder: one that is asked for given tokens, one that generates."""
+    """A decoder in two forms: one scores given tokens, one generates."""
 
     reader: reading.Reader
     generate: answering.Generate
 
 
 def side(config: TransformerConfig, params: Mapping[str, np.ndarray], words: Any, precision: str) -> Side:
-    """A decoder of these parameters."""
+    """Build both forms of a decoder with these parameters."""
     model = transformer.build(config, params, dtype=precision)
     greedy = sample.SamplingParams(temperature=0.0)
     return Side(reading.Reader(model), sample.Generator(model, eos_id=words.eos_id, sampling=greedy))
@@ -48,11 +48,11 @@ def run(
     compressor: AutoCompressor, tuned: Side, untuned: Side | None, asked: Sequence[questions.Question],
     ratios: Sequence[int], workdir: Path, *, shorten: Shorten | None = None, say: Callable[[str], Any] = print,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Figures by arm, and the mean positions of its prompts; arms with a ratio are named by it: vectors-8.
+    """Compute figures by arm, with the mean positions of its prompts; arms with a ratio are named by it: vectors-8.
 
     Args:
-      untuned: the decoder without adapters; None = it has none.
-      shorten: (texts, ratio) -> shorter texts, by LLMLingua; None = it is not there.
+      untuned: the decoder without adapters; None = it has no adapters.
+      shorten: (texts, ratio) -> shorter texts, by LLMLingua; None = it is not installed.
     """
     found: dict[str, list[answering.Answered]] = {}
     positions: dict[str, float] = {}
@@ -92,7 +92,7 @@ def run(
 
 
 def _in_clear(compressor: AutoCompressor, asked: Sequence[questions.Question], made: Sequence[str]) -> list[Prompt]:
-    """What is left of passages in front of questions."""
+    """Prompts of shortened passages, as plain text, and questions."""
     kept = [np.array(compressor.words.encode(text, add_special=False), np.int32) for text in made]
     return [answering.in_clear(compressor, each, one.question) for each, one in zip(kept, asked)]
 
@@ -101,7 +101,7 @@ def of_questions(
     compressor: AutoCompressor, held: weights.Checkpoint, precision: str, asked: Sequence[questions.Question],
     ratios: Sequence[int], workdir: Path,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Figures by arm, those of LLMLingua and of the decoder without adapters among them where there are such."""
+    """Compute figures by arm, also of LLMLingua and of the decoder without adapters if they exist."""
     words = compressor.words
     tuned, untuned = side(held.config, compressor.reader(held.params), words, precision), None
     if compressor.config.lora is not None:

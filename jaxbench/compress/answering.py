@@ -1,11 +1,11 @@
-"""Questions over passages, answered behind vectors, and behind what they are to be measured by.
+"""Answer questions over passages, from vectors and from the baselines they are compared with.
 
-- Closed: no passage. Open: the whole of it in clear. Keep: its first tokens in clear, as many as it has vectors.
-  Others: another passage's vectors. All of them by the one decoder that was tuned on vectors and on passages in clear;
-  "untuned" is the decoder without its adapters, over the whole passage.
-- Loss: of the first right answer, nats a token. Recovery: (closed - own) / (closed - open), of means over articles.
+- Closed: no passage. Open: the whole passage as plain text. Keep: its first tokens as plain text, as many as it has
+  vectors. Others: another passage's vectors. All use the one decoder that was tuned on vectors and on plain-text
+  passages; "untuned" is the decoder without its adapters, given the whole passage.
+- Loss: of the first right answer, nats per token. Recovery: (closed - own) / (closed - open), of means over articles.
 - Exact match and F1 of the most probable answer, as SQuAD counts them. Retention: (own - closed) / (open - closed).
-- A question that its passage does not answer is answered by the word NO_ANSWER.
+- The right answer to a question that its passage does not answer is the word NO_ANSWER.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.compress.config import TAGS
 from jaxbench.text import answers
 
-NEW_TOKENS = 24  # of an answer, at most
+NEW_TOKENS = 24  # most tokens of an answer
 CLEAR_ARMS, VECTOR_ARMS = ("closed", "open"), ("keep", "others", "vectors")  # without a ratio, and with one
 ANSWER = TAGS.index("answer")
 Progress = Callable[[int], Any]
@@ -28,17 +28,17 @@ Generate = Callable[..., Any]  # a sample.Generator of the decoder that reads
 
 
 class Answered(NamedTuple):
-    """What became of one question."""
+    """Result of one question."""
 
-    nats: float  # a token of the first right answer
+    nats: float  # per token of the first right answer
     said: str
 
 
 def prompts(compressor: AutoCompressor, asked: Sequence[questions.Question], arm: str) -> list[Prompt]:
-    """What stands in front of each answer.
+    """Make the prompt of each question.
 
     Raises:
-      ValueError: there is no such arm, or no other passage.
+      ValueError: the arm is unknown, or there is no other passage.
     """
     if arm == "closed":
         return [in_clear(compressor, each.context[:0], each.question) for each in asked]
@@ -65,7 +65,7 @@ def behind(compressor: AutoCompressor, vectors: np.ndarray, question: np.ndarray
 
 
 def in_clear(compressor: AutoCompressor, passage: np.ndarray, question: np.ndarray) -> Prompt:
-    """The tag, a passage in clear, and the question, as rows of training have them (questions.draw)."""
+    """The tag, a passage as plain text, and the question, as in training rows (questions.draw)."""
     return behind(compressor, compressor.tag(ANSWER)[:0], np.concatenate([passage, question]))
 
 
@@ -79,13 +79,13 @@ def answered(
     reader: reading.Reader, generate: Generate, words: Any, asked: Sequence[questions.Question],
     given: Sequence[Prompt], *, progress: Progress = lambda count: None,
 ) -> list[Answered]:  # fmt: skip
-    """Loss of each right answer behind its prompt, and the most probable answer."""
+    """Compute the loss of each right answer after its prompt, and the most probable answer."""
     rows = [
         reading.Row(np.array([*prompt.ids, *_words(each, words)[:-1]], np.int32), _words(each, words), prompt.vectors)
         for prompt, each in zip(given, asked)
     ]
     heard, said = reader(rows, progress=progress), [""] * len(given)
-    order = sorted(range(len(given)), key=lambda i: len(given[i].ids))  # those of a length share a program
+    order = sorted(range(len(given)), key=lambda i: len(given[i].ids))  # prompts of equal length share a program
     for first in range(0, len(order), evaluate.TOGETHER):
         numbers = order[first : first + evaluate.TOGETHER]
         for i, text in zip(numbers, generated(generate, words, [given[i] for i in numbers])):
@@ -95,26 +95,26 @@ def answered(
 
 
 def _words(question: questions.Question, words: Any) -> np.ndarray:
-    """The right answer without the end."""
+    """The right answer without the end token."""
     answer = question.answer
     return answer[:-1] if words.eos_id is not None else answer
 
 
 def generated(generate: Generate, words: Any, part: Sequence[Prompt]) -> list[str]:
-    """Most probable answers of a few prompts, their vectors in one table."""
+    """Generate the most probable answers of a few prompts, their vectors in one table."""
     ids, table = auto.joined(part, words.vocab_size)
     made = generate(ids, vectors=table, max_new_tokens=NEW_TOKENS, seed=0)
     return [text_of(words, tokens) for tokens in made.tokens]
 
 
 def text_of(words: Any, tokens: Sequence[int]) -> str:
-    """An answer's text: its first line, without the end."""
-    kept = [int(token) for token in tokens if token >= 0 and token != words.eos_id]  # -1: behind the end
+    """An answer's text: its first line, without the end token."""
+    kept = [int(token) for token in tokens if token >= 0 and token != words.eos_id]  # -1: after the end
     return words.decode(kept).strip().split("\n")[0].strip()
 
 
 def figures(found: Mapping[str, Sequence[Answered]], asked: Sequence[questions.Question]) -> dict[str, dict[str, Any]]:
-    """Figures of each arm with 95 % intervals over articles; relative ones to `closed` and `open`."""
+    """Figures of each arm with 95 % intervals over articles; some relative to `closed` and `open`."""
     titles = {title: number for number, title in enumerate(dict.fromkeys(each.title for each in asked))}
     has_answer = np.array([bool(each.answers) for each in asked])
     articles = np.array([titles[each.title] for each in asked])
@@ -146,7 +146,7 @@ def _values(mine: Sequence[Answered], asked: Sequence[questions.Question]) -> di
 
 
 def is_no_answer(said: str) -> bool:
-    """True where an answer says that there is none."""
+    """True if an answer says that there is none."""
     return answers.normalized(said) == questions.NO_ANSWER
 
 

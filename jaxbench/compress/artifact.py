@@ -1,8 +1,9 @@
-"""A trained compressor in one file, small enough to ship: differences to the decoder's own layers in few bits (S file).
+"""A trained compressor in one file, small enough to ship: differences from the decoder's layers in few bits (S file).
 
-An encoder's kernels are stored as what training added to the decoder's, in BITS bits with a scale for GROUP inputs, and
-the connector's so as they are; the decoder's adapters in FINE_BITS; what has few numbers in float32. The local head,
-which only trains, is left out unless it is asked for. The file names the decoder by its checksum: no other fits.
+Encoder kernels are stored as differences from the decoder's, in BITS bits with one scale per GROUP inputs. Connector
+kernels are stored in the same way, but not as differences; the decoder's adapters in FINE_BITS; small tensors in
+float32. The local head, which is only used in training, is left out unless requested. The file identifies the decoder
+by its checksum and fits no other.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jaxbench.quantization import grids
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
 SHIPPED_SHA256 = "f1d177b4a705dec6830baae07431673f9329c38a78bf81d9ee6af8fa8fbba2e8"
-BITS, FINE_BITS = 4, 8  # of encoder and connector, of what is small
+BITS, FINE_BITS = 4, 8  # of encoder and connector kernels, of the other kernels
 GROUP = 192  # inputs that share a scale
-META = {"config": dict, "model_sha256": str, "about": dict}  # beside the format
+META = {"config": dict, "model_sha256": str, "about": dict}  # besides the format
 
 
 class Trained(NamedTuple):
@@ -34,7 +35,7 @@ class Trained(NamedTuple):
     config: CompressorConfig
     params: dict[str, np.ndarray]  # float32 by dotted name
     model_sha256: str
-    id: str  # the beginning of the file's SHA-256
+    id: str  # start of the file's SHA-256
     about: dict[str, Any]  # steps, tokens, figures
 
 
@@ -42,12 +43,12 @@ def save(
     path: str | Path, config: CompressorConfig, params: Mapping[str, np.ndarray], held: weights.Checkpoint,
     *, about: Mapping[str, Any], bits: int = BITS, local: bool = False,
 ) -> int:  # fmt: skip
-    """Write trained parameters, whole or not at all; the file's bytes.
+    """Write trained parameters atomically and return the file's size in bytes.
 
     Args:
-      about: steps, tokens, figures: whatever JSON has.
+      about: steps, tokens, figures: any JSON values.
       bits: of differences, 2 to 8.
-      local: with the local head.
+      local: also store the local head.
     """
     tensors: dict[str, np.ndarray] = {}
     for name, value in params.items():
@@ -73,10 +74,10 @@ def save(
 
 
 def describe(path: str | Path | None = None) -> dict[str, Any]:
-    """What a file of weights says of itself.
+    """Return the metadata of a weights file.
 
     Raises:
-      ValueError: the file is missing, damaged or no compressor.
+      ValueError: the file is missing, damaged or not a compressor.
     """
     path, sha256, meta, _ = _read(path)
     about = {"file": str(path), "bytes": path.stat().st_size, "id": sha256[:12]}
@@ -84,10 +85,10 @@ def describe(path: str | Path | None = None) -> dict[str, Any]:
 
 
 def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
-    """Read trained parameters for a decoder; None = the ones that are shipped.
+    """Read trained parameters for a decoder; None = the shipped ones.
 
     Raises:
-      ValueError: the file is missing, damaged, no compressor, or made for another decoder.
+      ValueError: the file is missing, damaged, not a compressor, or made for another decoder.
     """
     path, sha256, meta, tensors = _read(path)
     if meta["model_sha256"] != held.sha256:
@@ -145,7 +146,7 @@ def _values(tensors: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndar
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Codes -8 to 7, two a byte."""
+    """Pack codes -8 to 7, two per byte."""
     halves = (codes + 8).astype(np.uint8)
     return halves[:, ::2] | (halves[:, 1::2] << 4)
 

@@ -1,8 +1,8 @@
-"""Ask a compressed text: a decoder reads its vectors block by block, and says what one of them answers.
+"""Ask a compressed text: a decoder reads its vectors block by block and gives the answer of one block.
 
-Data's way: a text's vectors -> blocks of as many chunks as the decoder was tuned on, so that a text may be longer than
-the decoder's positions -> the most probable answer behind each, and how much more probable it is than the word that
-says that there is none -> the answer of the block where that margin is largest.
+Data flow: a text's vectors -> blocks of as many chunks as the decoder was tuned on, so that a text may be longer than
+the decoder's context -> the most probable answer to each, and its margin: how much more probable it is than NO_ANSWER
+-> the answer of the block with the largest margin.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from jaxbench.compress import answering, evaluate, questions, reading
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.compress.document import CompressionResult
 
-CHUNKS = 1  # of a block, as in the rows of questions that the shipped weights were trained on
+CHUNKS = 1  # of a block, as in the question rows that the shipped weights were trained on
 
 
 class Answer(NamedTuple):
     """An answer, and where it was read."""
 
     text: str | None  # None = no block answers the question
-    margin: float  # log-probability of it with its end, beside that of "there is none", nats
-    span: tuple[int, int]  # characters of the block that was read: from, to
+    margin: float  # log-probability of it with its end token, less that of NO_ANSWER, nats
+    span: tuple[int, int]  # characters of the block: from, to
 
 
 class Best(NamedTuple):
-    """The answer of one of many prompts."""
+    """The answer of the best of many prompts."""
 
-    block: int  # its number
+    block: int  # index of the prompt
     text: str | None
     margin: float
 
@@ -45,7 +45,7 @@ def ask(
       reader, generate: of the decoder that reads the compressor's vectors.
 
     Raises:
-      ValueError: the question is empty, or the vectors are another decoder's or another compressor's.
+      ValueError: the question is empty, or the vectors are for another decoder or from another compressor.
     """
     if not question.strip():
         raise ValueError(f"ask: the question is {question!r}; wanted words")
@@ -63,7 +63,7 @@ def best_of(
     reader: reading.Reader, generate: answering.Generate, words: Any, given: Sequence[Prompt],
     *, progress: Callable[[int], Any] = lambda count: None,
 ) -> Best:  # fmt: skip
-    """The answer behind that prompt where it is most probable beside "there is none"."""
+    """Return the answer of the prompt with the largest margin over NO_ANSWER."""
     said: list[str] = []
     for first in range(0, len(given), evaluate.TOGETHER):
         part = given[first : first + evaluate.TOGETHER]
@@ -76,7 +76,7 @@ def best_of(
 
 
 def blocks(result: CompressionResult, tokens: int) -> list[tuple[int, int]]:
-    """Which vectors make a block of so many tokens: from, to."""
+    """Return which vectors make each block of `tokens` tokens: from, to."""
     numbers = result.positions // tokens
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     return list(zip(starts.tolist(), [*starts[1:].tolist(), len(numbers)]))
@@ -85,7 +85,7 @@ def blocks(result: CompressionResult, tokens: int) -> list[tuple[int, int]]:
 def _logs(
     reader: reading.Reader, words: Any, given: Sequence[Prompt], said: Sequence[str], no_answer: bool
 ) -> list[float]:
-    """Log-probability of what was said behind each prompt, or of NO_ANSWER, its end with it, nats."""
+    """Log-probability of each prompt's answer, or of NO_ANSWER, including the end token, in nats."""
     rows = []
     for prompt, text in zip(given, said):
         answer = questions.answer_ids(questions.NO_ANSWER if no_answer else text, words)

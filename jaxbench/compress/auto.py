@@ -1,10 +1,10 @@
-"""Compress texts with trained weights: all at once, or as they come.
+"""Compress texts with trained weights, at once or as a stream.
 
     compressor = AutoCompressor.from_pretrained("rfcc-base-8x")
     result = compressor.compress(text)
 
-A text is read in chunks of 256 tokens, each by one call of the same program: a text that comes in pieces has the
-vectors that it has as a whole, bit for bit.
+A text is read in chunks of 256 tokens, each by one call of the same program, so a text that arrives in pieces has
+bit-identical vectors to the same text as a whole.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NAME = re.compile(r"rfcc-base-(\d+)x")
 
 
 class Prompt(NamedTuple):
-    """What a Generator takes: Generator(...)([ids], vectors=vectors, ...)."""
+    """Inputs of a Generator: Generator(...)([ids], vectors=vectors, ...)."""
 
-    ids: list[int]  # tokens; past the vocabulary: vectors
+    ids: list[int]  # token ids; ids past the vocabulary are vectors
     vectors: Float32[np.ndarray, "M D"]
 
 
@@ -40,8 +40,8 @@ class Made(NamedTuple):
     """Vectors of a part of a text."""
 
     vectors: Float32[np.ndarray, "M D"]
-    starts: Int64[np.ndarray, " M"]  # the first character that each stands for
-    positions: Int32[np.ndarray, " M"]  # of each among the text's tokens
+    starts: Int64[np.ndarray, " M"]  # index of the first character that each stands for
+    positions: Int32[np.ndarray, " M"]  # of each, in tokens of the text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class AutoCompressor:
     """A trained encoder and its tokenizer, at one ratio."""
 
     config: CompressorConfig
-    ratio: int  # tokens a vector stands for
+    ratio: int  # tokens per vector
     words: tokenizer.Tokenizer
     model_sha256: str  # of the decoder
     id: str  # of the compressor's weights
     tags: Float32[np.ndarray, "tags D"]
-    adapters: Mapping[str, np.ndarray]  # of the decoder, by its own names; none = it reads vectors as it is
+    adapters: Mapping[str, np.ndarray]  # of the decoder, by its parameters' names; empty = the decoder is unchanged
     about: Mapping[str, Any]  # what the weights were trained with
     encode: Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [B T], groups [B M] of chunks -> vectors [B M D]
 
@@ -63,16 +63,16 @@ class AutoCompressor:
         cls, name: str = "rfcc-base-8x", *, file: str | Path | None = None, model: str | None = None,
         precision: str = "bfloat16", twin: types.ModuleType | None = None,
     ) -> AutoCompressor:  # fmt: skip
-        """Load a compressor: rfcc-base-2x, -4x, -8x, -16x or -32x, one set of weights.
+        """Load a compressor, rfcc-base-2x, -4x, -8x, -16x or -32x; all use one set of weights.
 
         Args:
-          file: weights that `compress.py train` made; None = those that are shipped.
+          file: weights made by `compress.py train`; None = the shipped ones.
           model: the decoder that they were trained for; None = the default model.
           precision: of products, float32 or bfloat16.
           twin: torch_ref.compress.compressor, to compute in PyTorch; None = Flax.
 
         Raises:
-          ValueError: the name is unknown, or the file is missing, damaged or another decoder's.
+          ValueError: the name is unknown, or the file is missing, damaged or for another decoder.
         """
         ratio = check_name(name, file)
         held = weights.load_checkpoint(model)
@@ -84,7 +84,7 @@ class AutoCompressor:
         cls, trained: artifact.Trained, held: weights.Checkpoint, words: tokenizer.Tokenizer, ratio: int,
         precision: str = "bfloat16", twin: types.ModuleType | None = None,
     ) -> AutoCompressor:  # fmt: skip
-        """A compressor of weights that are loaded."""
+        """Make a compressor from loaded weights."""
         params = {name: value for name, value in trained.params.items() if name.startswith(("encoder.", "connector."))}
         params["embed.embedding"] = held.params["embed.embedding"]
         if twin is None:
@@ -99,31 +99,31 @@ class AutoCompressor:
         )  # fmt: skip
 
     def at(self, ratio: int) -> AutoCompressor:
-        """The same weights at another ratio.
+        """Return the same weights at another ratio.
 
         Raises:
-          ValueError: it is not one of theirs.
+          ValueError: the ratio is not one of theirs.
         """
         self.config.check_ratio(ratio)
         return dataclasses.replace(self, ratio=ratio)
 
     def reader(self, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Parameters of the decoder that reads vectors, from its own ones: adapters multiplied out."""
+        """Parameters of the decoder that reads vectors: its own ones with the adapters merged."""
         if self.config.lora is None:
             return dict(params)
         return lora.merged(self.config.adapted, {**params, **self.adapters})
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text."""
+        """Number of tokens of a text."""
         return len(self.words.encode(text, add_special=False))
 
     def get_compression_ratio(self, text: str) -> float:
-        """Tokens over vectors that a text would have: the ratio, but for the ends of chunks and text."""
+        """Tokens per vector that a text would have: the ratio, or less if the last group is not full."""
         count = self.count_tokens(text)
         return count / max(1, -(-count // self.ratio))
 
     def compress(self, text: str) -> CompressionResult:
-        """Vectors of a text.
+        """Compress a text.
 
         Raises:
           ValueError: it has no tokens.
@@ -145,13 +145,13 @@ class AutoCompressor:
                 raise ValueError(f"compressed text: made for {what} {theirs[:12]}, this is {own[:12]}; compress again")
 
     def prompt(self, result: CompressionResult, text: str, *, tag: str = "continue") -> Prompt:
-        """A compressed text, a tag and a text in clear as one prompt.
+        """Make one prompt of a compressed text, a tag and plain text.
 
         Args:
-          tag: what the decoder is asked for: reconstruct, continue or answer.
+          tag: the decoder's task: reconstruct, continue or answer.
 
         Raises:
-          ValueError: the vectors are another decoder's or another compressor's, or there is no such tag.
+          ValueError: the vectors are for another decoder or from another compressor, or the tag is unknown.
         """
         if tag not in TAGS[:-1]:
             raise ValueError(f"compressor: tag={tag!r}; wanted one of {', '.join(TAGS[:-1])}")
@@ -161,11 +161,11 @@ class AutoCompressor:
         return Prompt(ids, vectors.astype(np.float32))
 
     def tag(self, index: int) -> Float32[np.ndarray, "P D"]:
-        """Vectors of a tag, by its place in TAGS."""
+        """Vectors of a tag, by its index in TAGS."""
         return self.tags[self.config.tag(index)]
 
     def inputs_embeds(self, prompt: Prompt, embedding: np.ndarray) -> Float32[np.ndarray, "T D"]:
-        """A prompt as rows of embeddings, for a decoder that takes them: Hugging Face's generate(inputs_embeds=...).
+        """A prompt as rows of embeddings, for a decoder that takes these: Hugging Face's generate(inputs_embeds=...).
 
         Args:
           embedding: the decoder's table of token embeddings.
@@ -173,12 +173,12 @@ class AutoCompressor:
         return np.concatenate([embedding, prompt.vectors]).astype(np.float32)[prompt.ids]
 
     def chunk(self, ids: Int32[np.ndarray, " T"]) -> tuple[Float32[np.ndarray, "M D"], Int32[np.ndarray, " M"]]:
-        """Vectors of at most a chunk of tokens, and the place of each in it."""
+        """Vectors of at most a chunk of tokens, and the position of each in the chunk."""
         [made] = self.chunks([ids])
         return made
 
     def chunks(self, parts: Sequence[Int32[np.ndarray, " T"]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same of several in one call of one program; vectors differ by rounding from those of each alone."""
+        """The same for several chunks in one call; vectors differ by rounding from those of each chunk alone."""
         groups = np.stack([group_positions(len(ids), self.ratio, self.config.chunk) for ids in parts])
         padded = np.full((len(parts), self.config.chunk), -1, np.int32)
         for i, ids in enumerate(parts):
@@ -187,7 +187,7 @@ class AutoCompressor:
         return [(vectors[own >= 0], own[own >= 0]) for vectors, own in zip(found, groups)]
 
     def compress_all(self, texts: Sequence[str], *, batch: int = 8) -> list[CompressionResult]:
-        """Vectors of each text, `batch` chunks of any of them at once; `processing_time` is each one's share of it.
+        """Compress texts, `batch` chunks of any of them at once; `processing_time` is each text's share of the total.
 
         Raises:
           ValueError: a text has no tokens, or batch is below 1.
@@ -215,7 +215,7 @@ class AutoCompressor:
         ]
 
     def result(self, made: Made, characters: int, tokens: int, seconds: float) -> CompressionResult:
-        """Vectors of a text of so many characters and tokens."""
+        """Make the result of a text from its vectors and its numbers of characters and tokens."""
         spans = np.stack([made.starts, np.append(made.starts[1:], characters)], axis=1)
         return CompressionResult(
             made.vectors, spans, made.positions, self.ratio, tokens, seconds, self.model_sha256, self.id
@@ -223,7 +223,7 @@ class AutoCompressor:
 
 
 def joined(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[list[int]], Float32[np.ndarray, "M D"] | None]:
-    """Prompts as a Generator takes many: their ids, and one table of all their vectors; None = they have none."""
+    """Join prompts for one call of a Generator: their ids, and one table of all their vectors; None = no vectors."""
     ids, count = [], 0
     for prompt in prompts:
         ids.append([token + count if token >= vocab_size else token for token in prompt.ids])
@@ -232,7 +232,7 @@ def joined(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[list[int]],
 
 
 def check_name(name: str, file: str | Path | None = None) -> int:
-    """Ratio of a compressor's name, among those of a file of weights (None = the shipped ones).
+    """Return the ratio in a compressor's name, which must be one of a weights file's (None = the shipped one).
 
     Raises:
       ValueError: the name is unknown, or the file is missing or damaged.
@@ -250,20 +250,20 @@ COUNTS = ("characters", "tokens", "vectors", "seconds")  # of a stream
 
 
 class StreamingCompressor:
-    """Compresses a text that comes in pieces; what has been compressed is no longer held as text."""
+    """Compress a text that arrives in pieces; text that has been compressed is no longer held."""
 
     def __init__(self, compressor: AutoCompressor):
         self.compressor = compressor
         self._is_cut = can_cut(compressor.words)
-        self._pieces: list[str] = []  # text that is not tokenised
-        self._ids: list[int] = []  # tokens that are not compressed
-        self._starts: list[int] = []  # the character of the whole text that each begins in
-        self.characters = self.tokens = self.vectors = 0  # tokenised, compressed, made of them
-        self.seconds = 0.0  # that it took
+        self._pieces: list[str] = []  # text that is not tokenised yet
+        self._ids: list[int] = []  # tokens that are not compressed yet
+        self._starts: list[int] = []  # index in the whole text of each token's first character
+        self.characters = self.tokens = self.vectors = 0  # characters tokenised, tokens compressed, vectors made
+        self.seconds = 0.0  # spent so far
         self._parts: list[Made] = []
 
     def add_chunk(self, text: str) -> int:
-        """Take more text; vectors so far. A chunk is compressed when its 256 tokens are certain."""
+        """Add text and return the number of vectors so far. A chunk is compressed once its 256 tokens are final."""
         started = time.perf_counter()
         last = self._pieces[-1][-1:] if self._pieces else ""
         if self._is_cut and (place := safe_cut(last + text)):
@@ -277,7 +277,7 @@ class StreamingCompressor:
         return self.vectors
 
     def finish(self) -> CompressionResult:
-        """Vectors of all text that was added, but for those that were taken.
+        """Compress the rest and return the vectors of all added text, except those already taken.
 
         Raises:
           ValueError: it has no tokens.
@@ -286,10 +286,10 @@ class StreamingCompressor:
         return self.compressor.result(self.take(), self.characters, self.tokens, self.seconds)
 
     def close(self) -> None:
-        """Compress what is left of the text.
+        """Compress the rest of the text.
 
         Raises:
-          ValueError: all of it has no tokens.
+          ValueError: the whole text has no tokens.
         """
         started = time.perf_counter()
         self._tokenise("".join(self._pieces))
@@ -300,20 +300,20 @@ class StreamingCompressor:
             raise ValueError(f"compress: the text has {self.tokens} tokens; wanted at least one")
 
     def take(self) -> Made:
-        """Vectors that were made since the last call, which are no longer held."""
+        """Return the vectors made since the last call; they are no longer held."""
         parts, self._parts = self._parts, []
         width = self.compressor.config.decoder.d_model
         none = Made(np.zeros((0, width), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int32))
         return Made(*map(np.concatenate, zip(none, *parts)))
 
     def state(self) -> dict[str, Any]:
-        """All that is held but vectors, as JSON values: `resumed` goes on from it."""
+        """Return all state but vectors as JSON values, from which `resumed` continues."""
         counts = {name: getattr(self, name) for name in COUNTS}
         return counts | {"text": "".join(self._pieces), "ids": self._ids, "starts": self._starts}
 
     @classmethod
     def resumed(cls, compressor: AutoCompressor, state: Mapping[str, Any]) -> StreamingCompressor:
-        """A stream that goes on where another was."""
+        """Make a stream that resumes from another's state."""
         stream = cls(compressor)
         for name in COUNTS:
             setattr(stream, name, state[name])
@@ -328,7 +328,7 @@ class StreamingCompressor:
         self.characters += len(text)
 
     def _compress(self, count: int) -> None:
-        """Compress the first tokens that are not yet."""
+        """Compress the first `count` tokens that are not compressed yet."""
         size, ratio = self.compressor.config.chunk, self.compressor.ratio
         for first in range(0, count, size):
             ids = np.array(self._ids[first : min(first + size, count)], np.int32)
@@ -341,9 +341,9 @@ class StreamingCompressor:
 
 
 def safe_cut(text: str) -> int:
-    """Where a text may be cut so that both parts have the tokens that it has as a whole: the last such place; 0 = none.
+    """Return the last index at which cutting a text does not change its tokens; 0 = none.
 
-    That is in front of a single space between two other characters: tokenizers that `can_cut` begin a word there.
+    That is before a single space between two non-space characters: tokenizers that `can_cut` start a word there.
     """
     at = len(text)
     while (at := text.rfind(" ", 0, at)) > 0:
@@ -353,9 +353,9 @@ def safe_cut(text: str) -> int:
 
 
 def can_cut(words: tokenizer.Tokenizer) -> bool:
-    """True where a text's parts at a `safe_cut` have the tokens of the whole.
+    """True if the two parts of a text cut at a `safe_cut` have the tokens of the whole.
 
-    False for SentencePiece's kind that puts a space in front of every text: a part would begin with two of them.
+    False for the SentencePiece kind that prepends a space to every text: a part would begin with two spaces.
     """
     whole, *parts = (words.encode(text, add_special=False) for text in ("a b", "a", " b"))
     return whole == sum(parts, [])

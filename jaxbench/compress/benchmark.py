@@ -1,4 +1,4 @@
-"""How fast texts become vectors and questions over them are begun, and what that takes of memory."""
+"""Measure how fast texts are compressed and questions over them get a first token, and the memory that takes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxbench.compress.config import CompressorConfig, is_trained, starting_para
 from jaxbench.measure import worker
 from jaxbench.pretrained import tokenizer, weights
 
-SPREAD = 3  # timed calls of which a median is taken, where one takes less than LONG
+SPREAD = 3  # timed calls per median; fewer if they take LONG in total
 LONG = 20.0  # seconds
 
 
 def untrained(
     name: str, num_layers: int, *, model: str | None, precision: str, twin: types.ModuleType | None
 ) -> AutoCompressor:
-    """A compressor of a decoder's first layers as they are, for its speed alone; the arguments of `from_pretrained`.
+    """Make an untrained compressor from a decoder's first layers, only for speed; arguments as of `from_pretrained`.
 
     Raises:
       ValueError: the name is unknown, or the decoder has fewer layers.
@@ -36,13 +36,13 @@ def untrained(
 def lengths(
     compressor: AutoCompressor, text: str, counts: Sequence[int], *, say: Callable[[str], Any] = print
 ) -> list[dict[str, float]]:
-    """Seconds and tokens a second of texts of so many tokens, tokenising included.
+    """Measure seconds and tokens per second of texts of `counts` tokens, tokenising included.
 
     Args:
-      text: whose beginnings are compressed; repeated where it is too short.
+      text: its beginnings are compressed; it is repeated if it is too short.
     """
     ids = compressor.words.encode(text, add_special=False)
-    compressor.compress(compressor.words.decode(ids[:300]))  # whatever is made once
+    compressor.compress(compressor.words.decode(ids[:300]))  # one-time work
     found = []
     for count in counts:
         piece = beginning(compressor, ids, count)
@@ -64,7 +64,7 @@ def lengths(
 
 
 def beginning(compressor: AutoCompressor, ids: list[int], count: int) -> str:
-    """A text of so many of the first tokens, which are repeated where they are too few."""
+    """Make a text of the first `count` tokens, which are repeated if there are too few."""
     return compressor.words.decode((ids * -(-count // len(ids)))[:count])
 
 
@@ -72,7 +72,7 @@ def documents(
     compressor: AutoCompressor, text: str, *, count: int, tokens: int, batches: Sequence[int],
     say: Callable[[str], Any] = print,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Seconds of so many texts of so many tokens, so many chunks at once, and texts a minute."""
+    """Measure seconds and texts per minute of `count` texts of `tokens` tokens, by the number of chunks at once."""
     ids = compressor.words.encode(text, add_special=False)
     ids = ids * -(-count * tokens // len(ids))
     pieces = [compressor.words.decode(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
@@ -100,11 +100,11 @@ def documents(
 def first_token(
     compressor: AutoCompressor, generate: Callable[..., Any], text: str, question: str, *, over: int, new_tokens: int
 ) -> dict[str, float]:
-    """Seconds to the first token of an answer over a compressed text, and tokens a second behind it.
+    """Measure seconds to the first token of an answer over a compressed text, and tokens per second after it.
 
     Args:
       generate: a Generator of the compressor's decoder.
-      text: of whose first tokens, `over` of them, it is asked; repeated where it is too short.
+      text: the question is about its first `over` tokens; it is repeated if it is too short.
     """
     ids = compressor.words.encode(text, add_special=False)
     result = compressor.compress(beginning(compressor, ids, over))

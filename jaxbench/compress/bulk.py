@@ -1,8 +1,8 @@
-"""Compress a file that need not fit in memory, nor its vectors: a part of them after another is kept.
+"""Compress a file that need not fit in memory, nor its vectors: they are saved in parts.
 
-Data's way: pieces of the file -> a stream that compresses chunks as they fill up -> parts of two thousand vectors,
-each a file with the stream's state behind it -> one file of them all, the parts removed. A run that is killed goes on
-behind its last part, and ends with the bytes of a run that was not.
+Data flow: pieces of the file -> a stream that compresses chunks as they fill up -> parts of two thousand vectors, each
+a file with the stream's state after it -> one file of all parts, which are then removed. A killed run resumes after its
+last part, and writes the same bytes as an uninterrupted run, except for the time it took.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.compress.auto import AutoCompressor, StreamingCompressor
 from jaxbench.pretrained import safetensors_files
 from jaxbench.text import stream as text_stream
 
-PART = 2048  # vectors, at least, of a part: 2.4 MB in bfloat16, of a text's 64 KB at 8 tokens a vector
+PART = 2048  # least vectors of a part: 2.4 MB in bfloat16, from 64 KB of text at 8 tokens per vector
 KEY = "compressed_part"
 
 
@@ -29,17 +29,17 @@ class Written(NamedTuple):
 
     tokens: int
     vectors: int
-    seconds: float  # of compressing, all runs together
+    seconds: float  # of compressing, over all runs
     bytes: int  # of the file of vectors
-    resumed_at: int  # byte of the text that this run went on from
+    resumed_at: int  # byte of the text at which this run resumed
 
 
 class _Part(NamedTuple):
     path: Path
-    first: int  # number of its first vector
-    end: int  # behind its last
-    state: dict[str, Any]  # of the stream behind it
-    byte: int  # of the text, behind what was read
+    first: int  # index of its first vector
+    end: int  # index after its last vector
+    state: dict[str, Any]  # of the stream after it
+    byte: int  # of the text, after what was read
     is_last: bool
 
 
@@ -50,13 +50,13 @@ def compress_file(
     """Compress a text file into a file of vectors.
 
     Args:
-      sha256: of the text: a run goes on with the text that it began with.
+      sha256: of the text: a run resumes only with the text that it began with.
       workdir: of the parts, which is removed at the end.
-      part: vectors of a part, at least.
-      progress: is told of bytes that were read.
+      part: least vectors of a part.
+      progress: called with the number of bytes read.
 
     Raises:
-      ValueError: the text has no tokens, or too few for product codes, or is no UTF-8, or workdir holds the parts of
+      ValueError: the text has no tokens, or too few for product codes, or is not UTF-8, or workdir holds the parts of
         another run.
     """
     claimed = f"{sha256}-{compressor.id}-{compressor.ratio}-{dtype}"
@@ -82,7 +82,7 @@ def compress_file(
             if stream.vectors - (parts[-1].end if parts else 0) >= part:
                 keep(is_last=False)
         stream.close()
-        if dtype == "pq":  # before anything is kept: another --dtype is then a run of its own
+        if dtype == "pq":  # before anything is saved, so that a run with another --dtype is free to start
             product.check(stream.vectors, compressor.config.decoder.d_model)
         keep(is_last=True)
     about = {
@@ -96,18 +96,18 @@ def compress_file(
 
 def _write(part: _Part, made: Any, dtype: document.Dtype) -> None:
     tensors = {"starts": made.starts, "positions": made.positions}
-    tensors |= document.stored(made.vectors, "float32" if dtype == "pq" else dtype)  # codes are learned from all
+    tensors |= document.stored(made.vectors, "float32" if dtype == "pq" else dtype)  # codes are learned from all parts
     about = {name: value for name, value in part._asdict().items() if name != "path"}
     outputs.save_tensors(part.path, tensors, {KEY: json.dumps(about)})
 
 
 def has_parts(workdir: Path) -> bool:
-    """True where another run would go on behind a part."""
+    """True if another run would resume after a part."""
     return any(workdir.glob("part-*.safetensors"))
 
 
 def _found(workdir: Path) -> list[_Part]:
-    """Parts that are there, in order.
+    """Saved parts, in order.
 
     Raises:
       ValueError: one is damaged.

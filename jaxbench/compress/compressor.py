@@ -1,10 +1,10 @@
 """A context compressor in Flax NNX: encoder, connector, local head, and the decoder that reads its vectors.
 
 Twin: torch_ref/compress/compressor.py.
-Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
-residual stream are averaged in groups -> connector, added to the mean embedding of a group's tokens, spread and centred
--> vectors, in front of what the decoder is asked. The local head says a vector's own tokens from that vector alone:
-without it training stays where vectors are ignored. Axis letters: config.py.
+Data flow: tokens of a chunk -> encoder layers, in which each token attends to the whole chunk; the last one averages
+queries and residual stream over groups -> connector, added to the mean embedding of a group's tokens, scaled and
+re-centred -> vectors, which precede the decoder's other inputs. The local head predicts a vector's own tokens from that
+vector alone; without it, training stays where the decoder ignores vectors. Axis letters: config.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxbench.compress.config import TAGS, CompressorConfig
 from jaxbench.config import Compute
 from jaxbench.lora import layers
 
-LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's, up to LOCAL_RATIO tokens a vector
-LOCAL_RATIO = 8  # above, in proportion less: what 32 tokens were no vector can say, and the rest is noise
+LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy relative to the decoder's, up to LOCAL_RATIO tokens per vector
+LOCAL_RATIO = 8  # above it, proportionally less: no vector can encode 32 tokens, and the rest is noise
 TEACHER_WEIGHT = 1.0  # of the cross-entropy to the teacher's probabilities
 
 
 class Batch(NamedTuple):
-    """Rows of compressed text and of what the decoder is asked for behind it; config.Arrays says what is what."""
+    """Rows of compressed text and the decoder's targets after it; config.Arrays describes the fields."""
 
     context: Int[Array, "B C T"]
     groups: Int[Array, "B C M"]
@@ -47,19 +47,19 @@ class Batch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a batch's loss is computed of."""
+    """Logits from which a batch's loss is computed."""
 
     logits: Float[Array, "B U V"]  # of the decoder
     local: Float[Array, "B P V"]  # of the local head, all chunks' tokens in order
 
 
 class PooledBlock(transformer.Block):
-    """An encoder's last block: queries and residual stream averaged in groups, keys and values of every token."""
+    """An encoder's last block: queries and residual stream averaged over groups, keys and values of every token."""
 
     def pooled(
         self, x: Float[Array, "B T D"], context: Context, groups: Int[Array, "B M"], frequencies: tuple[float, ...]
     ) -> Float[Array, "B M D"]:
-        """Residual stream of the groups behind the block; groups: the position that each stands at, -1 = no token."""
+        """Residual stream of the groups after the block; groups: the position of each, -1 = no token."""
         positions, size = context.spans.key_positions, x.shape[1] // groups.shape[1]
         normed, inner = self.attention_norm(x), self.attention
         key, value = inner.keys_values(normed, context)
@@ -75,7 +75,7 @@ class PooledBlock(transformer.Block):
 
 
 def group_means(x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], size: int) -> Float[Array, "B M D"]:
-    """Mean of each `size` neighbours that are tokens; 0 where none is."""
+    """Mean of the tokens among each `size` neighbours; 0 where there are none."""
     batch, length, width = x.shape
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     grouped = jnp.where(is_token[:, :, None], wide, 0.0).reshape(batch, length // size, size, width)
@@ -84,7 +84,7 @@ def group_means(x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], size: in
 
 
 class Encoder(nnx.Module):
-    """The decoder's first layers, each token of a chunk seeing all of it."""
+    """The decoder's first layers, in which each token attends to its whole chunk."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         shape = config.encoder
@@ -108,7 +108,7 @@ class Encoder(nnx.Module):
         context = Context(Spans(positions, positions), angles, None, None)
         *inner, last = self.layers
         for layer in inner:
-            x, _ = layer(x, context, (0, 0))  # no dropout, whose sites these are
+            x, _ = layer(x, context, (0, 0))  # dropout sites, unused: there is no dropout
         return self.final_norm(last.pooled(x, context, groups, self.frequencies))
 
 
@@ -119,12 +119,12 @@ class Gain(nnx.Module):
         self.scale = nnx.Param(jnp.ones((features,), dtype))
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Each channel times its factor."""
+        """Multiply each channel by its factor."""
         return x * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Connector(nnx.Module):
-    """From an encoder's states and the mean embeddings of their tokens to vectors where a decoder's embeddings lie."""
+    """Map encoder states and the mean embeddings of their tokens to vectors in the decoder's embedding space."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         shape = config.encoder.model_copy(update={"d_ff": config.d_connector})
@@ -137,13 +137,13 @@ class Connector(nnx.Module):
     def __call__(
         self, states: Float[Array, "B M D"], means: Float[Array, "B M D"], ratio: int
     ) -> Float[Array, "B M D"]:
-        """Vectors of groups; a mean of `ratio` rows is multiplied by the root of that, so that it is as long as one."""
+        """Vectors of groups; a mean of `ratio` rows is multiplied by sqrt(ratio), so that it is as long as one row."""
         center = self.centers(jnp.full((1, 1), self.known_ratios.index(ratio), jnp.int32))
         return means * math.sqrt(ratio) + center + self.gain(self.mlp(self.norm(states)))
 
 
 class LocalHead(nnx.Module):
-    """A vector's own tokens from it alone, as the decoder's hidden states in front of its logits."""
+    """Predict a vector's own tokens from it alone, as decoder hidden states before the vocabulary projection."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         shape, dtype = config.encoder, compute.dtype
@@ -160,7 +160,7 @@ class LocalHead(nnx.Module):
 
 
 class TextEncoder(nnx.Module):
-    """What makes vectors, without the decoder that reads them: embeddings, encoder and connector."""
+    """The modules that make vectors, without the decoder that reads them: embeddings, encoder and connector."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         shape = config.decoder
@@ -176,7 +176,7 @@ def _encode(
     embed: nn.Embed, encoder: Encoder, connector: Connector, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]
 ) -> Float[Array, "B M D"]:
     is_token = tokens >= 0
-    # no call of `embed`: what watches a decoder's modules sees it called once, on the decoder's inputs
+    # `embed` is not called here: tools that watch modules should see one call of it, on the decoder's inputs
     x = functional.take_rows(embed.embedding[...], jnp.maximum(tokens, 0)) * embed.scale
     ratio = x.shape[1] // groups.shape[1]
     return connector(encoder(x, is_token, groups), group_means(x, is_token, ratio), ratio)
@@ -197,7 +197,7 @@ class Compressor(nnx.Module):
         return _encode(self.decoder.embed, self.encoder, self.connector, tokens, groups)
 
     def __call__(self, batch: Batch, *, dropout: Any = None) -> Output:
-        """Logits of what the decoder and the local head are asked for; dropout is (Philox key, step)."""
+        """Logits at the targets of the decoder and of the local head; dropout is (Philox key, step)."""
         rows, count, length = batch.context.shape
         groups = batch.groups.reshape(rows * count, -1)
         vectors = self.encode(batch.context.reshape(rows * count, length), groups)
@@ -210,7 +210,7 @@ class Compressor(nnx.Module):
         return Output(self.decoder.logits(hidden), self.decoder.logits(local))
 
     def _of_table(self, batch: Batch) -> Int[Array, "B S"]:
-        """The decoder's inputs: a row's own vectors are found among those of all rows, and tags behind them."""
+        """Map the decoder's inputs to one table: the vectors of all rows, followed by the tags."""
         rows, count, each = batch.groups.shape
         size, own = self.decoder.vocab_size, count * each
         number = batch.inputs - size
@@ -225,12 +225,12 @@ def predict(model: Compressor, batch: Batch, *, dropout: Any = None) -> Output:
 
 
 def loss_of(output: Output, batch: Batch) -> Float[Array, ""]:
-    """Cross-entropy of the decoder, of the local head and to the teacher where there is one, nats per token."""
+    """Weighted cross-entropies of the decoder, of the local head and, if any, to the teacher, in nats per token."""
     loss = train.cross_entropy(output.logits, batch.targets, batch.mask)
     sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
     tokens = jnp.take_along_axis(batch.context, jnp.maximum(sampled, 0), axis=2)
     own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
-    # A sum over what the decoder is asked for, as micro-batches weigh their losses by that; a mean where all is full.
+    # Divided by the decoder's targets, by which micro-batches weight their losses; a mean where all rows are full.
     count, size = jnp.maximum(jnp.sum(batch.mask), 1), batch.mask.shape[1] / is_asked.shape[1]
     weight = LOCAL_WEIGHT * min(1.0, LOCAL_RATIO * batch.groups.shape[2] / batch.context.shape[2])
     loss = loss + weight * (jnp.sum(is_asked).astype(loss.dtype) / count * size) * train.cross_entropy(
@@ -252,7 +252,7 @@ def loss_fn(model: Compressor, batch: Batch, *, dropout: Any = None) -> Float[Ar
 
 
 def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any) -> Compressor:
-    """Compressor of a configuration holding `params`, cast to dtype.
+    """Build the compressor of a configuration with `params`, cast to dtype.
 
     Args:
       compute: the fields of Compute, such as dtype and implementation.
@@ -267,7 +267,7 @@ def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute:
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function from chunks' tokens [B T] and groups [B M] to vectors [B M D] in float32; a program for each shape."""
+    """Return a function from chunks' tokens [B T] and groups [B M] to float32 vectors [B M D]; a program per shape."""
     model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
     model = nn.load_params(model, params)
     program = jax.jit(lambda model, tokens, groups: model(tokens, groups).astype(jnp.float32))

@@ -1,8 +1,8 @@
-"""A context compressor's shape, its parameters and what a step is computed on (S file).
+"""Shape, parameters and batches of a context compressor (S file).
 
-Text is read in chunks of `chunk` tokens, each on its own, by an encoder made of the decoder's first layers; every
-`ratio` tokens of a chunk become a vector that stands where the decoder's token embeddings stand. Axis letters: C chunks
-of a row, M vectors of a chunk, S places of the decoder, U targets, P tokens that the local head is asked for.
+An encoder made of the decoder's first layers reads text in chunks of `chunk` tokens, each independently. Every `ratio`
+tokens of a chunk become one vector, which the decoder reads like a token embedding. Axis letters: C chunks of a row,
+M vectors of a chunk, S inputs of the decoder, U targets, P tokens that the local head predicts.
 
 Sources: ARC-Encoder (2025, arXiv:2510.20535) for averaged queries of the last layer; ICAE (Ge et al. 2023,
 arXiv:2307.06945) for reconstruction and continuation.
@@ -27,22 +27,22 @@ TAGS = (
     "continue",
     "answer",
     "blank",
-)  # what vectors say of what follows; blank: an input that is hidden
-EMBEDDING_RMS = 0.1356  # of SmolLM2-135M's embedding rows: where the vectors' gain starts
+)  # what is to follow the vectors; blank: an input that is hidden
+EMBEDDING_RMS = 0.1356  # of SmolLM2-135M's embedding rows: the initial gain of vectors
 
 
 class CompressorConfig(Base):
     """Shape of a compressor and of the decoder that reads its vectors."""
 
     decoder: TransformerConfig
-    num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder: the decoder's first
-    chunk: int = pydantic.Field(default=256, ge=2)  # tokens that are read together
-    ratios: tuple[int, ...] = (2, 4, 8, 16, 32)  # tokens a vector may stand for
+    num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder: the decoder's first ones
+    chunk: int = pydantic.Field(default=256, ge=2)  # tokens that are encoded together
+    ratios: tuple[int, ...] = (2, 4, 8, 16, 32)  # numbers of tokens that a vector may stand for
     d_connector: int = pydantic.Field(default=1152, ge=1)  # width of the connector's feed-forward layer
     d_local: int = pydantic.Field(default=576, ge=1)  # width of the local head
-    gain: float = pydantic.Field(default=EMBEDDING_RMS, gt=0)  # of vectors, at the start of training
+    gain: float = pydantic.Field(default=EMBEDDING_RMS, gt=0)  # of vectors, initially
     prefix: int = pydantic.Field(default=1, ge=1)  # vectors of a tag; several are a soft prompt (arXiv:2104.08691)
-    lora: LoraConfig | None = None  # adapters of the decoder; None = nothing of the decoder changes
+    lora: LoraConfig | None = None  # adapters of the decoder; None = the decoder is frozen
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> CompressorConfig:
@@ -72,7 +72,7 @@ class CompressorConfig(Base):
 
     @property
     def adapted(self) -> TransformerConfig:
-        """The decoder with its adapters, where it has any."""
+        """The decoder with its adapters, if it has any."""
         return with_lora(self.decoder, self.lora)
 
     def tag(self, index: int) -> slice:
@@ -110,7 +110,7 @@ def parameter_shapes(config: CompressorConfig) -> dict[str, tuple[int, ...]]:
 
 
 def initial_params(config: CompressorConfig, seed: int, *, distinct: bool = False) -> dict[str, Array]:
-    """Float64 values by name of a compressor on a decoder of random numbers."""
+    """Float64 values by name of a compressor on a decoder with random weights."""
     decoder = initial.initial_params(config.adapted, seed, distinct=distinct)
     if not distinct:
         return starting_params(config, decoder, seed=seed)
@@ -123,12 +123,12 @@ def initial_params(config: CompressorConfig, seed: int, *, distinct: bool = Fals
 
 
 def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, seed: int) -> dict[str, Array]:
-    """Parameters before the first step, of a decoder's.
+    """Initial parameters of a compressor, from a decoder's.
 
-    The encoder is the decoder's first layers and its connector silent, slots say nothing; a vector is the mean
-    embedding m of the vocabulary and sqrt(ratio) times what its tokens' mean is beyond m. Plain means lie so near to m
-    that the decoder reads worse than nothing (lab log). The local head holds all tokens for equally probable, a tag is
-    m and what `with_prefix` puts behind it, adapters add nothing.
+    The encoder is the decoder's first layers; the connector's output and the slots are zero. So a vector is
+    m + sqrt(ratio) * (mean embedding of its tokens - m), m the mean embedding of the vocabulary. Plain means are so
+    close to m that the decoder does worse with them than with nothing (lab log). The local head gives all tokens equal
+    probability; a tag is m, followed by what `with_prefix` appends; adapters add nothing.
     """
     c, random, found = config, np.random.default_rng(seed), {}
     adapted = {**c.adapted.own_params(seed, distinct=False, std=initial.STANDARD_DEVIATION), **decoder}
@@ -147,14 +147,14 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
             found[name] = np.full(shape, 1.0 if inner.endswith(".scale") else 0.0)
         elif name in ("encoder.slots.embedding", "connector.mlp.down_proj.kernel", "local.down_proj.kernel"):
             found[name] = np.zeros(shape)
-        else:  # behind a norm, or of vectors as large as embeddings
+        else:  # its inputs are normalised, or vectors as large as embeddings
             size = c.gain if room == "local" else 1.0
             found[name] = random.standard_normal(shape) / (np.sqrt(shape[0]) * size)
     return found
 
 
 def with_prefix(tags: Array, prefix: int, decoder: Mapping[str, Array], *, seed: int) -> Array:
-    """Tags of one vector with as many as `prefix`: each followed by means of itself and of tokens' embeddings."""
+    """Extend one-vector tags to `prefix` vectors: each is followed by means of itself and random token embeddings."""
     if prefix == 1:
         return tags
     table, random = np.asarray(decoder["embed.embedding"]), np.random.default_rng((seed, 1))
@@ -167,37 +167,37 @@ def is_trained(name: str) -> bool:
     return not name.startswith("decoder.") or ".lora_" in name
 
 
-# What a step is computed on
+# Batches
 
 
 class Arrays(NamedTuple):
-    """Rows of compressed text and of what the decoder is asked for behind it; the fields of a backend's Batch.
+    """Rows of compressed text and the decoder's targets after it; the fields of a backend's Batch.
 
-    A decoder's input v + m, v the size of its vocabulary, is the row's vector m, all chunks' in order; behind them come
-    the tags.
+    A decoder input v + m, v the size of the vocabulary, is vector m of the row, counted over all its chunks in order;
+    the tags' vectors follow.
     """
 
-    context: Int[Array, "B C T"]  # token ids, -1 = padding behind a chunk's tokens
-    groups: Int[Array, "B C M"]  # where each vector's tokens are, -1 = it has none
+    context: Int[Array, "B C T"]  # token ids, -1 = padding after a chunk's tokens
+    groups: Int[Array, "B C M"]  # position of each vector's tokens, -1 = it has none
     inputs: Int[Array, "B S"]  # of the decoder
     positions: Int[Array, "B S"]  # -1 = padding
-    places: Int[Array, "B U"]  # in S, whose next token is asked for
+    places: Int[Array, "B U"]  # indices into S whose next token is a target
     targets: Int[Array, "B U"]
     mask: Bool[Array, "B U"]  # True where a target counts
-    sampled: Int[Array, "B C P"]  # tokens of a chunk that the local head is asked for, -1 = none
-    teacher_tokens: Int[Array, "B U K"] | None = None  # the K tokens that are most probable behind the whole text
+    sampled: Int[Array, "B C P"]  # tokens of a chunk that the local head predicts, -1 = none
+    teacher_tokens: Int[Array, "B U K"] | None = None  # the K most probable tokens after the whole text
     teacher_probs: Float[Array, "B U K"] | None = None
 
 
 def group_positions(length: int, ratio: int, chunk: int) -> Int[Array, " M"]:
-    """Position of each vector of a chunk of `length` tokens: the middle of its tokens' places; -1 = it has none."""
+    """Position of each vector of a chunk of `length` tokens: the middle of its tokens; -1 = it has none."""
     starts = np.arange(0, chunk, ratio, dtype=np.int32)
     tokens = np.minimum(ratio, length - starts)
     return np.where(tokens > 0, starts + tokens // 2, -1).astype(np.int32)
 
 
 def parity_arrays(config: CompressorConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Random data of one step for the parity engine: two chunks a row, the second of an odd row not full."""
+    """Random data of one step for the parity engine: two chunks per row, the second of odd rows not full."""
     random, c, count = np.random.default_rng((seed, step)), config, 2
     size, ratio = config.decoder.vocab_size, config.ratios[seed % len(config.ratios)]
     context = random.integers(0, size, (batch, count, c.chunk), dtype=np.int32)
@@ -206,7 +206,7 @@ def parity_arrays(config: CompressorConfig, *, batch: int, length: int, seed: in
     groups = np.stack([[group_positions(n, ratio, c.chunk) for n in row] for row in lengths])
     vectors = np.arange(count * c.chunk // ratio, dtype=np.int32)
     asked = random.integers(0, size, (batch, length + 1), dtype=np.int32)
-    first = len(vectors) + c.prefix  # of what stands behind the tag
+    first = len(vectors) + c.prefix  # index of the first input after the tag
     inputs = np.zeros((batch, first + length), np.int32)
     inputs[:, : len(vectors)] = size + vectors
     tags = np.array([c.tag(row % len(TAGS)).start for row in range(batch)])

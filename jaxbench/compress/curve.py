@@ -1,4 +1,4 @@
-"""The held-out figures of a run, or of several that follow one another, over its steps, as SVG (S file)."""
+"""Draw the held-out figures of a run, or of several consecutive ones, over steps as SVG (S file)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAID = {"local": "the local head", "reconstruct": "read back", "continue": "cont
 
 
 def picture(records: Sequence[Mapping[str, Any]], note: str) -> str:
-    """Lines over steps of the records of a training.
+    """Draw lines over steps from the records of a training.
 
     Raises:
       ValueError: none of the records has held-out figures.

@@ -1,7 +1,7 @@
 """A compressed text: its vectors, what each stands for, and the file that holds them (S file).
 
-The file is safetensors. Vectors lie in it as float32, bfloat16, with a scale a vector int8, or as product codes
-(product.py). Its metadata say which decoder and which compressor they were made with: no other reads them.
+The file is safetensors. It stores vectors as float32, bfloat16, int8 with one scale per vector, or product codes
+(product.py). Its metadata identify the decoder and the compressor that they were made with: no other reads them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int
 
 
 class CompressionResult(NamedTuple):
-    """A text as vectors that a decoder reads where token embeddings stand."""
+    """A text as vectors that a decoder reads like token embeddings."""
 
     vectors: Float32[np.ndarray, "M D"]
     spans: Int64[np.ndarray, "M 2"]  # characters of the text that each vector stands for: from, to
-    positions: Int32[np.ndarray, " M"]  # of each among the text's tokens: the middle of its group
-    ratio: int  # tokens a vector stands for; fewer at the end of a text
+    positions: Int32[np.ndarray, " M"]  # of each, in tokens of the text: the middle of its group
+    ratio: int  # tokens per vector; fewer at the end of a text
     original_length: int  # tokens
     processing_time: float  # seconds, tokenising included
     model_sha256: str  # of the decoder
@@ -46,12 +46,12 @@ class CompressionResult(NamedTuple):
 
     @property
     def compression_ratio(self) -> float:
-        """Tokens over vectors: the ratio, but for what the last group of a text or of a chunk lacks."""
+        """Tokens per vector: the ratio, or less if the last group of a text or of a chunk is not full."""
         return self.original_length / max(1, self.compressed_length)
 
 
 def save(path: str | Path, result: CompressionResult, *, dtype: Dtype = "bfloat16") -> int:
-    """Write a compressed text, whole or not at all; its bytes.
+    """Write a compressed text atomically and return the file's size in bytes.
 
     Raises:
       ValueError: dtype is not one of DTYPES.
@@ -65,7 +65,7 @@ def save(path: str | Path, result: CompressionResult, *, dtype: Dtype = "bfloat1
 
 
 class Column(NamedTuple):
-    """A tensor of a file, a part of its rows after another."""
+    """A tensor of a file, as consecutive parts of its rows."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -73,20 +73,20 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, value: np.ndarray) -> Column:
-        """A tensor that is there as a whole."""
+        """Make a column of a whole tensor."""
         return cls(value.dtype, value.shape, [value])
 
 
 def edges(count: int, starts: Iterable[Int64[np.ndarray, " M"]], end: int) -> Column:
-    """Where each vector's characters begin, and where the last one's end: a span ends where the next begins."""
+    """Start of each vector's characters, and the last one's end: a span ends where the next begins."""
     kind = np.dtype(np.int32 if end < 2**31 else np.int64)
     return Column(kind, (count + 1,), itertools.chain(starts, [np.array([end])]))
 
 
 def write(path: str | Path, columns: Mapping[str, Column], about: Mapping[str, Any]) -> int:
-    """Write a file of tensors that need not fit in memory, whole or not at all; its bytes.
+    """Write a file of tensors that need not fit in memory, atomically; return its size in bytes.
 
-    safetensors' own writer takes tensors that are in memory; the format is 8 bytes of a header's length, the header in
+    safetensors' own writer needs the tensors in memory. The format is 8 bytes for the header's length, the header in
     JSON, and the tensors' bytes one after another.
     """
     header: dict[str, Any] = {"__metadata__": {"compressed_text": json.dumps({"format": FORMAT, **about})}}
@@ -108,7 +108,7 @@ def write(path: str | Path, columns: Mapping[str, Column], about: Mapping[str, A
 
 
 def stored(vectors: Float32[np.ndarray, "M D"], dtype: Dtype) -> dict[str, np.ndarray]:
-    """Vectors as the tensors of a file.
+    """Return vectors as the tensors of a file.
 
     Raises:
       ValueError: they are too few for dtype=pq.
@@ -125,13 +125,13 @@ def stored(vectors: Float32[np.ndarray, "M D"], dtype: Dtype) -> dict[str, np.nd
 
 
 def restored(tensors: Mapping[str, np.ndarray]) -> Float32[np.ndarray, "M D"]:
-    """The vectors of a file's tensors."""
+    """Return the vectors of a file's tensors."""
     if "codes" in tensors:
         return product.dequantized(product.Codes(tensors["codes"], tensors["centroids"].astype(np.float32)))
     return tensors["vectors"].astype(np.float32) * tensors.get("scales", np.float32(1))
 
 
-# What a file says of itself beside its format and dtype, and of what type each is.
+# Metadata of a file besides its format and dtype, with the type of each.
 ABOUT = {
     "ratio": int,
     "original_length": int,
@@ -139,14 +139,14 @@ ABOUT = {
     "model_sha256": str,
     "compressor_id": str,
 }
-OF_DTYPE = {"int8": ("vectors", "scales"), "pq": ("codes", "centroids")}  # tensors; of the others: vectors alone
+OF_DTYPE = {"int8": ("vectors", "scales"), "pq": ("codes", "centroids")}  # tensors; the others have only vectors
 
 
 def load(path: str | Path) -> CompressionResult:
     """Read a compressed text.
 
     Raises:
-      ValueError: the file is missing, damaged, no compressed text, or of another version's format.
+      ValueError: the file is missing, damaged, not a compressed text, or in another version's format.
     """
     if not Path(path).is_file():
         raise ValueError(f"compressed text: {path} is no file; `compress.py compress` makes one")
@@ -167,7 +167,7 @@ def load(path: str | Path) -> CompressionResult:
 
 
 def _fault(about: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
-    """What is wrong with a file, as far as it can be seen; nothing = ""."""
+    """Return what is wrong with a file, as far as it can be seen; nothing = ""."""
     for name, kind in ABOUT.items():
         if not isinstance(about.get(name), kind) or isinstance(about.get(name), bool):
             return f"its {name} is {about.get(name)!r}"

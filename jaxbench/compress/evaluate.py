@@ -1,13 +1,13 @@
-"""Figures of a compressor on texts that it was not trained on, beside what costs nothing: keeping some of the text.
+"""Evaluate a compressor on texts that it was not trained on, versus a free baseline: keeping some of the text.
 
-- Recovery of a continuation: (loss behind nothing - loss behind vectors) / (loss behind nothing - loss behind the whole
-  text), of means over documents, each the mean of its windows. Direct: the tokens that follow at once. Far: those
-  behind 64 more in clear, which say what the last few tokens would have said.
-- Keep-last: the last tokens in place of vectors, as many of the one as of the other.
-- Controls: the tag alone, and vectors of another text. What these recover is no content: a tag that was trained on
-  books says that a book goes on.
-- Read back: how often the most probable token is the right one, each behind the right ones before it; the same behind
-  the tag alone, and with vectors of zeros.
+- Recovery of a continuation: (loss after nothing - loss after vectors) / (loss after nothing - loss after the whole
+  text), of means over documents, each the mean of its windows. Direct: the tokens that follow at once. Far: those after
+  64 more tokens of plain text, which carry what the last few tokens of the compressed text would carry.
+- Keep-last: the last tokens of the text instead of vectors, as many as there are vectors.
+- Controls: the tag alone, and vectors of another text. What they recover is not content: a tag that was trained on
+  books tells the decoder that a book continues.
+- Read back: how often the most probable token is the right one, with teacher forcing; the same after the tag alone, and
+  with vectors of zeros.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jaxbench.compress.auto import AutoCompressor
 from jaxbench.compress.config import TAGS
 from jaxbench.text import answers
 
-CONTEXT, CLEAR, ASKED = 512, 64, 128  # tokens that are compressed, in clear behind them, asked for behind either
+CONTEXT, CLEAR, ASKED = 512, 64, 128  # tokens compressed, plain text after them, targets after either
 RECONSTRUCT, CONTINUE = TAGS.index("reconstruct"), TAGS.index("continue")
-FREE, TOGETHER = 64, 8  # tokens that are said freely, windows at once
+FREE, TOGETHER = 64, 8  # tokens generated freely, windows at once
 RESAMPLES = 2000
 Progress = Callable[[int], Any]
-Made = tuple[Float[np.ndarray, "M D"], Int32[np.ndarray, " M"]]  # vectors of a window, and their places in it
+Made = tuple[Float[np.ndarray, "M D"], Int32[np.ndarray, " M"]]  # vectors of a window, and their positions in it
 
 
 class Window(NamedTuple):
@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
 
 def windows(texts: Sequence[np.ndarray], count: int, *, seed: int, context: int = CONTEXT) -> list[Window]:
-    """Windows drawn from texts in turn, each text's own at random.
+    """Draw windows from the texts in turn, at a random place of each.
 
     Raises:
       ValueError: no text is long enough.
@@ -60,7 +60,7 @@ def windows(texts: Sequence[np.ndarray], count: int, *, seed: int, context: int 
 
 
 def tokens_of(compressor: AutoCompressor, ids: Int32[np.ndarray, " T"]) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of tokens and their places, chunk by chunk."""
+    """Vectors of tokens and their positions, computed chunk by chunk."""
     size, vectors, places = compressor.config.chunk, [], []
     for first in range(0, len(ids), size):
         found, inside = compressor.chunk(ids[first : first + size])
@@ -70,10 +70,10 @@ def tokens_of(compressor: AutoCompressor, ids: Int32[np.ndarray, " T"]) -> tuple
 
 
 def compressed(compressor: AutoCompressor, drawn: Sequence[Window], store: document.Dtype = "float32") -> list[Made]:
-    """Vectors of each window and their places, the vectors rounded as in one file of them all.
+    """Vectors of each window and their positions; vectors are rounded as in one file of all windows.
 
     Raises:
-      ValueError: they are too few for store=pq.
+      ValueError: the vectors are too few for store=pq.
     """
     made = [tokens_of(compressor, window.context) for window in drawn]
     all = document.restored(document.stored(np.concatenate([vectors for vectors, _ in made]), store))
@@ -82,7 +82,7 @@ def compressed(compressor: AutoCompressor, drawn: Sequence[Window], store: docum
 
 
 def _first_chunk(compressor: AutoCompressor, made: Made) -> Made:
-    """Of a window's vectors and places those of its first chunk."""
+    """Select the vectors and positions of a window's first chunk."""
     vectors, places = made
     mine = places < compressor.config.chunk
     return vectors[mine], places[mine]
@@ -92,10 +92,10 @@ def bounds(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
-    """Loss of each window, nats a token, direct and far, behind nothing, the tag alone, and the whole text.
+    """Loss of each window, in nats per token, direct and far, after nothing, the tag alone, and the whole text.
 
     Args:
-      start: token that text stands behind.
+      start: token before the text.
     """
     size, tag = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE)
     none = np.zeros((0, tag.shape[1]), np.float32)
@@ -111,10 +111,10 @@ def continuation(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *, start: int,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
-    """The same behind the last part of the text, behind its vectors, and behind those of another text.
+    """The same after the last part of the text, after its vectors, and after those of another text.
 
     Args:
-      made: vectors and places of each window, as `compressed` gives them; the same below.
+      made: vectors and positions of each window, as `compressed` returns them; the same below.
     """
     size, tag = compressor.config.decoder.vocab_size, compressor.tag(CONTINUE)
     kept = [w.context[-len(vectors) :] for (vectors, _), w in zip(made, drawn)]
@@ -135,7 +135,7 @@ def continuation(
 
 
 def of_others(keys: Sequence[Any]) -> list[int] | None:
-    """For each key, such as a document's, the place of the next other one; None where all are the same."""
+    """For each key, such as a document's, the index of the next different one; None if all are the same."""
     count = len(keys)
     if len(set(keys)) < 2:
         return None
@@ -158,7 +158,7 @@ def read_back(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
-    """Share of the tokens of each window's first chunk that are read back: from zeros, and from vectors."""
+    """Share of the tokens of each window's first chunk that are read back, from zeros and from vectors."""
     size, tag, rows = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
     for window, own in zip(drawn, made, strict=True):
         chunk = window.context[: compressor.config.chunk]
@@ -175,11 +175,11 @@ def said_freely(
     generate: Callable[..., Any], compressor: AutoCompressor, drawn: Sequence[Window], made: Sequence[Made], *,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
-    """What the decoder says by itself of each window's first chunk, each token behind its own ones before.
+    """Score what the decoder generates of each window's first chunk, each token after its own earlier ones.
 
     Returns:
-      `same`: share of FREE tokens, or of a shorter chunk, that are right at their place, which one word too many ends;
-      `words`: F1 of the words, wherever they stand; `others`: that beside the next window's text, which has common
+      `same`: share of FREE tokens, or of a shorter chunk, that are right at their position; one extra word shifts the
+      rest. `words`: F1 of the words, at any position. `others`: F1 versus the next window's text, which has common
       words too.
     """
     size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
@@ -205,7 +205,7 @@ def known(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *,
     progress: Progress = lambda count: None,
 ) -> Float[np.ndarray, " W"]:  # fmt: skip
-    """The same behind the tag alone: what the decoder would have said anyway. Vectors of zeros disturb it."""
+    """Share read back after the tag alone: what the decoder predicts anyway. Vectors of zeros disturb it."""
     size, tag = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT)
     none = np.zeros((0, tag.shape[1]), np.float32)
     chunks = [window.context[: compressor.config.chunk] for window in drawn]
@@ -223,9 +223,9 @@ def recovery(
 def share(
     nothing: np.ndarray, everything: np.ndarray, own: np.ndarray, documents: Sequence[int]
 ) -> tuple[float, float, float]:
-    """How far `own` has come from `nothing` to `everything`, of means over documents, with a 95 % interval over them.
+    """Position of `own` from `nothing` (0) to `everything` (1), of means over documents, with a 95 % interval.
 
-    Not a number where the two ends are equal.
+    Not finite if the two ends are equal.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return interval(
@@ -235,7 +235,7 @@ def share(
 
 
 def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float, float, float]:
-    """A function of means over documents, and its 95 % bootstrap interval (percentiles), documents drawn together."""
+    """A function of means over documents, and its 95 % bootstrap interval (percentiles; samples paired by document)."""
 
     def of_means(*values: np.ndarray, axis: int = -1) -> Any:
         return statistic(*(value.mean(axis=axis) for value in values))
@@ -244,7 +244,7 @@ def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float
     if len(samples[0]) < 2:
         return value, float("nan"), float("nan")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # a share of nothing: no interval
+        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # a share with equal ends: no interval
         drawn = scipy.stats.bootstrap(
             samples, of_means, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
             rng=np.random.default_rng(0),

@@ -1,6 +1,6 @@
 """Compute a compressor's figures on texts, and write them as a table, JSON and a picture.
 
-Ratios are computed one after another, each kept as a part of --workdir: a run that is killed goes on with the next.
+Ratios are computed one by one, each saved as a part of --workdir: a killed run resumes with the next.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ SAID = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is computed."""
+    """Settings of the evaluation."""
 
     ratios: tuple[int, ...]
-    chunks: int  # that are read back, of the first windows
-    start: int  # token that text stands behind
-    store: document.Dtype = "float32"  # what all vectors are rounded to before they are read
+    chunks: int  # read back, of the first windows
+    start: int  # token before the text
+    store: document.Dtype = "float32"  # format that vectors are rounded to before they are read
 
 
 def run(
     compressor: AutoCompressor, side: answer_run.Side, drawn: Sequence[evaluate.Window], plan: Plan, workdir: Path,
     *, say: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
+    """Compute figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
     documents, reader, found = [window.document for window in drawn], side.reader, []
 
     def ends() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run(
     floor = evaluate.mean_interval(floor, documents[: len(floor)])
     for ratio in plan.ratios:
         own = compressor.at(ratio)
-        # once, where one of the two parts is missing; of all windows, as one file of them all holds vectors
+        # once, if one of the two parts is missing; for all windows, as vectors are rounded as in one file
         compressed = functools.cache(functools.partial(evaluate.compressed, own, drawn, plan.store))
 
         def compute(own: AutoCompressor = own, compressed: Callable[[], Any] = compressed) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def run(
                 values = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], made, progress=advance)
             return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
-        # Of other stores than float32 an earlier version kept, without their name, what unrounded vectors gave; of all
-        # of them, as `ratio-N.json`, nats as means over windows.
+        # Stores other than float32 are named: for them, an earlier version saved figures of unrounded vectors without
+        # the store's name. For all stores, it saved nats as means over windows, in `ratio-N.json`.
         part = f"{ratio}.json" if plan.store == "float32" else f"{ratio}-{plan.store}.json"
         row, was_there = store.kept(workdir / f"figures-{part}", compute)
         row["freely"], _ = store.kept(workdir / f"freely-{part}", freely)
@@ -96,7 +96,7 @@ def _figures(
     for protocol, name in enumerate(("direct", "far")):
         row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
         means = {each: evaluate.by_document(value[:, protocol], documents) for each, value in losses.items()}
-        row[f"{name}_nats"] = {each: float(mean.mean()) for each, mean in means.items()}  # what recovery is made of
+        row[f"{name}_nats"] = {each: float(mean.mean()) for each, mean in means.items()}  # from which recovery follows
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
 
@@ -124,7 +124,7 @@ def picture(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str, arm: str) -> list[Point]:
-    """An arm's points in percent: none where it has no number, without an interval where one document has none."""
+    """An arm's points in percent: none where its value is NaN, and no interval where that is NaN (one document)."""
     found = []
     for row in rows:
         mean, *ends = (100 * x for x in row[name][arm])

@@ -1,6 +1,6 @@
-"""What `compress.py evaluate` computes: continuations of texts, answers to questions, or needles in texts.
+"""Evaluations of `compress.py evaluate`: continuations of texts, answers to questions, or needles in texts.
 
-What is asked for is read and checked before a model is loaded, and every part of a run is kept in `workdir`.
+Inputs are read and checked before a model is loaded, and every part of a run is saved in `workdir`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from jaxbench.text import dataset
 
 
 class How(NamedTuple):
-    """What is computed."""
+    """Settings of an evaluation."""
 
-    load: Callable[[int], AutoCompressor]  # by the ratio
+    load: Callable[[int], AutoCompressor]  # by ratio
     model: str | None  # the decoder; None = the default model
     precision: str
     ratios: tuple[int, ...]
     workdir: Path
     data: str | None = None  # documents; None = the default text
-    questions: tuple[str, ...] = ()  # files, in place of documents
+    questions: tuple[str, ...] = ()  # files, used instead of documents
     needles: int = 0  # tokens of the texts that a sentence is hidden in; 0 = continuations
     windows: int = 200
-    tokens: int = evaluate.CONTEXT  # of a window, compressed
-    chunks: int = 48  # that are read back, of those windows
-    count: int = 200  # of questions, or of needles of a kind at a depth
+    tokens: int = evaluate.CONTEXT  # compressed, per window
+    chunks: int = 48  # read back, of those windows
+    count: int = 200  # of questions, or of needles per kind and depth
     seed: int = 0
-    store: document.Dtype = "float32"  # what vectors are rounded to
-    adapters: bool = True  # of the decoder, where the weights have any
-    backend: str = "flax"  # that makes the vectors: flax or torch
+    store: document.Dtype = "float32"  # format that vectors are rounded to
+    adapters: bool = True  # of the decoder, if the weights have any
+    backend: str = "flax"  # of the encoder: flax or torch
 
 
 class Figures(NamedTuple):
-    """What came of it."""
+    """Results of an evaluation."""
 
     rows: Any
     about: dict[str, Any]
@@ -48,11 +48,11 @@ class Figures(NamedTuple):
 
 
 def run(how: How) -> Figures:
-    """Figures of quality.
+    """Run an evaluation.
 
     Raises:
-      ValueError: a file is missing or damaged, a text too short or longer than the decoder's context, or the folder is
-        another run's.
+      ValueError: a file is missing or damaged, a text too short or longer than the decoder's context, or the folder
+        belongs to another run.
     """
     compute = _answers if how.questions else _needles if how.needles else _continuations
     return compute(how, tokenizer.load_tokenizer(how.model))
@@ -100,7 +100,7 @@ def _answers(how: How, words: Any) -> Figures:
     longest = max(len(each.context) + len(each.question) for each in asked)
     reading.check_room(1 + longest + answering.NEW_TOKENS, weights.read_config(how.model).max_seq_len)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
-    # a tag may be of several vectors, which only the weights say
+    # a tag may have several vectors, which only the weights tell
     reading.check_room(compressor.config.prefix + longest + answering.NEW_TOKENS, held.config.max_seq_len)
     sums = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in how.questions]
     workdir = _claimed(how, compressor, "questions, beginnings as long as vectors", sums, how.count)
@@ -121,7 +121,7 @@ def _documents(how: How, words: Any) -> tuple[list[Any], str]:
 
 
 def _claimed(how: How, compressor: AutoCompressor, *what: Any) -> Path:
-    """Folder of the parts, which are this run's."""
+    """Claim the folder of the parts for this run and return it."""
     backend = "" if how.backend == "flax" else f"-{how.backend}"
     store.claim(how.workdir, f"{what}-{how.seed}-{compressor.id}-{how.precision}{backend}")
     return how.workdir

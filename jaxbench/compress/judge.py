@@ -1,7 +1,7 @@
-"""Figures of a compressor in training on rows that it does not learn from.
+"""Held-out figures of a compressor during training.
 
-What vectors recover may be that a text of this kind goes on at all, whatever it says. So a continuation is also judged
-behind the vectors of the next row: the difference is what a text's own vectors add.
+Vectors may only tell the decoder that a text of this kind continues, whatever its content. So targets are also
+evaluated after the vectors of another row: the difference is what a text's own vectors add.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue", rows.ANSWER
 
 
 class Judge:
-    """Held-out figures of parameters: the same rows every time."""
+    """Held-out figures of parameters, on the same rows every time."""
 
     def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, materials: Sequence[Material]):
         self._dtype, self._vocabulary, self._prefix = settings.precision, shape.decoder.vocab_size, shape.prefix
@@ -37,9 +37,9 @@ class Judge:
                 self._batches.append(material.draw(kind, seed=2**32 + settings.seed, step=i).arrays)
 
     def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Loss in nats per token and accuracy by kind of what is asked for, accuracy of the local head.
+        """Loss in nats per token and accuracy by kind of target, and accuracy of the local head.
 
-        <kind>_own is how much lower the loss is behind a row's own vectors than behind the next one's.
+        <kind>_own is how much lower the loss is after a row's own vectors than after another row's.
         """
         cast = {name: value.astype(self._dtype) for name, value in params.items()}
         sums: dict[str, list[np.ndarray]] = {}
@@ -64,13 +64,13 @@ class Judge:
 
 
 def _turned(arrays: rows.Arrays) -> rows.Arrays:
-    """Rows behind each other's passages; of other lengths, these have as many vectors as they had, and their places."""
+    """Rows with each other's passages; where lengths differ, vectors and positions move with the passages."""
     turned = arrays._replace(context=np.roll(arrays.context, 1, axis=0))
     groups = np.roll(arrays.groups, 1, axis=0)
     if np.array_equal(groups, arrays.groups):
         return turned
     vectors, behind = np.split(arrays.positions, [arrays.groups[0].size], axis=1)
-    ends = behind[:, :1]  # where the tag stands
+    ends = behind[:, :1]  # position of the tag
     behind = np.where(behind >= 0, behind - ends + np.roll(ends, 1, axis=0), -1)
     positions = np.concatenate([np.roll(vectors, 1, axis=0), behind], axis=1).astype(np.int32)
     return turned._replace(groups=groups, positions=positions)

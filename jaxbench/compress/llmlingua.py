@@ -1,4 +1,4 @@
-"""Texts shortened by LLMLingua in a process of its own, over the decoder that reads them (S file)."""
+"""Shorten texts with LLMLingua in a separate process, over the decoder that reads them (S file)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxbench.measure import process
 from jaxbench.pretrained import weights
 
 PEER, TIMEOUT_S = "llmlingua", 3600.0
-TOGETHER = 10  # texts of a request
+TOGETHER = 10  # texts per request
 
 
 class Shortener:
-    """LLMLingua, started when it is first called."""
+    """LLMLingua, started on the first call."""
 
     def __init__(self, python: Path, folder: Path, held: weights.Checkpoint, words: Any, threads: int):
         self._python, self._folder, self._held, self._words, self._threads = python, folder, held, words, threads
         self._worker: process.Worker | None = None
 
     def __call__(self, texts: Sequence[str], ratio: int) -> list[str]:
-        """Texts shortened to about 1/ratio of their tokens."""
+        """Shorten texts to about 1/ratio of their tokens."""
         if self._worker is None:
             self._worker = self._started()
         found: list[str] = []
@@ -53,7 +53,7 @@ class Shortener:
 
 @contextlib.contextmanager
 def shortener(folder: Path, held: weights.Checkpoint, words: Any, *, threads: int) -> Iterator[Shortener | None]:
-    """LLMLingua where `make peers` has installed it, else None."""
+    """Yield LLMLingua if `make peers` has installed it, else None."""
     try:
         python = process.peer_python(PEER)
     except ValueError as error:

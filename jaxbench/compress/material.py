@@ -1,4 +1,4 @@
-"""What rows are drawn from while a compressor is trained: texts, and questions over passages (S file)."""
+"""Sources of a compressor's training rows: texts, and questions over passages (S file)."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from jaxbench.compress.config import CompressorConfig
 from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.text import dataset
 
-HELD_OUT = 0.1  # share of the documents, where no others are named
+HELD_OUT = 0.1  # share of the documents, if no others are named
 
 
 class Material(NamedTuple):
-    """One kind of them."""
+    """One source of rows."""
 
     draw: Callable[..., rows.Draw]  # (RowsConfig, seed=, step=) -> a step's rows
     rows: rows.RowsConfig
     share: float  # of steps, in proportion to the others'
-    sum: str  # of its tokens: a run goes on with the material that it began with
+    sum: str  # checksum of its tokens: a run resumes only with the material that it began with
 
 
 def of_texts(texts: Sequence[Int32[np.ndarray, " N"]], shape: CompressorConfig, settings: TrainingConfig) -> Material:
-    """Texts, to be read back and continued."""
+    """Material of texts, to be read back and continued."""
     share = 1.0 if settings.questions is None else 1.0 - settings.questions.share
     return Material(functools.partial(rows.draw, texts, shape), settings.rows, share, _sum(texts))
 
 
 def of_questions(found: Sequence[questions.Question], shape: CompressorConfig, settings: TrainingConfig) -> Material:
-    """Questions, to be answered; those that have room in a row.
+    """Material of questions, to be answered; only those that fit in a row.
 
     Raises:
-      ValueError: none has, or the settings have no rows for them.
+      ValueError: none fits, or the settings have no rows for them.
     """
     if settings.questions is None:
         raise ValueError(
@@ -52,7 +52,7 @@ def of_questions(found: Sequence[questions.Question], shape: CompressorConfig, s
 
 
 def draw(materials: Sequence[Material], *, seed: int, step: int) -> rows.Draw:
-    """Rows of one step, of one of the materials."""
+    """Draw the rows of one step from one of the materials."""
     shares = np.array([each.share for each in materials])
     chosen = np.random.default_rng((seed, step, 1)).choice(len(materials), p=shares / shares.sum())
     return materials[chosen].draw(materials[chosen].rows, seed=seed, step=step)
@@ -62,7 +62,7 @@ def of_files(
     settings: TrainingConfig, shape: CompressorConfig, words: Any, *, data: str | None, held_out: str | None,
     question_files: Sequence[str],
 ) -> tuple[list[Material], list[Material]]:  # fmt: skip
-    """What to learn from, and what to be judged by: texts, questions, or both.
+    """Materials to train on, and held-out ones: texts, questions, or both.
 
     Args:
       data, held_out: documents; None = the default text, and the last tenth of `data`.

@@ -1,7 +1,7 @@
-"""Sentences with a number or a name, put into long texts at a depth, and asked for: what `ask` finds where.
+"""Test what `ask` finds: a sentence with a number or a name, inserted into a long text at a depth, is asked for.
 
-A text is read in blocks whatever its length, so that depth should not matter; what does is said by the control, the
-same decoder over the same blocks in clear.
+A text is read in blocks whatever its length, so depth should not matter. The control, the same decoder over the same
+blocks as plain text, shows what does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxbench.compress import answer_run, answering, ask, evaluate, questions
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.text import answers
 
-DEPTHS = (0.05, 0.5, 0.95)  # of a text: where the sentence stands
+DEPTHS = (0.05, 0.5, 0.95)  # of the sentence, as a share of the text
 FIRST, LAST = ("Harriet", "Walter", "Agnes", "Silas", "Edith"), ("Vance", "Holloway", "Marsh", "Pryor", "Whitlock")
 KINDS = {
     "number": ("The number of the old lighthouse is {}.", "What is the number of the old lighthouse?"),
@@ -27,7 +27,7 @@ Progress = Callable[[int], Any]
 
 
 class Needle(NamedTuple):
-    """A text with such a sentence in it."""
+    """A text with an inserted sentence."""
 
     kind: str
     depth: float
@@ -38,7 +38,7 @@ class Needle(NamedTuple):
 
 
 def needles(texts: Sequence[np.ndarray], words: Any, *, length: int, count: int, seed: int) -> list[Needle]:
-    """`count` texts of a length for every kind and depth, from the documents in turn.
+    """Make `count` texts of a length for every kind and depth, from the documents in turn.
 
     Raises:
       ValueError: no document is long enough.
@@ -69,7 +69,7 @@ def run(
     compressor: AutoCompressor, side: answer_run.Side, drawn: Sequence[Needle], ratios: Sequence[int], workdir: Path,
     *, say: Callable[[str], Any] = print,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """Figures in clear and by ratio, each kept as a part of workdir."""
+    """Compute figures with plain text and by ratio, each saved as a part of workdir."""
     rows = {}
     for ratio in (1, *ratios):
         name = "clear" if ratio == 1 else f"vectors-{ratio}"
@@ -91,11 +91,11 @@ def found(
     compressor: AutoCompressor, side: answer_run.Side, drawn: Sequence[Needle], *, in_clear: bool = False,
     progress: Progress = lambda count: None,
 ) -> list[float]:  # fmt: skip
-    """1.0 for every needle whose answer is said.
+    """Return 1.0 for every needle whose answer is given, else 0.0.
 
     Args:
       side: the decoder that reads.
-      in_clear: blocks are read in clear, not as vectors.
+      in_clear: blocks are read as plain text, not as vectors.
     """
     hits = []
     for needle in drawn:
@@ -115,7 +115,7 @@ def _prompts(compressor: AutoCompressor, needle: Needle, *, in_clear: bool) -> l
 
 
 def figures(drawn: Sequence[Needle], hits: Sequence[float]) -> list[dict[str, Any]]:
-    """Share that is found by kind and depth, with 95 % intervals over documents."""
+    """Share found, by kind and depth, with 95 % intervals over documents."""
     rows = []
     for kind in KINDS:
         for depth in DEPTHS:

@@ -1,7 +1,8 @@
-"""Product quantisation of a text's vectors: pieces of 8 numbers, each as the number of its nearest of 256 (S file).
+"""Product quantisation of a text's vectors: each piece of 8 numbers becomes one of 256 centroids (S file).
 
-The 256 of each place are learned from the vectors of the same text, and lie in its file: some 295,000 bytes for vectors
-of 576, which long texts alone are worth. Source: Jégou, Douze and Schmid 2011, IEEE TPAMI 33(1), section II.
+The 256 centroids of each piece are learned from the vectors of the same text and stored in its file: some 295,000 bytes
+for vectors of width 576, which only pays off for long texts.
+Source: Jégou, Douze and Schmid 2011, IEEE TPAMI 33(1), section II.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import numpy as np
 import scipy.cluster.vq
 from jaxtyping import Float32, UInt8
 
-PIECE, CENTROIDS = 8, 256  # numbers of a piece, what each is one of
-LEAST, MOST = 1024, 8192  # vectors: of a text, that the centroids are learned from
+PIECE, CENTROIDS = 8, 256  # numbers per piece, centroids per piece
+LEAST, MOST = 1024, 8192  # least vectors of a text, most vectors that centroids are learned from
 ITERATIONS = 12  # of k-means
 
 
 class Codes(NamedTuple):
-    """Vectors in a byte for every 8 numbers."""
+    """Vectors as one byte per 8 numbers."""
 
-    numbers: UInt8[np.ndarray, "M P"]  # of centroids
+    numbers: UInt8[np.ndarray, "M P"]  # indices of centroids
     centroids: Float32[np.ndarray, "P 256 8"]
 
 
 def quantized(vectors: Float32[np.ndarray, "M D"]) -> Codes:
-    """Codes of vectors.
+    """Quantise vectors.
 
     Raises:
       ValueError: as `learned` raises.
@@ -37,7 +38,7 @@ def quantized(vectors: Float32[np.ndarray, "M D"]) -> Codes:
 
 
 def check(count: int, width: int) -> None:
-    """Check that so many vectors can have codes.
+    """Check that `count` vectors can be quantised.
 
     Raises:
       ValueError: they are too few to learn from, or their width is not a multiple of 8.
@@ -50,10 +51,10 @@ def check(count: int, width: int) -> None:
 
 
 def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np.ndarray, "P 256 8"]:
-    """Centroids of `count` vectors, learned from MOST of them at random.
+    """Learn centroids of `count` vectors from at most MOST of them, drawn at random.
 
     Args:
-      taken: vectors [M D] at places.
+      taken: returns the vectors [M D] at given indices.
 
     Raises:
       ValueError: as `check` raises.
@@ -65,7 +66,7 @@ def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np
     centroids = []
     for first in range(0, width, PIECE):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a centroid that nothing is nearest to stays where it was
+            warnings.simplefilter("ignore", UserWarning)  # an empty cluster keeps its centroid
             found, _ = scipy.cluster.vq.kmeans2(
                 sample[:, first : first + PIECE], CENTROIDS, iter=ITERATIONS, minit="points", rng=random
             )
@@ -74,13 +75,13 @@ def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np
 
 
 def coded(vectors: Float32[np.ndarray, "M D"], centroids: Float32[np.ndarray, "P 256 8"]) -> UInt8[np.ndarray, "M P"]:
-    """The number of the nearest centroid of each piece of each vector."""
+    """Index of the nearest centroid of each piece of each vector."""
     pieces = np.split(vectors, len(centroids), axis=1)
     numbers = [scipy.cluster.vq.vq(piece, own)[0].astype(np.uint8) for piece, own in zip(pieces, centroids)]
     return np.stack(numbers, axis=1)
 
 
 def dequantized(codes: Codes) -> Float32[np.ndarray, "M D"]:
-    """The vectors that codes stand for."""
+    """Reconstruct vectors from codes."""
     pieces = codes.centroids[np.arange(len(codes.centroids)), codes.numbers]
     return pieces.reshape(len(codes.numbers), -1)

@@ -1,8 +1,8 @@
 """Questions over passages as rows that a compressor's decoder is tuned on: vectors, question, answer (S file).
 
-Articles, not questions, are split into what is learned and what is asked, so that no passage is on both sides. Some
-rows have passages in clear, whole, cut off or none: a decoder that learned from vectors alone would be compared with
-itself reading what it never learned from.
+Articles, not questions, are split into training and held-out ones, so that no passage is on both sides. Some rows have
+passages as plain text: whole, truncated or none. Without them, the plain-text baseline would be the decoder reading
+what it was never trained on.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jaxbench.compress.config import CompressorConfig
 from jaxbench.text import questions
 
 NO_ANSWER = "unanswerable"
-ASKED = 0.25  # share of the articles that are asked about and not learned from
-FORMS, FORM_SHARES = ("whole", "beginning", "nothing"), (0.5, 0.3, 0.2)  # of a passage in clear
+ASKED = 0.25  # share of the articles that are held out: asked about, not trained on
+FORMS, FORM_SHARES = ("whole", "beginning", "nothing"), (0.5, 0.3, 0.2)  # of a passage as plain text
 
 
 class Question(NamedTuple):
-    """A question with its passage, in tokens and in words."""
+    """A question with its passage, as tokens and as words."""
 
     title: str
     context: Int32[np.ndarray, " N"]
     question: Int32[np.ndarray, " L"]  # "Question: ... Answer:"
-    answer: Int32[np.ndarray, " U"]  # the first of `answers`, or NO_ANSWER, and the end
+    answer: Int32[np.ndarray, " U"]  # the first of `answers`, or NO_ANSWER, and the end token
     answers: tuple[str, ...]
 
 
 def of_file(path: str | Path, words: Any) -> list[Question]:
-    """Questions of a file, in tokens of a tokenizer.
+    """Read the questions of a file as tokens of a tokenizer.
 
     Raises:
       ValueError: as text/questions.read raises.
@@ -50,7 +50,7 @@ def of_file(path: str | Path, words: Any) -> list[Question]:
 
 
 def answer_ids(text: str, words: Any) -> Int32[np.ndarray, " U"]:
-    """Tokens of an answer, and the end where the model has one."""
+    """Tokens of an answer, and the end token if the model has one."""
     return np.append(_ids(f" {text}", words), [] if words.eos_id is None else [words.eos_id]).astype(np.int32)
 
 
@@ -59,12 +59,12 @@ def _ids(text: str, words: Any) -> Int32[np.ndarray, " N"]:
 
 
 def asked(question: str) -> str:
-    """What stands behind vectors, or a passage in clear, in front of an answer."""
+    """Text between a passage, as vectors or plain text, and an answer."""
     return f"\nQuestion: {question.strip()}\nAnswer:"
 
 
 def split(found: Sequence[Question], share: float = ASKED) -> tuple[list[Question], list[Question]]:
-    """Questions to learn from, and those of about `share` of the articles, chosen by their titles alone, to ask."""
+    """Split into training questions and those of about `share` of the articles, chosen only by title, to ask."""
 
     def is_asked(title: str) -> bool:
         return int.from_bytes(hashlib.sha256(title.encode()).digest()[:4]) < share * 2**32
@@ -76,7 +76,7 @@ def split(found: Sequence[Question], share: float = ASKED) -> tuple[list[Questio
 
 
 def drawn(found: Sequence[Question], count: int, *, seed: int) -> list[Question]:
-    """So many questions at random, or all where there are fewer.
+    """Draw `count` questions at random, or all if there are fewer.
 
     Raises:
       ValueError: there are none, or those drawn are about one article, none has an answer, or one has no passage.
@@ -100,10 +100,10 @@ def drawn(found: Sequence[Question], count: int, *, seed: int) -> list[Question]
 
 
 def fitting(found: Sequence[Question], config: CompressorConfig, settings: rows.RowsConfig) -> list[Question]:
-    """Questions whose passage, question and answer have room in a row.
+    """Select questions whose passage, question and answer fit in a row.
 
     Raises:
-      ValueError: none has.
+      ValueError: none fits.
     """
     most = (settings.num_chunks * config.chunk, settings.clear, settings.num_targets)
     kept = [each for each in found if all(0 < len(ids) <= room for ids, room in zip(each[1:4], most))]
@@ -118,7 +118,7 @@ def fitting(found: Sequence[Question], config: CompressorConfig, settings: rows.
 def draw(
     found: Sequence[Question], config: CompressorConfig, settings: rows.RowsConfig, *, seed: int, step: int
 ) -> rows.Draw:
-    """Rows of one step, each a question that fits: behind a passage's vectors, or, in a share of steps, in clear.
+    """Draw the rows of one step, each a question after a passage's vectors or, in a share of steps, plain text.
 
     Raises:
       ValueError: the ratio is not one of the compressor's.
@@ -132,7 +132,7 @@ def draw(
     for i in random.integers(len(found), size=settings.batch):
         one, aligned = found[i], bool(random.random() < settings.aligned)
         passage, clear = one.context, one.question
-        if is_clear:  # the whole of it, as much of its beginning as a ratio leaves, or nothing
+        if is_clear:  # the whole passage, its first 1 / ratio, or nothing
             form = random.choice(FORMS, p=FORM_SHARES)
             kept = {"whole": len(passage), "beginning": len(passage) // ratio, "nothing": 0}[form]
             passage, clear = passage[:0], np.concatenate([passage[:kept], clear])
@@ -143,5 +143,5 @@ def draw(
             )
         )  # fmt: skip
     room = settings.clear + config.prefix - 1 + (settings.num_chunks * config.chunk if is_clear else 0)
-    # The local head is not asked: beside answers of a few tokens it would count many times over (compressor.loss_of).
+    # No local targets: next to answers of a few tokens the local head would dominate the loss (compressor.loss_of).
     return rows.Draw(ratio, rows.stacked(made, settings.num_targets, clear=room))

@@ -1,7 +1,7 @@
-"""How well a decoder goes on behind vectors, behind text, and behind nothing: losses and hits of given tokens.
+"""Score given tokens with a decoder after vectors, after text, and after nothing: losses and hits.
 
-Data's way: rows of inputs (a token, or a vector's number past the vocabulary) -> decoder -> at the places that are
-asked for, the loss of the token that follows and whether it was the most probable one.
+Data flow: rows of inputs (token ids; ids past the vocabulary are vectors) -> decoder -> for each target, its loss and
+whether it was the most probable token.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-SIZES = (64, 256)  # rows are filled up to the next multiple of the first, above the second of the second
-ASKED = 16  # what is asked for is filled up to the next multiple of it
-ROWS = 4  # that are computed together
+SIZES = (64, 256)  # rows are padded to a multiple of the first, or if longer than the second, of the second
+ASKED = 16  # targets are padded to a multiple of this
+ROWS = 4  # per call
 
 
 class Row(NamedTuple):
-    """What a decoder reads, and the tokens that it is asked for at the end."""
+    """What a decoder reads, and the target tokens at its end."""
 
-    inputs: Int32[np.ndarray, " S"]  # token ids; the vocabulary's size and above: vectors of `vectors`
-    asked: Int32[np.ndarray, " U"]  # what follows the last inputs; one more than there are inputs of it
+    inputs: Int32[np.ndarray, " S"]  # token ids; from the vocabulary's size on: rows of `vectors`
+    asked: Int32[np.ndarray, " U"]  # the targets; all but the last are also the last inputs
     vectors: Float32[np.ndarray, "M D"]
-    positions: Int32[np.ndarray, " S"] | None = None  # None = side by side
+    positions: Int32[np.ndarray, " S"] | None = None  # None = consecutive
 
 
 class Heard(NamedTuple):
-    """A row's answer."""
+    """Scores of a row's targets."""
 
     losses: Float32[np.ndarray, " U"]  # nats
     hits: Bool[np.ndarray, " U"]
 
 
 class Reader:
-    """A decoder that is asked for tokens it is given (teacher forcing)."""
+    """A decoder that scores given tokens (teacher forcing)."""
 
     def __init__(self, model: Any):
         self._model, self._size, self._width = model, model.vocab_size, model.embed.embedding.shape[1]
@@ -44,7 +44,7 @@ class Reader:
         self._program = jax.jit(_heard)
 
     def __call__(self, rows: Sequence[Row], *, progress: Callable[[int], Any] = lambda count: None) -> list[Heard]:
-        """Losses and hits of each row's tokens.
+        """Losses and hits of each row's targets.
 
         Raises:
           ValueError: a row is longer than the decoder's context.
@@ -80,10 +80,10 @@ class Reader:
 
 
 def check_room(length: int, max_seq_len: int) -> None:
-    """Check that a decoder's context has room for a row of so many positions.
+    """Check that a decoder's context has room for a row of `length` positions.
 
     Raises:
-      ValueError: it has not: behind it losses would say nothing of the decoder.
+      ValueError: it has not: beyond it, losses would say nothing about the decoder.
     """
     if length > max_seq_len:
         raise ValueError(f"reading: a row has {length} positions; wanted at most the decoder's context, {max_seq_len}")
@@ -95,7 +95,7 @@ def _length(row: Row) -> int:
 
 
 def _bucket(row: Row) -> tuple[int, int, int]:
-    """Sizes that a row is filled up to: inputs, asked, vectors."""
+    """Sizes that a row is padded to: inputs, targets, vectors."""
     step = SIZES[0] if len(row.inputs) <= SIZES[1] else SIZES[1]
     vectors = max(16, 1 << (len(row.vectors) - 1).bit_length()) if len(row.vectors) else 16
     return -(-len(row.inputs) // step) * step, -(-len(row.asked) // ASKED) * ASKED, vectors
@@ -110,7 +110,7 @@ def _heard(model: Any, inputs, positions, places, asked, table) -> tuple[jax.Arr
 
 
 def behind_text(before: np.ndarray, asked: np.ndarray, *, start: int, num_clear: int = 0) -> Row:
-    """A row of text: `start` (a token), text before, then tokens of which the first num_clear are not asked for."""
+    """Make a row of text: the token `start`, text before, then tokens of which the first num_clear are not targets."""
     inputs = np.concatenate([[start], before, asked[:-1]]).astype(np.int32)
     return Row(inputs, asked[num_clear:].astype(np.int32), np.zeros((0, 0), np.float32))
 
@@ -119,11 +119,11 @@ def behind_vectors(
     vectors: Float32[np.ndarray, "M D"], tag: Float32[np.ndarray, "P D"], asked: np.ndarray, *, size: int,
     places: np.ndarray | None = None,
 ) -> Row:  # fmt: skip
-    """A row of vectors, a tag's, and the tokens that are asked for.
+    """Make a row of vectors, a tag's vectors, and the targets.
 
     Args:
       size: of the vocabulary.
-      places: positions of the vectors, the number of tokens that they stand for last; None = side by side.
+      places: positions of the vectors, then the number of tokens that they stand for; None = consecutive.
     """
     table = np.concatenate([vectors, tag]).astype(np.float32)
     inputs = np.concatenate([size + np.arange(len(table)), asked[:-1]]).astype(np.int32)

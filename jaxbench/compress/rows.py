@@ -1,7 +1,7 @@
-"""Rows of text that a compressor is trained on: a passage, and what the decoder is asked behind its vectors (S file).
+"""Training rows of a compressor from texts: a passage, and the decoder's targets after its vectors (S file).
 
-A row is the passage read back (reconstruct) or what follows it (continue). Everything follows from the seed and the
-step: a run that was killed goes on with the rows that it would have had.
+The targets are the passage itself (reconstruct) or what follows it (continue). Rows depend only on the seed and the
+step: a killed run resumes with the rows that it would have had.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ RECONSTRUCT, CONTINUE, ANSWER, BLANK = (TAGS.index(tag) for tag in ("reconstruct
 
 
 class RowsConfig(Base):
-    """What rows are drawn."""
+    """Settings of the rows of a step."""
 
     batch: int = pydantic.Field(default=8, ge=1)  # rows
-    num_chunks: int = pydantic.Field(default=2, ge=1)  # of a row's passage
-    num_targets: int = pydantic.Field(default=256, ge=1)  # tokens that the decoder is asked for, at most a chunk
+    num_chunks: int = pydantic.Field(default=2, ge=1)  # in a row's passage
+    num_targets: int = pydantic.Field(default=256, ge=1)  # of the decoder, at most a chunk
     reconstruct: float = pydantic.Field(default=0.4, ge=0, le=1)  # share of rows that are read back
-    readable: int = pydantic.Field(default=32, ge=0)  # tokens a vector up to which any are; above, all are continued
-    dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs where a passage is read back
+    readable: int = pydantic.Field(default=32, ge=0)  # highest ratio with reconstruction; above it, all are continued
+    dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs in reconstruction
     short: float = pydantic.Field(default=0.25, ge=0, le=1)  # share of rows whose last chunk is not full
-    clear: int = pydantic.Field(default=64, ge=0)  # most tokens in clear between a passage and what is asked behind it
-    sampled: int = pydantic.Field(default=64, ge=1)  # tokens of a chunk that the local head is asked for
-    aligned: float = pydantic.Field(default=0.5, ge=0, le=1)  # share of rows whose vectors stand where their tokens do
-    ratio: int | None = None  # of all steps; None = one of the compressor's a step, drawn by `weights`
-    weights: tuple[float, ...] | None = None  # of the ratios; None = all alike
-    in_clear: float = pydantic.Field(default=0.0, ge=0, lt=1)  # share of steps of questions over passages in clear
+    clear: int = pydantic.Field(default=64, ge=0)  # most tokens of plain text between a passage and the targets
+    sampled: int = pydantic.Field(default=64, ge=1)  # tokens of a chunk that the local head predicts
+    aligned: float = pydantic.Field(default=0.5, ge=0, le=1)  # share of rows whose vectors have their tokens' positions
+    ratio: int | None = None  # of all steps; None = one of the compressor's per step, drawn by `weights`
+    weights: tuple[float, ...] | None = None  # of the ratios; None = uniform
+    in_clear: float = pydantic.Field(default=0.0, ge=0, lt=1)  # share of question steps whose passages are plain text
 
 
 class Draw(NamedTuple):
-    """A step's rows and the ratio that they are compressed by."""
+    """A step's rows and their compression ratio."""
 
     ratio: int
     arrays: Arrays
@@ -47,10 +47,10 @@ class Draw(NamedTuple):
 def draw(
     texts: Sequence[Int32[np.ndarray, " N"]], config: CompressorConfig, rows: RowsConfig, *, seed: int, step: int
 ) -> Draw:
-    """Rows of one step.
+    """Draw the rows of one step.
 
     Args:
-      texts: token ids of each document; every one longer than a row's passage and what follows it.
+      texts: token ids of each document; those shorter than a row's passage and what follows it are not used.
 
     Raises:
       ValueError: no document is long enough, or rows do not fit the compressor.
@@ -92,9 +92,9 @@ def _reconstructed(
     passage: Int32[np.ndarray, " N"], config: CompressorConfig, rows: RowsConfig, ratio: int,
     random: np.random.Generator, *, aligned: bool,
 ) -> Arrays:  # fmt: skip
-    """A row that reads one of its chunks back, some of the decoder's inputs hidden; it sees that chunk's vectors.
+    """Make a row that reads back one of its chunks from that chunk's vectors, some of the decoder's inputs hidden.
 
-    Half of the rows begin where the chunk does, the others where a few tokens in clear say.
+    Half of the rows begin at the chunk's start, the others where a few tokens of plain text indicate.
     """
     chunk = int(random.integers(-(-len(passage) // config.chunk)))
     own = passage[chunk * config.chunk : (chunk + 1) * config.chunk]
@@ -102,7 +102,7 @@ def _reconstructed(
     clear, asked = own[max(0, start - rows.clear) : start], own[start : start + rows.num_targets]
     made = row(passage, asked, RECONSTRUCT, config, ratio, rows.num_chunks, aligned=aligned, seen=chunk, clear=clear)
     vectors = rows.num_chunks * config.chunk // ratio
-    hidden = np.arange(len(made.inputs)) >= vectors + config.prefix + len(clear)  # behind the tag and what is in clear
+    hidden = np.arange(len(made.inputs)) >= vectors + config.prefix + len(clear)  # after the tag and the plain text
     hidden &= random.random(len(made.inputs)) < rows.dropout
     blank = config.decoder.vocab_size + vectors + config.tag(BLANK).start
     return made._replace(inputs=np.where(hidden, blank, made.inputs).astype(np.int32))
@@ -120,11 +120,11 @@ def row(
     seen: int | None = None,
     clear: Int32[np.ndarray, " L"] = np.zeros(0, np.int32),
 ) -> Arrays:
-    """One row without its first axis: vectors of a passage, a tag, tokens in clear, and the tokens asked for.
+    """Make one row, without batch axis: vectors of a passage, a tag, plain text, and the targets.
 
     Args:
-      seen: the decoder sees this chunk's vectors alone; None = all.
-      clear: tokens between the tag and what is asked for, which do not count.
+      seen: the decoder sees only this chunk's vectors; None = all.
+      clear: tokens between the tag and the targets, which have no loss.
     """
     c, size, each = config, config.decoder.vocab_size, config.chunk // ratio
     context = np.full((num_chunks, c.chunk), -1, np.int32)
@@ -150,10 +150,10 @@ def row(
 
 
 def stacked(made: Sequence[Arrays], num_targets: int, *, clear: int = 0) -> Arrays:
-    """Rows of one ratio side by side, filled up with padding to num_targets asked for, and `clear` more inputs.
+    """Stack rows of one ratio, padded to num_targets targets and `clear` more inputs.
 
     Args:
-      clear: tokens in clear, and vectors of a tag behind its first.
+      clear: number of plain-text tokens, and of a tag's vectors after its first.
     """
     size = made[0].groups.size + clear + num_targets
 
@@ -174,7 +174,7 @@ def stacked(made: Sequence[Arrays], num_targets: int, *, clear: int = 0) -> Arra
 
 
 def sampled(context: Int32[np.ndarray, "B C T"], count: int, random: np.random.Generator) -> Int32[np.ndarray, "B C P"]:
-    """Tokens of each chunk that the local head is asked for, drawn with replacement; -1 where a chunk has none."""
+    """Draw tokens of each chunk for the local head to predict, with replacement; -1 where a chunk has none."""
     lengths = (context >= 0).sum(axis=2)[:, :, None]
     drawn = (random.random((*context.shape[:2], count)) * lengths).astype(np.int32)
     return np.where(lengths > 0, drawn, -1).astype(np.int32)

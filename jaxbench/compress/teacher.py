@@ -1,7 +1,7 @@
-"""A teacher of continuations: the decoder as it is, with the whole passage in clear in front of it.
+"""A teacher of continuations: the unchanged decoder, given the whole passage as plain text.
 
-What follows a passage tells little of it: of 3.7 nats a token the passage is worth some 0.2, and the rest of the loss
-is noise to its vectors. The tokens that are most probable behind the whole passage tell the same without the noise.
+What follows a passage tells little about it: of 3.7 nats per token the passage is worth some 0.2, and the rest of the
+loss is noise for its vectors. The most probable tokens after the whole passage tell the same without the noise.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxbench.pretrained import weights
 
 
 class Teacher:
-    """The decoder of a checkpoint, asked for its most probable tokens."""
+    """The decoder of a checkpoint, which predicts its most probable tokens."""
 
     def __init__(self, held: weights.Checkpoint, count: int, *, precision: str, prefix: int = 1):
-        """Args: count: of tokens at each place. prefix: vectors of a row's tag."""
+        """Args: count: tokens per target. prefix: vectors of a row's tag."""
         self._prefix = prefix
         self._model, self._vocabulary = transformer.build(held.config, held.params, dtype=precision), held.config
         self._program = jax.jit(functools.partial(_most_probable, count=count))
 
     def __call__(self, arrays: Arrays) -> Arrays:
-        """Rows with a teacher's tokens and probabilities, 0 in rows that are no continuation."""
+        """Rows with the teacher's tokens and probabilities, which are 0 in rows that are not continuations."""
         num_vectors = arrays.groups[0].size
         lengths = (arrays.context >= 0).sum(axis=(1, 2))
         tokens, positions = in_clear(arrays, self._prefix)
-        behind = arrays.places - num_vectors - self._prefix  # tokens ahead of what is asked for, less one
+        behind = arrays.places - num_vectors - self._prefix  # tokens between the tag and the target, less one
         places = np.clip(behind + lengths[:, None], 0, tokens.shape[1] - 1)
         found, probs = map(np.asarray, self._program(self._model, tokens, positions, places.astype(np.int32)))
         tags = (arrays.inputs[:, num_vectors] - self._vocabulary.vocab_size - num_vectors) // self._prefix
@@ -43,7 +43,7 @@ class Teacher:
 
 
 def in_clear(arrays: Arrays, prefix: int = 1) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-    """Tokens and positions (-1 = padding) of rows whose passages stand in clear where their vectors and tag stood.
+    """Tokens and positions (-1 = padding) of rows with passages as plain text instead of vectors and tag.
 
     Args:
       prefix: vectors of a row's tag.

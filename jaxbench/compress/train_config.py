@@ -1,4 +1,4 @@
-"""How a compressor is trained: its shape, its rows, the optimiser (S file)."""
+"""Training configuration of a compressor: its shape, its rows, the optimiser (S file)."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from jaxbench.lora.config import LoraConfig
 from jaxbench.training import schedules
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
-# Settings of rows that rows of texts, and of questions, lack, with the value that says so.
+# Settings that rows of texts, and of questions, do not use, each with the value that disables it.
 TEXTS_LACK: dict[str, Any] = {"in_clear": 0.0}
 QUESTIONS_LACK: dict[str, Any] = {"reconstruct": 0.0, "readable": 0, "dropout": 0.0, "short": 0.0, "sampled": 1}
 KIND_OF = {"rows": "texts", "questions.rows": "questions"}
 
 
 class QuestionsConfig(config.Base):
-    """How questions over passages are learned from."""
+    """Settings of training on questions over passages."""
 
-    share: float = pydantic.Field(default=1.0, gt=0, le=1)  # of steps; the others are of texts, below 1
+    share: float = pydantic.Field(default=1.0, gt=0, le=1)  # of steps; below 1, the others use texts
     rows: RowsConfig = RowsConfig(num_targets=32, clear=48, dropout=0.0)
 
 
 class TrainingConfig(config.Base):
-    """How a compressor is trained."""
+    """Settings of a compressor's training."""
 
     model: str | None = None  # the decoder; None = the default model
     start: str | None = (
-        None  # weights of an earlier run of this shape, chunk, prefix and adapters aside; None = the decoder's
+        None  # weights of an earlier run of this shape, except chunk, prefix and adapters; None = the decoder's
     )
-    trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, encoder and connector stay
+    trained: Literal["all", "adapters"] = "all"  # adapters: only those of `lora`; encoder and connector are frozen
     num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
-    chunk: int = pydantic.Field(default=256, ge=2)  # tokens read together; short ones are learned sooner (lab log)
-    prefix: int = pydantic.Field(default=1, ge=1)  # vectors of a tag; several help a decoder that stays as it is
+    chunk: int = pydantic.Field(default=256, ge=2)  # tokens encoded together; short chunks are learned sooner (lab log)
+    prefix: int = pydantic.Field(default=1, ge=1)  # vectors of a tag; several help a frozen decoder
     lora: LoraConfig | None = None  # adapters of the decoder
     rows: RowsConfig = RowsConfig()  # of texts
-    questions: QuestionsConfig | None = None  # None = texts alone
-    distilled: int = pydantic.Field(default=0, ge=0, le=4096)  # tokens of a continuation's teacher; 0 = none
+    questions: QuestionsConfig | None = None  # None = only texts
+    distilled: int = pydantic.Field(default=0, ge=0, le=4096)  # teacher's tokens per target; 0 = no teacher
     steps: int = pydantic.Field(default=1000, ge=1)
-    learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
+    learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # peak
     schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
-    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of all but the encoder's layers over learning_rate
+    fast: float = pydantic.Field(default=5.0, gt=0)  # learning rate of all but the encoder's layers / learning_rate
     weight_decay: float = pydantic.Field(default=0.1, ge=0)
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of products
-    accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another
-    held_out_every: int = pydantic.Field(default=100, ge=1)  # steps; checkpoints are saved then
+    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches of a step's rows
+    held_out_every: int = pydantic.Field(default=100, ge=1)  # steps; checkpoints are saved at the same time
     held_out_ratio: int = 8
     held_out_batches: int = pydantic.Field(default=4, ge=2)  # every second one is read back
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
@@ -63,7 +63,7 @@ class TrainingConfig(config.Base):
             raise ValueError(f"trained={self.trained} with lora={self.lora}: nothing would learn; give lora a rank")
         schedules.learning_rate(
             self.schedule, 0, peak=self.learning_rate, steps=self.steps
-        )  # raises where it is longer
+        )  # raises if it is longer than the run
         return self
 
     def shape(self, decoder: config.TransformerConfig) -> CompressorConfig:
@@ -84,7 +84,7 @@ class TrainingConfig(config.Base):
         return shape
 
     def _check_ignored(self) -> None:
-        """Refuse settings of rows that rows of their kind do not have."""
+        """Refuse settings that rows of their kind do not use."""
         for place, rows in self._rows().items():
             for name, silent in (TEXTS_LACK if place == "rows" else QUESTIONS_LACK).items():
                 value, default = getattr(rows, name), RowsConfig.model_fields[name].default
@@ -97,11 +97,11 @@ class TrainingConfig(config.Base):
             )
 
     def _rows(self) -> dict[str, RowsConfig]:
-        """Rows of each kind, by their names."""
+        """Settings of the rows of each kind, by field name."""
         return {"rows": self.rows} | ({} if self.questions is None else {"questions.rows": self.questions.rows})
 
     def step_config(self) -> StepConfig:
-        """What one optimiser step does."""
+        """Settings of one optimiser step."""
         optimizer = CompressorOptimizer(weight_decay=self.weight_decay, fast=self.fast, trained=self.trained)
         return StepConfig(
             precision=self.precision, optimizer=optimizer, accumulation=self.accumulation, kernels="xla",
@@ -110,9 +110,9 @@ class TrainingConfig(config.Base):
 
 
 class CompressorOptimizer(OptimizerConfig):
-    """An optimiser that leaves the decoder's own parameters alone, and is faster where training starts from nothing."""
+    """An optimiser that freezes the decoder's own parameters and has a higher rate for newly initialised ones."""
 
-    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of what is no copy of the decoder's, over that of copies
+    fast: float = pydantic.Field(default=5.0, gt=0)  # learning rate of new parameters / that of copies of the decoder's
 
     def is_trained(self, name: str) -> bool:
         """True for parameters that training changes, by dotted name."""

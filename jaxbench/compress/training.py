@@ -1,7 +1,7 @@
-"""Train a compressor on documents: resumable, its loss and held-out figures in a file of records.
+"""Train a compressor on documents: resumable, with loss and held-out figures in a file of records.
 
-The decoder stays as it is, but for adapters where the configuration has any. A run that is killed goes on from its last
-checkpoint with the rows that it would have had (rows.py).
+The decoder is frozen, except for adapters if the configuration has any. A killed run resumes from its last checkpoint
+with the rows that it would have had (rows.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
 from jaxbench.training.step_config import StepConfig
 
-WRITE_S = 120.0  # between two writings of the weights, which take seconds
+WRITE_S = 120.0  # between writes of the weights, which take seconds
 RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
 
 
@@ -45,7 +45,7 @@ def train(
     say: Callable[[str], Any] = print,
     progress: Callable[[int], Any] = lambda steps: None,
 ) -> dict[str, np.ndarray]:
-    """Trained parameters by name, after all steps; goes on from the newest checkpoint under workdir.
+    """Train for all steps and return parameters by name; resume from the newest checkpoint under workdir.
 
     Raises:
       ValueError: the folder is another run's or has more steps, a text is too short, or parameters are not finite.
@@ -58,7 +58,7 @@ def train(
     step_config = settings.step_config()
     state = optimizer_step.init_state(model, params, step_config)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2, say=say)
-    # A run that ends early leaves the weights of a while ago.
+    # A run that ends early leaves somewhat older weights.
     leave = functools.partial(
         artifact.save, workdir / WEIGHTS, shape, held=held, bits=artifact.FINE_BITS, local=True
     )  # fmt: skip
@@ -66,7 +66,7 @@ def train(
         found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)
         done = 0 if found is None else _done(found.step, settings, workdir)
         records = Records(workdir / RECORDS)
-        records.keep_until(done)  # what a killed run wrote behind its last checkpoint
+        records.keep_until(done)  # drops what a killed run wrote after its last checkpoint
         state = state if found is None else _loaded(state, found.arrays)
         step_fn, key = _step_fn(step_config), prng.key_from_seed(settings.seed)
         judge, taught = Judge(settings, shape, state.graph, held_out), _teacher(settings, held)
@@ -91,7 +91,7 @@ def train(
     finally:
         checkpoints.close()
     trained = _trained(state, settings)
-    if not _is_written(workdir / WEIGHTS, settings.steps):  # killed between its last checkpoint and its weights
+    if not _is_written(workdir / WEIGHTS, settings.steps):  # killed after its last checkpoint, before its weights
         leave(trained, about=_about(settings.steps, _last_held_out(records), earlier))
     return trained
 
@@ -99,7 +99,7 @@ def train(
 def _identity(
     settings: TrainingConfig, held: weights.Checkpoint, texts: Sequence[Material], earlier: artifact.Trained | None
 ) -> str:
-    """What two runs share that may go on from each other's checkpoints; more steps are the same run."""
+    """Identity of runs that may resume from each other's checkpoints; more steps do not change it."""
     same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{''.join(each.sum for each in texts)}"
     return same if earlier is None else f"{same}-{earlier.id}"
 
@@ -108,7 +108,7 @@ def _done(step: int, settings: TrainingConfig, workdir: Path) -> int:
     """Steps of the newest checkpoint.
 
     Raises:
-      ValueError: they are more than the settings have: its weights would be named after fewer.
+      ValueError: they are more than the settings have: its weights would be labelled with fewer.
     """
     if step > settings.steps:
         raise ValueError(f"train: {workdir} has {step} steps, and steps={settings.steps}; wanted {step} or more, or "
@@ -123,20 +123,20 @@ def _step_fn(step_config: StepConfig) -> Callable[..., Any]:
 
 
 def _loss(figures: Mapping[str, float]) -> float:
-    """The held-out loss that checkpoints are compared by: the first."""
+    """The held-out loss by which checkpoints are compared: the first."""
     return next(value for name, value in figures.items() if name.endswith("_loss"))
 
 
 def _last_held_out(records: Records) -> dict[str, float]:
-    """The newest held-out figures of a run; none where it has none yet."""
+    """The newest held-out figures of a run; empty if it has none yet."""
     return next((each["held_out"] for each in reversed(records.read()) if "held_out" in each), {})
 
 
 def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict[str, np.ndarray]:
-    """What training changes, by name.
+    """Trained parameters by name.
 
     Raises:
-      ValueError: it is not finite.
+      ValueError: they are not finite.
     """
     trained = {name: np.asarray(value) for name, value in state.params.items() if is_trained(name)}
     if not all(np.isfinite(value).all() for value in trained.values()):
@@ -145,20 +145,20 @@ def _trained(state: optimizer_step.TrainState, settings: TrainingConfig) -> dict
 
 
 def _about(step: int, figures: Mapping[str, float], earlier: artifact.Trained | None) -> dict[str, Any]:
-    """What a file of weights says of its training."""
+    """Metadata of a weights file about its training."""
     about = {"steps": step, "held_out": dict(figures)}
     return about if earlier is None else about | {"start": {**earlier.about, "id": earlier.id}}
 
 
 def _is_written(path: Path, steps: int) -> bool:
-    """True where the weights behind so many steps are there."""
+    """True if the weights after this many steps are written."""
     return path.exists() and artifact.describe(path)["about"]["steps"] == steps
 
 
 def _own(
     earlier: artifact.Trained | None, shape: CompressorConfig, held: weights.Checkpoint, seed: int
 ) -> dict[str, np.ndarray]:
-    """Parameters of an earlier run, its tags as long as this one's."""
+    """Parameters of an earlier run, with tags as long as this run's."""
     if earlier is None:
         return {}
     tags = earlier.params["tags.embedding"]
@@ -168,16 +168,16 @@ def _own(
 
 
 def _teacher(settings: TrainingConfig, held: weights.Checkpoint) -> Callable[[Arrays], Arrays]:
-    """What adds a teacher's tokens to continuations, where the settings have one."""
+    """Return a function that adds a teacher's tokens to continuations, if the settings have a teacher."""
     if not settings.distilled:
         return lambda arrays: arrays
     teacher = Teacher(held, settings.distilled, precision=settings.precision, prefix=settings.prefix)
-    # rows of questions have none: one program for each kind of rows, as without a teacher
+    # rows of questions get none: one program per kind of rows, as without a teacher
     return lambda arrays: teacher(arrays) if (arrays.sampled >= 0).any() else arrays
 
 
 def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint) -> artifact.Trained | None:
-    """What an earlier run trained, where the settings name one."""
+    """Load what an earlier run trained, if the settings name one."""
     if settings.start is None:
         return None
     found = artifact.load(settings.start, held)
@@ -204,7 +204,7 @@ def _since(started: float) -> float:
     return round(time.monotonic() - started, 1)
 
 
-# Checkpoints: what is trained, its moments and counters
+# Checkpoints: trained parameters, their moments and counters
 
 
 def _kept(state: optimizer_step.TrainState) -> dict[str, Any]:

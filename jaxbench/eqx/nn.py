@@ -35,7 +35,7 @@ class Linear(eqx.Module):
 def project(
     x: Float[Array, "*rows I"], layers: Sequence[Linear], *, groups: int
 ) -> tuple[Float[Array, "*rows O"], ...]:
-    """Every layer's output for the same rows; with groups > 0 from one product (functional.fused_linear)."""
+    """Outputs of several linear layers on one input; with groups > 0 from one product (functional.fused_linear)."""
     if not groups:
         return tuple(layer(x) for layer in layers)
     kernels = [layer.kernel for layer in layers]
@@ -44,7 +44,7 @@ def project(
 
 
 class Embed(eqx.Module):
-    """A table of vectors by index; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
 
     embedding: Array
     scale: float = eqx.field(static=True)
@@ -101,7 +101,7 @@ def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | Layer
 
 
 def load_params(model: eqx.Module, params: Mapping[str, np.ndarray]) -> eqx.Module:
-    """Model that holds arrays by dotted name, cast to each parameter's dtype.
+    """Load arrays into a model by dotted name, cast to each parameter's dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

@@ -91,19 +91,19 @@ class Attention(eqx.Module):
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
     def queries(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T N H"]:
-        """Queries of a call's tokens, as the call itself makes them."""
+        """Queries of the given tokens, computed as in a full call of the layer."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
 
     def keys_values(
         self, x: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B K H T"], Float[Array, "B K T H"]]:
-        """Keys and values of a call's tokens, as the call itself makes them."""
+        """Keys and values of the given tokens, computed as in a full call of the layer."""
         key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
         return self._placed(key, self.k_norm, context).transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def _placed(self, part: Array, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Array:
-        """Queries or keys normalised, turned by their positions and scaled."""
+        """Normalise queries or keys, rotate them by their positions and scale them."""
         part = part if norm is None else norm(part)
         angles = context.local_angles if self.is_local else context.angles
         part = part if angles is None else functional.rotate(part, *angles)
@@ -135,7 +135,7 @@ class MLP(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
+    """Pre-norm residual block; optional post-norms act on the output of each branch (Gemma 2)."""
 
     attention_norm: nn.RMSNorm | nn.LayerNorm
     attention: Attention
@@ -162,20 +162,20 @@ class Block(eqx.Module):
         sites: tuple[int | Array, int | Array],
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
+        """Residual stream after the block, and its keys and values; sites: the dropout sites of its two branches."""
         x, cached = self.attend(x, context, sites[0], cached)
         return self.feed(x, context, sites[1]), cached
 
     def attend(
         self, x: Float[Array, "B T D"], context: Context, site: int | Array, cached: tuple | None = None
     ) -> tuple[Float[Array, "B T D"], tuple]:
-        """Residual stream between the block's branches, and the layer's entry of the cache."""
+        """Residual stream between the block's two branches, and the layer's cache entry."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
         return x + functional.dropout(mixed, self.dropout, context.dropout, site=site), cached
 
     def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
-        """Residual stream behind the block, from that between its branches."""
+        """Residual stream after the block, given the one between its branches."""
         fed = self.mlp(self.mlp_norm(x))
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
         return x + functional.dropout(fed, self.dropout, context.dropout, site=site)
@@ -228,9 +228,9 @@ class Transformer(eqx.Module):
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
-        # Prompts then go in without positions, so that the kernel reads no mask (sample.py).
+        # If True, sample.py passes prompts without positions, so that the kernel reads no mask.
         self.is_fused = compute.implementation not in ("dense", "blocked")
-        self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
+        self.auxiliary_weight = 0.0  # read by train.loss_fn: no layer here has an auxiliary loss
 
     def __call__(
         self,
@@ -242,8 +242,8 @@ class Transformer(eqx.Module):
     ) -> Float[Array, "B T V"]:
         """Next-token logits of every position; dropout is (Philox key, step).
 
-        Position -1 is padding; positions rise along a row, within each segment. None = 0, 1, ... in every row, as
-        `features` has it.
+        Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
+        `features`).
         """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
@@ -261,14 +261,14 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. A token past
-        the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
+        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. Token id
+        vocab_size + m stands for a vector: its embedding is vectors[m].
 
-        Without positions the rows have no padding and are one document each: a fused kernel then reads no mask.
+        Without positions, each row is one document without padding: a fused kernel then reads no mask.
 
         Raises:
-          ValueError: a cache or segments come without positions; segments come with a cache; or the tokens do not fit
-            behind a `slot` that is a Python number. XLA moves a traced one that is too large back to the last fitting.
+          ValueError: a cache or segments are given without positions; segments are given with a cache; or the tokens
+            do not fit from a `slot` that is a Python number. XLA clamps a traced one that is too large.
         """
         if is_plain := positions is None:
             if cache is not None or segments is not None:
@@ -294,7 +294,7 @@ class Transformer(eqx.Module):
         dropout: tuple[Array, Array | int] | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
+        """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
         hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
@@ -337,10 +337,12 @@ def build(
     make_layer: Callable[..., Block] | None = None,
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, as jaxbench.transformer.build; layers cache keys and values alone.
+    """Build the decoder of a configuration and load `params`; see jaxbench.transformer.build.
+
+    Layers cache only keys and values.
 
     Raises:
-      ValueError: as there; or the configuration has layers that this twin has not.
+      ValueError: as there; or the configuration has layers that this twin lacks.
     """
     libtpu.leave_out_if_absent()
     model = eqx.filter_eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))

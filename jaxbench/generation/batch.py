@@ -1,6 +1,6 @@
-"""Continues a file of requests into a file of rows, in batches; a run that was stopped goes on (S file).
+"""Continue a file of requests into a file of rows, in batches; an interrupted run resumes (S file).
 
-OUTPUT.run.json says what the rows were made with: a run with anything else does not go on with them.
+OUTPUT.run.json records what the rows were made with: a run with anything else does not resume them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from jaxbench import outputs, store
 from jaxbench.generation import requests, writer
 
-FORMAT = 2  # of the rows' texts: 2 = a prompt's continuation has its first word's space with every tokenizer
+FORMAT = 2  # of the rows' texts: 2 = a prompt's continuation keeps the space before its first word with every tokenizer
 
 
 def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str, Any]:
-    """Everything that decides the rows by name, `run` among it: its hash.
+    """Everything that determines the rows, by name; `run` is its hash.
 
-    content: of the file of requests, the very bytes that were parsed; a pipe can be read only once.
+    content: the bytes of the file of requests that were parsed; a pipe can be read only once.
     """
     digest = hashlib.sha256(content).hexdigest()
     own = {"format": FORMAT, "sampling": settings.sampling._asdict(), "input_sha256": digest}
@@ -30,10 +30,11 @@ def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str
 
 
 def check_output(output: str | Path, read: Sequence[str | Path | None], *, overwrite: bool) -> Path:
-    """Path of the rows, checked that they may be written.
+    """Check that the rows may be written, and return their path.
 
     Raises:
-      ValueError: it is one of the files that are read, is no .jsonl file, or lies where nothing can be written.
+      ValueError: it is one of the files that are read, is not a .jsonl file, exists without its OUTPUT.run.json (and
+        without overwrite), or is where nothing can be written.
     """
     output = Path(output)
     if not output.name.endswith(".jsonl"):
@@ -49,16 +50,16 @@ def check_output(output: str | Path, read: Sequence[str | Path | None], *, overw
 
 
 def kept(output: str | Path, *, overwrite: bool) -> str:
-    """What an interrupt says of the rows."""
-    again = "the same command without --overwrite" if overwrite else "the same command"  # with it, it starts anew
+    """Sentence that an interrupt prints about the rows."""
+    again = "the same command without --overwrite" if overwrite else "the same command"  # with it, the run starts over
     return f"finished rows in {output} are kept; {again} goes on"
 
 
 def finished(output: Path, wanted: dict[str, Any]) -> int:
-    """How many rows of this very run a file holds, after cutting off what follows its last whole line.
+    """Return the number of rows of this same run in a file, after truncating it to its last complete line.
 
     Raises:
-      ValueError: its rows are of another run; what differs is named.
+      ValueError: its rows are of another run (the message names what differs), or a line is not such a row.
     """
     if not output.exists() or not output.stat().st_size:
         return 0
@@ -96,7 +97,7 @@ def run(
     done: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> None:
-    """Continue the requests behind the first `done` and append one line each: its own keys, and requests.WRITTEN.
+    """Continue the requests after the first `done` and append one line each: its own keys, and requests.WRITTEN.
 
     Raises:
       ValueError: a request does not fit the model's context; nothing was written.
@@ -108,7 +109,7 @@ def run(
         ids, rows = [request.ids for request in batch], [request.row for request in batch]
         texts, _ = write(ids, rows, is_chat=[request.is_chat for request in batch])
         if start == 0:
-            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
+            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows with a wrong one
             outputs.write_json(_record(output), wanted)
         store.append(output, [_row(request, text, wanted["run"]) for request, text in zip(batch, texts)])
         progress(start + len(batch))

@@ -1,4 +1,4 @@
-"""A conversation: messages in turn, the oldest forgotten where they no longer fit the model's context (S file)."""
+"""A conversation: alternating messages; the oldest are dropped if they no longer fit the model's context (S file)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxbench.generation import requests, writer
 
 
 class Conversation:
-    """Turns of a user and the model."""
+    """Alternating turns of a user and the model."""
 
     def __init__(self, write: writer.Writer, tokenizer: Any, *, new_tokens: int, system: str | None = None):
         self._write, self._tokenizer, self._new_tokens = write, tokenizer, new_tokens
@@ -17,13 +17,13 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, text: str, **how: Any) -> tuple[writer.Text, writer.Timing, int]:
-        """The model's answer, what it took, and how many messages were forgotten for it.
+        """Return the model's answer, its timing, and how many messages were dropped for it.
 
         Args:
-          how: as Writer takes it.
+          how: further arguments of Writer.__call__.
 
         Raises:
-          ValueError: the text is empty, or does not fit the context even alone; the conversation stays as it was.
+          ValueError: the text is empty, or does not fit the context even alone; the conversation is unchanged.
         """
         asked = {"role": "user", "content": requests.check_text(text, "the message")}
         messages, forgotten = [*self.messages, asked], 0
@@ -35,7 +35,7 @@ class Conversation:
         requests.check_room(ids, "the message", new_tokens=self._new_tokens, context=self._write.context)
         (answer,), timing = self._write([ids], [self._turns], is_chat=[True], **how)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self._turns += 1  # each answer draws from a stream of its own
+        self._turns += 1  # each answer draws from its own random stream
         return answer, timing, forgotten
 
 
@@ -46,7 +46,7 @@ def talk(
     answer: Callable[[str], tuple[writer.Text, writer.Timing, int]],
     say: Callable[[str], None],
 ) -> None:
-    """Answer line after line; a line that cannot be answered is refused in one line, and the conversation goes on."""
+    """Answer line by line; a line that cannot be answered is refused in one line, and the conversation continues."""
     for line in lines:
         if not line.strip():
             continue

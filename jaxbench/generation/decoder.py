@@ -1,6 +1,6 @@
-"""A model loaded for a backend, with native kernels or with what the framework computes itself (S file).
+"""Load a model for a backend, with native kernels or with the framework's own programs (S file).
 
-The backends' modules are passed in, so that a command loads the framework it runs and no other.
+The backends' modules are passed in, so that a command loads only the framework it runs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ CACHES, ACTIVATIONS = checkpoint.CACHE_TYPES, tuple(checkpoint.PLANES)
 
 
 class Options(NamedTuple):
-    """What a command was asked for; None = nothing was said, and the kernels' own default is taken."""
+    """What a command was asked for; None = unset: the kernels' own default is taken."""
 
-    kernels: str = "auto"  # native on CPUs where they can be had | native | xla, the framework's own programs
-    weights: str | None = None  # of WEIGHTS; with xla of XLA_WEIGHTS; stands over the dtype of a configuration
+    kernels: str = "auto"  # auto: native on CPUs if available | native | xla: the framework's own programs
+    weights: str | None = None  # of WEIGHTS; with xla of XLA_WEIGHTS; overrides the dtype of a configuration
     cache: str | None = None  # of CACHES: keys and values, native only
     activations: str | None = None  # of ACTIVATIONS, native only
     threads: int | None = None  # native only: at most this many; 0 = all
 
 
 class Choice(NamedTuple):
-    """What is taken."""
+    """Kernels and number types that a run uses."""
 
     kernels: str  # native or xla
     weights: str
@@ -42,18 +42,18 @@ class Choice(NamedTuple):
     note: str | None = None  # why `auto` did not take native kernels, in one line
 
     def identity(self) -> dict[str, Any]:
-        """What of it decides the tokens, by name: the number of threads does not."""
+        """Fields that determine the tokens, by name: the number of threads does not."""
         return {"kernels": self.kernels, "weights": self.weights, "cache": self.cache, "activations": self.activations}
 
     def added(self, dtype: str = XLA_WEIGHTS[0]) -> dict[str, Any]:
-        """What of its identity a configuration of this number type does not say: nothing where xla computes in it.
+        """Part of the identity that a configuration of this number type does not say: nothing if xla computes in it.
 
-        So that a run with --kernels=xla is the run that it was before there were others.
+        Thus a run with --kernels=xla has the same id as before there were other kernels.
         """
         return {} if (self.kernels, self.weights) == ("xla", dtype) else self.identity()
 
     def suffix(self, dtype: str = XLA_WEIGHTS[0]) -> str:
-        """The same behind the id of a configuration: "-native-file-float32-float32", or nothing."""
+        """`added` as a suffix of a configuration's id: "-native-file-float32-float32", or nothing."""
         return "".join(f"-{value}" for value in self.added(dtype).values() if value)
 
 
@@ -62,12 +62,12 @@ class Backend(NamedTuple):
 
     transformer: types.ModuleType
     sample: types.ModuleType
-    native: types.ModuleType | None = None  # needed for native kernels alone
-    placement: Mapping[str, Any] = {}  # what `transformer.build` is told of the device, beside the number type
+    native: types.ModuleType | None = None  # needed for native kernels only
+    placement: Mapping[str, Any] = {}  # arguments of `transformer.build` for the device, besides the number type
 
 
 class Decoder(NamedTuple):
-    """A loaded model, and what a reader wants to know of it."""
+    """A loaded model, and what to report about it."""
 
     model: Any
     sample: types.ModuleType
@@ -75,7 +75,7 @@ class Decoder(NamedTuple):
     weights: str  # the number types of its matrices, the largest share first
 
 
-XLA = Choice("xla", XLA_WEIGHTS[0], None, None, 0)  # what functions take that were told nothing
+XLA = Choice("xla", XLA_WEIGHTS[0], None, None, 0)  # the default of functions that take a Choice
 
 
 def choose(
@@ -85,16 +85,16 @@ def choose(
     dtype: str = XLA_WEIGHTS[0],
     config: Callable[[], TransformerConfig] | None = None,
 ) -> Choice:
-    """Kernels and number types of a run on a device.
+    """Choose the kernels and number types of a run on a device.
 
     Args:
-      dtype: of XLA_WEIGHTS, where the command has a configuration that says it: what xla computes in, and what native
-        weights are rounded to where it is narrower than float32.
-      config: reads the model's configuration; called where native kernels can be had.
+      dtype: of XLA_WEIGHTS, from the command's configuration if it has one: what xla computes in, and what native
+        weights are rounded to if it is narrower than float32.
+      config: reads the model's configuration; called if native kernels are available.
 
     Raises:
-      NotAvailable: native kernels are asked for and cannot be had; the message says why.
-      ValueError: a setting is for other kernels than these, or the model's widths do not take the weights' format.
+      NotAvailable: native kernels are requested but not available; the message says why.
+      ValueError: a setting is for other kernels than these, or the weights' format does not fit the model's widths.
     """
     own = checkpoint.FILE if dtype == XLA_WEIGHTS[0] else dtype
     reason = None if options.kernels == "xla" else why_not_native(device)
@@ -120,7 +120,7 @@ def choose(
 
 
 def why_not_native(device: str) -> str | None:
-    """Why native kernels cannot be had on a device, in one line; None where they can. Builds them at the first call."""
+    """Why native kernels are not available on a device, in one line; None if they are. The first call builds them."""
     if device != "cpu":
         return f"native kernels are for CPUs, and --device={device}"
     try:
@@ -131,7 +131,7 @@ def why_not_native(device: str) -> str | None:
 
 
 def why_no_block(config: TransformerConfig) -> str | None:
-    """Why a model's layers have no native block; None where they have one."""
+    """Why native kernels do not support a model's layers; None if they do."""
     kind = config.layer_kind
     if not config.is_causal:
         return f"native kernels are causal, and the model has is_causal={config.is_causal}"
@@ -142,7 +142,7 @@ def check_rows(choice: Choice, rows: int, name: str = "--batch_size") -> None:
     """Check how many rows are decoded at once.
 
     Raises:
-      ValueError: the kernels do not take as many.
+      ValueError: the kernels do not support as many.
     """
     if choice.kernels == "native" and rows > library.MAX_ROWS:
         raise ValueError(
@@ -158,7 +158,7 @@ def load(spec: str | Path | None, choice: Choice, backend: Backend) -> Decoder:
       spec: as jaxbench.pretrained.weights.load_checkpoint takes it.
 
     Raises:
-      ValueError: as load_checkpoint raises; the model's widths do not take the weights' format.
+      ValueError: as load_checkpoint raises; or the weights' format does not fit the model's widths.
     """
     if choice.kernels == "native":
         packed = checkpoint.load(spec, weights_as=choice.weights)

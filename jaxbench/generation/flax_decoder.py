@@ -1,4 +1,4 @@
-"""Models for what decodes with Flax alone, with native kernels or with XLA's programs."""
+"""Load models for commands that decode with Flax only, with native kernels or with XLA's programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of a row while its tokens still come: what will not change any more, where a stop string ends it (S file)."""
+"""Text of a row while its tokens arrive: which part is final, and where a stop string ends it (S file)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from jaxbench.pretrained.tokenizer import BYTE_PIECE
 class Text:
     """One row's text.
 
-    A text ends before the stop string that is complete first (of several at one token, the one that begins first), so
-    that neither the sizes of the steps in which tokens come nor other rows decide where.
+    A text ends before the stop string that is complete first (of several at one token, the one that begins first).
+    Where it ends thus depends neither on how many tokens arrive per step nor on other rows.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, prompt: Sequence[int] = ()):
         """Begin a text.
 
-        prompt: ids that the text goes on from; () = it stands by itself, as a chat's answer does. SentencePiece's
-        decoders leave out the space in front of a text's first word, which belongs to one that goes on.
+        prompt: ids that the text continues; () = it stands alone, as a chat's answer does. SentencePiece's decoders
+        drop the space before a text's first word, which a continuation has to keep.
         """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self.ids: list[int] = []  # with the end token, and no further than the stop string
-        self.text = ""  # what will not change
-        self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: it goes on
+        self.text = ""  # the final part
+        self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: not ended
         core = getattr(tokenizer, "core", None)
         self._has_bytes = core is not None and core.token_to_id("<0x00>") is not None
-        self._anchor, self._anchor_text = self._last_of(prompt)  # stands before all that is decoded
-        self._known, self._start, self._end = "", 0, 0  # text of ids up to _end; those from _start on stand before more
+        self._anchor, self._anchor_text = self._last_of(prompt)  # decoded before all other ids
+        self._known, self._start, self._end = "", 0, 0  # text of ids up to _end; those from _start on precede new ones
 
     def update(self, ids: Sequence[int], *, is_full: bool) -> str:
-        """Take all ids that there are so far, and return the text that became certain.
+        """Take all ids so far, and return the text that became final.
 
-        is_full: there is no room for more.
+        is_full: there is no room for more ids.
         """
         if self.ended:
             return ""
@@ -53,11 +53,11 @@ class Text:
 
     @property
     def goes_on(self) -> bool:
-        """True where the text goes on from a prompt's, False where it stands by itself."""
+        """True if the text continues a prompt's, False if it stands alone."""
         return bool(self._anchor)
 
     def _last_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The last id of a prompt that is text without its neighbours, and that text; none: [] and ""."""
+        """Last id of a prompt that decodes to text without its neighbours, and that text; none: [] and ""."""
         for id in reversed(prompt):
             text = self._tokenizer.decode([id], skip_special=True)
             if text and "\ufffd" not in text and not self._is_byte(id):
@@ -72,14 +72,14 @@ class Text:
         return self._has_bytes and bool(BYTE_PIECE.fullmatch(self._tokenizer.core.id_to_token(id) or ""))
 
     def _certain(self, ids: Sequence[int]) -> str:
-        """Text of ids without the characters that the next id may still change: those whose bytes are not all there."""
+        """Text of ids without trailing characters that the next id may still change: those with incomplete bytes."""
         count = len(ids)
         # SentencePiece reads a run of bytes as a whole: one bad byte at its end makes all of them unreadable.
         while self._has_bytes and count and self._may_be_in_a_run(int(ids[count - 1])):
             count -= 1
         if count < self._end:
             return self._decode(ids[:count]).rstrip("\ufffd")
-        # Only the last ids are decoded, behind those before them: what a decoder does at a text's begin happens there.
+        # Only the last ids are decoded, after some earlier ones, which get what a decoder does at a text's beginning.
         before, text = self._decode(ids[self._start : self._end]), self._decode(ids[self._start : count])
         new = text[len(before) :]
         whole = self._known + new
@@ -88,11 +88,11 @@ class Text:
         return whole.rstrip("\ufffd")
 
     def _may_be_in_a_run(self, id: int) -> bool:
-        """True for a byte, and for what is no text and may stand between two."""
+        """True for a byte, and for an id without text, which may be between two."""
         return self._is_byte(id) or not self._decode([id])
 
     def _up_to_stop(self, ids: list[int]) -> list[int]:
-        """The fewest ids whose text holds a stop string."""
+        """Shortest prefix of ids whose text holds a stop string."""
         least, most = 0, len(ids)
         while least < most:
             middle = (least + most) // 2
@@ -102,13 +102,13 @@ class Text:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first, of several the longest; None = there is none."""
+    """Start of the stop string that is complete first, the longest of several; None = there is none."""
     places = [(place + len(word), place) for word in stop if (place := text.find(word)) >= 0]
     return min(places)[1] if places else None
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
-    """How many of the last characters may be the beginning of a stop string."""
+    """Number of last characters that may be the beginning of a stop string."""
     longest = min(max((len(word) - 1 for word in stop), default=0), len(text))
     sizes = range(longest, 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in stop)), 0)

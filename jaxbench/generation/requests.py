@@ -1,4 +1,4 @@
-"""What is to be continued: a prompt, messages, or a file with one request a line, as token ids (S file)."""
+"""Requests to continue as token ids: a prompt, messages, or a file with one request per line (S file)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ WANTED = '{"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}
 class Request(NamedTuple):
     """One line of a file."""
 
-    row: int  # counts requests from 0; the random stream of its tokens
+    row: int  # number of the request, from 0; selects the random stream of its tokens
     place: str  # file and line, for messages
     fields: dict[str, Any]  # as the line has them
     ids: list[int]
-    is_chat: bool  # they are messages in the model's template, so that what follows is a message
+    is_chat: bool  # ids are messages in the model's template, so that the continuation is a message
 
 
 def check_text(text: str, place: str) -> str:
-    """The text, checked to be one.
+    """Check that a text is non-empty Unicode, and return it.
 
     Raises:
-      ValueError: it is empty, or no Unicode text.
+      ValueError: it is empty, or not Unicode text.
     """
     if not text:
         raise ValueError(f"{place} is empty ({text!r}), wanted a text")
@@ -38,7 +38,7 @@ def prompt_ids(tokenizer: Any, text: str, place: str) -> list[int]:
     """Ids of a plain prompt.
 
     Raises:
-      ValueError: it is empty, or no Unicode text.
+      ValueError: it is empty, not Unicode text, or has no token in the vocabulary.
     """
     ids = tokenizer.encode(check_text(text, place))
     if not ids:
@@ -49,10 +49,10 @@ def prompt_ids(tokenizer: Any, text: str, place: str) -> list[int]:
 def message_ids(tokenizer: Any, messages: Sequence[dict[str, str]], place: str, system: str | None = None) -> list[int]:
     """Ids of messages in the model's chat template, up to where its answer begins.
 
-    system goes in front where the messages do not begin with one.
+    system: message put in front if the messages do not begin with a system message.
 
     Raises:
-      ValueError: the model has no template, or its template refuses the messages.
+      ValueError: the model has no template, or its template refuses the messages or makes no token of them.
     """
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -82,16 +82,16 @@ def check_room(ids: Sequence[int], place: str, *, new_tokens: int, context: int)
 def parsed(
     content: bytes, path: str | Path, tokenizer: Any, *, chat: bool = False, system: str | None = None
 ) -> list[Request]:
-    """Requests of a file, one JSON object a line; blank lines are none.
+    """Parse the requests of a file, one JSON object per line; blank lines are skipped.
 
     Args:
       content: of the file.
       path: of the file, for messages.
-      chat: a line's prompt is a message of the user's in the model's chat template.
+      chat: a line's prompt is a user message in the model's chat template.
       system: message in front of every chat that does not begin with one.
 
     Raises:
-      ValueError: a line is none, with its number; the file has none at all; or system is in front of none of them.
+      ValueError: a line is not a request (its number is named); the file has none; or system applies to none of them.
     """
     requests = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -111,7 +111,7 @@ def parsed(
 
 
 def _takes_system(fields: dict[str, Any], *, chat: bool) -> bool:
-    """True for a request that a system message goes in front of, as `message_ids` does it."""
+    """True for a request that `message_ids` puts a system message in front of."""
     return fields["messages"][0]["role"] != "system" if "messages" in fields else chat
 
 
@@ -120,7 +120,7 @@ class _Twice(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object of a line or inside one: Python's parser would keep the last of two values and say nothing."""
+    """Build an object of a line, or inside one: Python's parser would silently keep the last of two values."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -129,7 +129,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _fields(line: bytes, place: str) -> dict[str, Any]:
-    """Object of a line; of a prompt and messages it has one."""
+    """Object of a line, checked to have either a prompt or messages."""
     try:
         fields = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Continues prompts, a few tokens at a time: text can be shown as it comes, and an interrupt is heeded (S file)."""
+"""Continue prompts a few tokens at a time, so that text can be streamed and interrupts are handled (S file)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxbench.generation.decoder import Decoder
 from jaxbench.generation.pieces import Text
 from jaxbench.prompts import SamplingParams
 
-STREAMED, BATCHED = 4, 32  # tokens between two looks at the rows: what a reader sees as flow; what costs nothing
+STREAMED, BATCHED = 4, 32  # tokens between two reads of the rows: what a reader sees as flow; what costs nothing
 
 
 class Settings(NamedTuple):
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What one call took, without compiling."""
+    """Tokens and times of one call, without compilation."""
 
     prompt_tokens: int
     tokens: int  # generated
@@ -34,7 +34,7 @@ class Timing(NamedTuple):
     decode_s: float  # for all others
 
     def line(self, decoder: Decoder) -> str:
-        """The same in words, with what computed it."""
+        """One-line summary, with the kernels and number types that computed it."""
         choice = decoder.choice
         rate = f", {(self.tokens - 1) / self.decode_s:.1f} tokens/s" if self.tokens > 1 and self.decode_s > 0 else ""
         kernels = f"{choice.kernels} kernels, weights {decoder.weights}"
@@ -70,10 +70,10 @@ class Writer:
         """Continue each prompt (token ids), whose numbers in the run are `rows`.
 
         Args:
-          is_chat: for each prompt, whether its continuation is a message, a text of its own; None = all go on from
-            their prompts' texts.
-          step: tokens between two looks at the rows.
-          show: is called with each piece of the first row's text, once it is certain.
+          is_chat: for each prompt, whether its continuation is a message, a separate text; None = all continue their
+            prompts' texts.
+          step: tokens between two reads of the rows.
+          show: is called with each piece of the first row's text, once it is final.
 
         Raises:
           ValueError: a prompt is empty or does not fit the model's context.

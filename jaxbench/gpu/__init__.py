@@ -1,1 +1,1 @@
-"""What waits for a GPU: stages in order of worth, packed, rehearsed without one, and read before there is one."""
+"""GPU measurements: stages in order of priority, packed to carry, rehearsed and compiled ahead without a GPU."""

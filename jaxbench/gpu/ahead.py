@@ -1,13 +1,13 @@
-"""Compile jaxbench's programs for an NVIDIA GPU that is not attached, and read what the compiler made of them.
+"""Compile jaxbench's programs for an NVIDIA GPU that is not attached, and read the compiler's output.
 
     python -m jaxbench.gpu.ahead --config=configs/lm/gpt2_124m.yaml --program=train --target=h200 [--set=K=V]
     python -m jaxbench.gpu.ahead --config=FILE --program=decode --batch=8 --prompt_tokens=64 --new_tokens=64
 
-It wants JAX with its CUDA plugin (`pip install 'jaxbench[gpu]'`), no GPU and no driver. Shapes alone are compiled: a
-model of 1 B parameters takes no memory, but where its matrices have few bits (--weights). kernels.py counts what is
-read and written. With a GPU XLA times several kernels for each product; without one it takes a default, so products may
-run as other kernels there. Where there is no GPU, JAX_PLATFORMS=cpu has to be set before JAX is imported; the command
-does it.
+It needs JAX with its CUDA plugin (`pip install 'jaxbench[gpu]'`), but no GPU and no driver. Programs are compiled from
+shapes: a model of 1 B parameters takes no memory, unless its matrices are quantised (--weights). kernels.py counts the
+bytes read and written. With a GPU, XLA times several kernels for each product; without one it takes a default, so
+products may run as other kernels on the GPU. Without a GPU, JAX_PLATFORMS=cpu must be set before JAX is imported; the
+command does this.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from jaxbench.gpu import kernels, packed_weights
 from jaxbench.training.train_config import TrainConfig
 
 PLUGINS = ("xla_cuda13", "xla_cuda12")  # of the namespace package jax_plugins
-OPTIONS = {"xla_gpu_autotune_level": "4"}  # XLA's own; at 0 it refuses products whose operands it fused (llama_1b.yaml)
+OPTIONS = {"xla_gpu_autotune_level": "4"}  # XLA's default; at 0 it rejects products with fused operands (llama_1b.yaml)
 
 
 class Target(NamedTuple):
     """A GPU to compile for: a GH100 of 132 multiprocessors."""
 
-    name: str  # as CUDA calls it
+    name: str  # CUDA's name
     memory_bytes: int
     memory_bytes_per_s: int
     l2_bytes: int
 
 
-# NVIDIA's data sheets (H100 SXM5: 80 GB, 3.35 TB/s; H200: 141 GB, 4.8 TB/s); all digits, and what both share in PROTO
-# (stream_executor.GpuTargetConfigProto): XLA's xla/backends/gpu/target_config/specs/{h100_sxm,h200}.txtpb
+# NVIDIA's data sheets (H100 SXM5: 80 GB, 3.35 TB/s; H200: 141 GB, 4.8 TB/s). The exact digits, and the common part in
+# PROTO (stream_executor.GpuTargetConfigProto), are XLA's xla/backends/gpu/target_config/specs/{h100_sxm,h200}.txtpb
 TARGETS = {
     "h100": Target("NVIDIA H100 80GB HBM3", 84942979072, 3352320000000, 52428800),
     "h200": Target("NVIDIA H200 141GB HBM3e", 151397597184, 4800000000000, 52428800),
@@ -60,7 +60,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def unavailable() -> str:
-    """Why nothing can be compiled for NVIDIA GPUs here, or an empty string."""
+    """Return why nothing can be compiled for NVIDIA GPUs here, or an empty string."""
     has_plugins = importlib.util.find_spec("jax_plugins") is not None
     if has_plugins and any(importlib.util.find_spec(f"jax_plugins.{name}") for name in PLUGINS):
         return ""
@@ -68,15 +68,15 @@ def unavailable() -> str:
 
 
 def device(target: str) -> Any:
-    """Device of a GPU that is not attached, for shardings; see devices."""
+    """Return the device of a GPU that is not attached, for shardings; see devices."""
     return devices(target, 1)[0]
 
 
 def devices(target: str, count: int) -> list[Any]:
-    """Devices of GPUs of one host that are not attached, one of TARGETS, for shardings.
+    """Return devices of one host's GPUs (target: one of TARGETS) that are not attached, for shardings.
 
     Raises:
-      ValueError: the target is unknown, or JAX has no CUDA plugin, or one that did not start.
+      ValueError: the target is unknown, or JAX has no CUDA plugin, or the plugin did not start.
     """
     if target not in TARGETS:
         raise ValueError(f"gpu: target={target!r} is unknown; wanted one of {', '.join(TARGETS)}")
@@ -93,10 +93,10 @@ def devices(target: str, count: int) -> list[Any]:
 
 
 def train_program(settings: TrainConfig, target: str) -> Any:
-    """Training step of a configuration, compiled for one GPU (jax.stages.Compiled); its state is donated.
+    """Compile the training step of a configuration for one GPU (jax.stages.Compiled); its state is donated.
 
     Raises:
-      ValueError: as `devices`; the vocabulary is left to a tokenizer; or the configuration asks for a mesh.
+      ValueError: as `devices`; the vocabulary size is left to a tokenizer; or the configuration asks for a mesh.
     """
     import jax
     import jax.numpy as jnp
@@ -111,7 +111,7 @@ def train_program(settings: TrainConfig, target: str) -> Any:
     place = _place(target)
     step_config = products.resolved(settings.step, is_on_mesh=False, device="gpu")
     compute = settings.compute(precision.POLICIES[step_config.precision].compute)
-    if settings.implementation == "fused":  # asks for the kernel of JAX's own platform, not of the one compiled for
+    if settings.implementation == "fused":  # "fused" selects the kernel of JAX's own platform, not of the target
         compute = compute._replace(implementation="cudnn")
     decoder = settings.decoder(None)
     state = batch_size.abstract_state(decoder, compute, step_config, host=place, extension=Extension())
@@ -128,13 +128,13 @@ def generation_programs(
     model_config: TransformerConfig, dtype: str, batch: int, prompt_tokens: int, new_tokens: int, target: str,
     weights: str = "float", products: str = "xla", num_devices: int = 1,
 ) -> Any:  # fmt: skip
-    """Prefill and decode of a greedy generator for these sizes, compiled for GPUs (prompts.Programs).
+    """Compile prefill and decode of a greedy generator for these sizes for GPUs (prompts.Programs).
 
-    They are the programs of the sizes' bucket; the compiler knows no bound of the decode loop.
+    The programs are those of the sizes' bucket; the compiler knows no bound of the decode loop.
 
     Args:
       weights: float, or one of packed_weights.RECIPES for the layers' matrices.
-      products: of those, see weight_only_pallas.matmul.
+      products: implementation of products with such matrices, see weight_only_pallas.matmul.
       num_devices: GPUs that the decoder is split over (parallel/decoding.py).
 
     Raises:
@@ -152,7 +152,7 @@ def generation_programs(
     if num_devices > 1:
         model, kind = _split(model, model_config, place.mesh), decoding.Generator
     generator = kind(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
-    # What a generator asks JAX's default platform for, which is not the one compiled for
+    # Values that a generator reads from JAX's default platform, which is not the target
     generator._cache_dtype = dtype
     is_turned = batch == 1 and "gpu" in sample.TURNED_ON
     bucket = prompts.bucket(batch, prompt_tokens, new_tokens)
@@ -170,7 +170,7 @@ def generation_programs(
 
 
 def _decoder(config: TransformerConfig, dtype: str, weights: str, products: str) -> Any:
-    """A decoder of shapes alone."""
+    """Make a decoder of shapes without values."""
     import jax
     from flax import nnx
 
@@ -187,7 +187,7 @@ def _decoder(config: TransformerConfig, dtype: str, weights: str, products: str)
 
 
 def _split(model: Any, config: TransformerConfig, mesh: Any) -> Any:
-    """A decoder of shapes, split over a mesh."""
+    """Split a decoder of shapes over a mesh."""
     import jax
     from flax import nnx
 
@@ -202,7 +202,7 @@ def _split(model: Any, config: TransformerConfig, mesh: Any) -> Any:
 
 
 def _turned(generator: Any, leaves: list) -> list:
-    """Shapes of turned kernels, split as the kernels are."""
+    """Return the shapes of transposed kernels, sharded as the kernels are."""
     import jax
 
     def at(shape: Any, leaf: Any, turns: bool) -> jax.ShapeDtypeStruct:
@@ -216,7 +216,7 @@ def _turned(generator: Any, leaves: list) -> list:
 
 
 def _place(target: str, count: int = 1) -> Any:
-    """Sharding that puts an array on each of the targets; a mesh even of one, as others need an attached device."""
+    """Return a sharding that replicates an array on all targets; always a mesh, as others need an attached device."""
     import jax
 
     from jaxbench.mesh import MODEL
@@ -225,7 +225,7 @@ def _place(target: str, count: int = 1) -> Any:
 
 
 def _compiled(program: Any, place: Any, *arguments: Any) -> Any:
-    """Compile a jitted function for shapes on the target; what has a sharding keeps it."""
+    """Compile a jitted function for shapes on the target; arguments with a sharding keep it."""
     import jax
 
     def placed(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -253,7 +253,7 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Compile the program that --program names and say what it does; return the exit code."""
+    """Compile the program that --program names and print its kernels and memory; return the exit code."""
     values = flags.FLAGS
     settings = cli.load_config(TrainConfig)
     output = None if values.output is None else outputs.check_file(values.output, overwrite=True)
@@ -275,7 +275,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Before JAX is there: it looks for no GPU, and a cache cannot give programs back for one that is not attached
+    # Set before JAX is imported: do not look for a GPU, and do not load programs for an absent GPU from a cache
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     define_flags()
     cli.run(main, about=__doc__)

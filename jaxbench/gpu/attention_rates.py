@@ -1,12 +1,12 @@
-"""Rates of causal attention in bfloat16, forward and with its backward pass: what a decoder's other figures hold.
+"""Measure rates of causal attention in bfloat16, forward and with its backward pass: part of a decoder's other figures.
 
     python -m jaxbench.gpu.attention_rates --library=jax --output=results.jsonl       cuDNN's kernel, by XLA
     python -m jaxbench.gpu.attention_rates --library=torch --output=results.jsonl     flash and cuDNN, a row each
 
-Where there is no GPU, XLA's own attention and PyTorch's flash kernel for CPUs are measured. FLOPs are of the causal
-half of the square of scores: 4 B N T T H / 2 forward, 2.5 times that backward, whatever a kernel computes. Arrays are
-random and lie as a decoder has them, [B T N H]. Calls are queued behind one another, so that a launch's own time does
-not count, and a rate is that of the fastest of several such rows. A kernel that is not there is one line on stderr.
+Without a GPU, XLA's own attention and PyTorch's flash kernel for CPUs are measured. FLOPs are those of the causal half
+of the square of scores: 4 B N T T H / 2 forward, 2.5 times that backward, whatever a kernel computes. Arrays are
+random, in a decoder's layout [B T N H]. Calls are queued one after another, so that launch overhead does not count; a
+rate is that of the fastest of several such sequences. An unavailable kernel is reported in one line on stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxbench.measure.records import Record, RecordFile, Workload
 
 DTYPE = "bfloat16"
 COUNTED = "4 B N T T H / 2 forward (the causal half), 2.5 times that backward"
-FLOPS_OF_PASSES = {"forward": 1.0, "forward_backward": 3.5}  # over those forward
-KERNELS = {  # by library, on a GPU and elsewhere
+FLOPS_OF_PASSES = {"forward": 1.0, "forward_backward": 3.5}  # relative to the forward pass
+KERNELS = {  # library -> device -> kernels
     "jax": {"gpu": ("cudnn",), "cpu": ("xla",), "tpu": ("xla",)},
     "torch": {"gpu": ("flash", "cudnn"), "cpu": ("flash",)},
 }
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Short, for an arm."""
+        """Short name, used in the arm's."""
         grouped = "" if self.kv_heads == self.num_heads else f" kv{self.kv_heads}"
         return f"{self.num_heads}x{self.head_dim}{grouped}"
 
@@ -51,7 +51,7 @@ SHAPES = (Shape(12, 12, 64), Shape(16, 4, 128))  # of configs/lm/gpt2_124m.yaml 
 
 
 class Case(NamedTuple):
-    """What is measured: one kernel, heads and rows."""
+    """One measurement: kernel, heads and rows."""
 
     kernel: str
     shape: Shape
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     tokens: int
 
     def flops(self, passes: str) -> float:
-        """FLOPs of a call, the causal half of the square; passes of FLOPS_OF_PASSES."""
+        """FLOPs of a call, the causal half of the square; passes: a key of FLOPS_OF_PASSES."""
         scores = self.batch * self.shape.num_heads * self.tokens**2 / 2
         return 4.0 * scores * self.shape.head_dim * FLOPS_OF_PASSES[passes]
 
@@ -73,13 +73,13 @@ class Rate(NamedTuple):
     """One measured rate."""
 
     case: Case
-    passes: str  # of FLOPS_OF_PASSES
-    work: float  # FLOPs of a row of calls
-    seconds: list[float]  # of each row
+    passes: str  # a key of FLOPS_OF_PASSES
+    work: float  # FLOPs of one sequence of calls
+    seconds: list[float]  # of each sequence
 
 
 def jax_arrays(case: Case) -> list[Any]:
-    """Random query, key, value and gradient of the output."""
+    """Return random query, key, value and gradient of the output."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), 4)
@@ -87,9 +87,9 @@ def jax_arrays(case: Case) -> list[Any]:
 
 
 def jax_call(case: Case, passes: str) -> Callable[..., Any]:
-    """One call as a compiled function of jax_arrays: the output, with the backward pass three gradients behind it.
+    """Return one call as a compiled function of jax_arrays: the output, and with the backward pass three gradients.
 
-    jaxbench.fused_attention makes the same call of cuDNN behind a transpose out of the cache's layout, which is no part
+    jaxbench.fused_attention makes the same call of cuDNN after a transpose from the cache's layout, which is not part
     of this rate.
     """
     import jax
@@ -107,7 +107,7 @@ def jax_call(case: Case, passes: str) -> Callable[..., Any]:
 
 
 def jax_seconds(case: Case, passes: str, device: str) -> list[float]:
-    """Seconds of each row of calls by XLA, on JAX's default device."""
+    """Seconds of each sequence of calls by XLA, on JAX's default device."""
     import jax
 
     call, arrays = jax_call(case, passes), jax_arrays(case)
@@ -115,7 +115,7 @@ def jax_seconds(case: Case, passes: str, device: str) -> list[float]:
 
 
 def torch_arrays(case: Case, place: str) -> list[Any]:
-    """Random query, key, value and gradient of the output as [B N T H], which lie as [B T N H]."""
+    """Return random query, key, value and gradient of the output: views [B N T H] of arrays stored as [B T N H]."""
     import torch
 
     generator = torch.Generator(place).manual_seed(0)
@@ -124,7 +124,7 @@ def torch_arrays(case: Case, place: str) -> list[Any]:
 
 
 def torch_call(case: Case, passes: str) -> Callable[..., Any]:
-    """One call as a function of torch_arrays, as jax_call is."""
+    """Return one call as a function of torch_arrays, with the outputs of jax_call."""
     import torch
     import torch.nn.functional as F
 
@@ -143,14 +143,14 @@ def torch_call(case: Case, passes: str) -> Callable[..., Any]:
 
 
 def torch_backend(kernel: str) -> Any:
-    """Context in which PyTorch takes that kernel and no other."""
+    """Return a context in which PyTorch uses only this kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel({"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[kernel])
 
 
 def torch_seconds(case: Case, passes: str, device: str) -> list[float]:
-    """Seconds of each row of calls by PyTorch."""
+    """Seconds of each sequence of calls by PyTorch."""
     import torch
 
     place = "cuda" if device == "gpu" else "cpu"
@@ -168,13 +168,13 @@ SECONDS = {"jax": jax_seconds, "torch": torch_seconds}
 
 
 def measured(library: str, device: str, cases: Sequence[Case]) -> Iterator[Rate]:
-    """Rates of a library's kernels; one that fails is a line on stderr, and the others go on."""
+    """Yield the rates of a library's kernels; one that fails is a line on stderr, and the others continue."""
     for case in cases:
         for passes in FLOPS_OF_PASSES:
-            with warnings.catch_warnings(record=True) as notes:  # PyTorch warns of why it has no kernel
+            with warnings.catch_warnings(record=True) as notes:  # PyTorch's warnings say why it has no kernel
                 try:
                     seconds, said = SECONDS[library](case, passes, device), []
-                except Exception as error:  # noqa: BLE001 - what a library says of a kernel is of any type
+                except Exception as error:  # noqa: BLE001 - a library's error about a kernel may be of any type
                     seconds, said = [], [str(error)]
             said += [str(note.message).split(" (Triggered")[0] for note in notes]
             if said:
@@ -185,7 +185,7 @@ def measured(library: str, device: str, cases: Sequence[Case]) -> Iterator[Rate]
 
 
 def main() -> int:
-    """Measure one library's kernels and append a record as each ends; 1 where none could be measured."""
+    """Measure one library's kernels and append a record as each ends; fail if none could be measured."""
     values = flags.FLAGS
     library, device = values.library, values.device
     if device not in KERNELS[library]:

@@ -1,10 +1,11 @@
-"""How fast token ids are scored on a device, by watermarking scheme: tokens/s from ids on the host to p-values there.
+"""Measure watermark detection on a device, by scheme: tokens/s from ids on the host to p-values on the host.
 
     python -m jaxbench.gpu.detection --schemes=kgw,unigram --rows=4096 --tokens=256 --output=results.jsonl
 
-Ids are random, so these are unmarked texts, which cost what marked ones do. A call scores all rows: ids to the device,
-evidence there and back, statistics and p-values in float64 on the host (`evidence_s` of a record's detail is the first
-two alone). What the first call compiles and draws is not counted. The rate is the median over calls.
+Ids are random, so these are unmarked texts, which cost as much as marked ones. A call scores all rows: it copies ids to
+the device, computes evidence there and copies it back, and computes statistics and p-values in float64 on the host
+(`evidence_s` of a record's detail is without this last step). What the first call compiles and draws is not counted.
+The rate is the median over calls.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ KEY = Key(0x6A617862656E6368)  # any: all cost the same
 
 
 def check_schemes(names: list[str], vocab_size: int) -> None:
-    """Check what is scored.
+    """Check the schemes to score.
 
     Raises:
-      ValueError: no scheme, an unknown one, or one whose lists are scored on the host.
+      ValueError: there is no scheme, one is unknown, or one has lists that are scored on the host.
     """
     if not names:
         raise ValueError(f"--schemes={','.join(names)} names none, wanted some of {', '.join(SCHEMES)}")

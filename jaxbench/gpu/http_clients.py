@@ -1,11 +1,11 @@
-"""Clients that come over HTTP to the server as it is run, so many at once: tokens a second, waits, errors (S file).
+"""Measure the real server under concurrent HTTP clients: throughput, latencies, errors (S file).
 
     python -m jaxbench.gpu.http_clients --config=configs/lm/smollm2_135m.yaml --clients=1,8,32,64
 
-experiments/serve.py in a process of its own, by XLA, with a slot for each client. Clients stream, each with one request
+experiments/serve.py runs in its own process, on XLA, with a slot for each client. Clients stream, each with one request
 in flight, from this process, which uses no device. Weights are random, of the shape that --config names, and so are the
-prompts, each new to the server. Every token is a character, so that none is without the event that it is timed by. The
-same requests without HTTP: one_workload's `serving`.
+prompts, each new to the server. Every token is a character, so that each token has an event, which times it. For the
+same requests without HTTP see one_workload's `serving`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from jaxbench.serve.study import clients, load
 from jaxbench.training.train_config import TrainConfig
 
 VALUES = flags.FLAGS
-FIRST = 0x10000  # code point of token 0: those behind it are four bytes each, about as many as a token of English has
-MOST = 0x110000 - FIRST  # tokens that have a character
+FIRST = 0x10000  # code point of token 0: from here on a character has four bytes, about as many as an English token
+MOST = 0x110000 - FIRST  # largest vocabulary in which every token has a character
 ROUNDS = 3
 ERRORS = "serve_errors"
 UNITS = {
     "serve_tokens_per_s": "tokens/s",
     "first_token_s": "s",
     "first_token_p99_s": "s",
-    "token_s": "s",  # behind the first one, mean over an answer: events that come in bunches leave it as it is
+    "token_s": "s",  # per token after the first, mean over an answer: not affected by events that arrive in bunches
     "token_gap_s": "s",
     "token_gap_p99_s": "s",
-    "server_processor": "ratio",  # seconds a second, without its engine: near 1 its loop is what limits
-    "clients_processor": "ratio",  # the same of this process: near 1 the clients are
+    "server_processor": "ratio",  # CPU seconds per second, without its engine: near 1, its loop is the bottleneck
+    "clients_processor": "ratio",  # the same for this process: near 1, the clients are the bottleneck
 }
 
 
 def tokenizer_of(config: TransformerConfig) -> CharacterTokenizer:
-    """A tokenizer whose every token is a character.
+    """Return a tokenizer in which every token is a character.
 
     Raises:
       ValueError: there are more tokens than characters.
@@ -57,15 +57,15 @@ def tokenizer_of(config: TransformerConfig) -> CharacterTokenizer:
 
 
 def asked(tokenizer: CharacterTokenizer, count: int, random: np.random.Generator) -> list[load.Ask]:
-    """Requests of random prompts."""
+    """Make requests with random prompts."""
     rows = random.integers(0, tokenizer.vocab_size, (count, VALUES.prompt_tokens))
     return [load.Ask(tokenizer.decode(row), VALUES.prompt_tokens, VALUES.new_tokens) for row in rows]
 
 
 def measured(server: clients.Server, tokenizer: CharacterTokenizer, dtype: str) -> Iterator[Record]:
-    """Figures by the number of clients: of each the median over rounds, and how many requests ended with an error.
+    """Yield the figures for each number of clients: medians over rounds, and the number of requests that failed.
 
-    The first request of each number of clients is not counted.
+    For each number of clients one request comes first and is not counted.
     """
     random, slots = np.random.default_rng(0), max(one_workload.counts("clients"))
     for count in one_workload.counts("clients"):
@@ -80,7 +80,7 @@ def measured(server: clients.Server, tokenizer: CharacterTokenizer, dtype: str) 
             rounds.append(played(server, asked(tokenizer, requests, random), count, warm))
         for name, unit in UNITS.items():
             samples = tuple(each[name] for each in rounds if name in each)
-            if samples:  # none where no request has ended well
+            if samples:  # empty if no request succeeded
                 yield Record(metric=name, value=statistics.median(samples), unit=unit, samples=samples, **common)
         lost = tuple(each[ERRORS] for each in rounds)
         yield Record(metric=ERRORS, value=sum(lost), unit="count", samples=lost, **common)
@@ -89,7 +89,7 @@ def measured(server: clients.Server, tokenizer: CharacterTokenizer, dtype: str) 
 def played(
     server: clients.Server, asks: Sequence[load.Ask], count: int, warm: Sequence[load.Ask]
 ) -> dict[str, float]:  # fmt: skip
-    """Figures of one round, by name; those of answers are not there where there is none."""
+    """Measure one round and return its figures by name; without answers, theirs are missing."""
     process = psutil.Process(server.pid)
     began, own, others = time.perf_counter(), time.process_time(), sum(process.cpu_times()[:2])
     found = clients.measured("jaxbench", server.port, asks, count, warm=warm)
@@ -114,7 +114,7 @@ def played(
 
 
 def command_of(folder: Path, port: int, dtype: str) -> list[str]:
-    """Command line of the server."""
+    """Return the server's command line."""
     words = [word.format(model=folder) for word in clients.OWN]
     words += [f"--device={VALUES.device}", f"--set=port={port}"]
     return words + [

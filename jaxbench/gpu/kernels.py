@@ -1,6 +1,6 @@
-"""What a compiled program for a GPU does: kernels of each computation, and the bytes that they read and write (S file).
+"""Read the kernels of each computation of a compiled GPU program, and the bytes that they read and write (S file).
 
-Counts from the text of the optimised HLO, no times: what a cache holds is counted again.
+These are counts from the text of the optimised HLO, not times; data that is in a cache counts each time it is read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jaxbench.measure import hlo
 
 NUM_GROUPS = 16  # rows of the table of groups
 
-# Opcodes that start no kernel: they name, bundle, wait, or hand over to computations that are read by themselves
+# Opcodes that start no kernel: they name, bundle, wait, or run computations that are counted separately
 FREE = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "after-all",
     "opt-barrier", "partition-id", "replica-id", "add-dependency", "async-start", "async-update", "async-done",
     "copy-done", "fusion-done", "custom-call-done",
 }  # fmt: skip
-IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> which operand holds all that is written
+IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> index of the operand with all data that is written
 RUN = re.compile(r"(body|condition|branch|true|false)(?:_computations?)?=(?:\{([^}]*)\}|%?([\w.\-]+))")
 PARTS = ("dynamic-slice", "slice", "gather")  # read no more of their first operand than they return
 
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     """Kernels of one kind and one origin in a computation."""
 
     kind: str  # a fusion's name without its number, a custom call's target, else the opcode
-    op_name: str  # where in the traced function it comes from; empty where the compiler made it
+    op_name: str  # origin in the traced function; empty if the compiler added it
     count: int
     bytes_read: int
     bytes_written: int
@@ -37,11 +37,11 @@ class Group(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What one run of a computation does: the entry, a loop's body or condition, or a branch."""
+    """Counts of one run of a computation: the entry, a loop's body or condition, or a branch."""
 
     name: str
     role: str  # entry, body, condition or branch
-    runs: int | None  # rounds of its loop for each run of what holds it; None = not known to the compiler
+    runs: int | None  # iterations of its loop per run of the enclosing computation; None = unknown to the compiler
     kernels: int
     bytes_read: int
     bytes_written: int
@@ -50,11 +50,11 @@ class Computation(NamedTuple):
 
 
 def read(text: str) -> list[Computation]:
-    """Computations that a program runs, from its optimised HLO text, the one that moves the most bytes in a run first.
+    """Return the computations that a program runs, from its optimised HLO text; most bytes moved per run first.
 
-    What a computation calls outright counts as its own; loops and branches are computations of their own. A kernel
-    reads each operand once and writes its result once; of what it slices it reads the slice, of what it updates in
-    place it writes the update.
+    Plain calls count as part of the calling computation; loops and branches are separate computations. A kernel reads
+    each operand once and writes its result once. Of an operand that it slices it reads only the slice; of an array that
+    it updates in place it writes only the update.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -71,7 +71,7 @@ def read(text: str) -> list[Computation]:
 
 
 def _run_by(program: dict[str, list], name: str) -> Iterator[tuple[str, str, int | None]]:
-    """Loops and branches of a computation: name, role, runs."""
+    """Yield loops and branches of a computation: name, role, runs."""
     for each in _inlined(program, name):
         runs = hlo._trip_count(program, each.line) if each.opcode == "while" else None
         for role, several, single in RUN.findall(each.line) if each.opcode in ("while", "conditional") else ():
@@ -80,7 +80,7 @@ def _run_by(program: dict[str, list], name: str) -> Iterator[tuple[str, str, int
 
 
 def _inlined(program: dict[str, list], name: str) -> Iterator[Any]:
-    """Instructions of a computation, those of what it calls in place of the calls."""
+    """Yield the instructions of a computation, with calls replaced by the instructions of the called computation."""
     for each in program[name]:
         called = re.search(r"(?:to_apply|calls|called_computations)=\{?%?([\w.\-]+)", each.line)
         if each.opcode in ("call", "async-start") and called and called.group(1) in program:
@@ -111,14 +111,14 @@ def _summary(program: dict[str, list], name: str, role: str, runs: int | None) -
 
 
 def _moved(program: dict[str, list], kernel: Any, shapes: dict[str, str]) -> tuple[int, int]:
-    """Bytes that a kernel reads and writes; shapes: of what comes before it, by name."""
+    """Return the bytes that a kernel reads and writes; shapes: shapes of preceding instructions by name."""
     operands, root = _operands(kernel), kernel
     called = re.search(r"calls=%?([\w.\-]+)", kernel.line)
     if called is not None and called.group(1) in program:
         inside = {_name(each): each for each in program[called.group(1)]}
         root = next(each for each in inside.values() if each.line.lstrip().startswith("ROOT "))
         numbers = {_arguments(each): name for name, each in inside.items() if each.opcode == "parameter"}
-    else:  # as a fusion of itself alone
+    else:  # treat it as a fusion of one instruction
         inside = {name: hlo._Instruction("parameter", shapes.get(name, ""), "") for name in operands}
         inside, numbers = inside | {_name(kernel): kernel}, {f"{n}": name for n, name in enumerate(operands)}
     uses: dict[str, list] = {}
@@ -133,8 +133,8 @@ def _moved(program: dict[str, list], kernel: Any, shapes: dict[str, str]) -> tup
 
 
 def _share(name: str, inside: dict[str, Any], uses: dict[str, list]) -> float:
-    """Part of a value that the kernel reads, 0 to 1, from what it does with it."""
-    total = 0.0 if name in uses else 1.0  # else it is the result
+    """Return the share of a value that the kernel reads, 0 to 1, judged by its uses."""
+    total = 0.0 if name in uses else 1.0  # a value without uses is the result
     for each in uses.get(name, []):
         is_first = _operands(each)[0] == name
         if each.opcode in ("bitcast", "convert"):
@@ -147,7 +147,7 @@ def _share(name: str, inside: dict[str, Any], uses: dict[str, list]) -> float:
 
 
 def _written(inside: dict[str, Any], root: Any) -> int:
-    """Bytes that a kernel writes, from the root of what it computes."""
+    """Return the bytes that a kernel writes, judged by the root of its computation."""
     total = 0
     for name in _operands(root) if root.opcode == "tuple" else [_name(root)]:
         while inside[name].opcode == "bitcast":
@@ -172,7 +172,7 @@ def _operands(instruction: Any) -> list[str]:
 
 
 def _arguments(instruction: Any) -> str:
-    """Text between the brackets of an instruction."""
+    """Return the text between the brackets of an instruction."""
     found = re.search(rf" {re.escape(instruction.opcode)}\(([^)]*)\)", instruction.line)
     return found.group(1) if found else ""
 
@@ -184,9 +184,9 @@ def _kind(kernel: Any) -> str:
 
 
 def tables(found: list[Computation], bytes_per_s: float) -> list[Any]:
-    """Tables of what `read` found: the computations, and the groups of the largest (rich.table.Table).
+    """Return tables of `read`'s result: the computations, and the groups of the largest one (rich.table.Table).
 
-    bytes_per_s: of the device's memory at its peak.
+    bytes_per_s: peak bandwidth of the device's memory.
     """
     from rich.markup import escape
     from rich.table import Table

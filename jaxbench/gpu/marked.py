@@ -1,9 +1,9 @@
-"""What a watermark adds to decoding on a device: plain and marked decode calls of one model in turn.
+"""Measure the overhead of a watermark in decoding on a device, by alternating plain and marked decode calls of a model.
 
     python -m jaxbench.gpu.marked --config=configs/lm/smollm2_135m.yaml --schemes=kgw,unigram --batches=1,64,256
 
-Weights and prompts are random. Each round decodes plainly and then marked, so that both meet the same state of the
-machine; the overhead is the median over rounds of their ratio, less one. The scheme `control` marks nothing.
+Weights and prompts are random. Each round decodes plainly and then marked, so that both see the machine in the same
+state; the overhead is the median over rounds of their ratio, minus one. The scheme `control` marks nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _with(record: Record, seconds: dict[str, list[float]]) -> Record:
-    """A record with what was measured; isolated_s: what the draw alone takes longer, in a loop without the model."""
+    """Fill a record with measured values; isolated_s: extra time of the draw alone, in a loop without the model."""
     pairs = {name: (seconds[f"plain_{name}"], seconds[f"marked_{name}"]) for name in ("step", "loop")}
     ratios = tuple(b / a - 1 for a, b in zip(*pairs["step"], strict=True))
     isolated = statistics.median(b - a for a, b in zip(*pairs["loop"], strict=True))

@@ -1,4 +1,4 @@
-"""One backend alone, in one process: a training step or decoding, in under a minute on a GPU.
+"""Measure one backend alone, in one process: a training step or decoding, in under a minute on a GPU.
 
     python -m jaxbench.gpu.one_arm --workload=train --config=configs/lm/gpt2_124m.yaml --output=results.jsonl
     python -m jaxbench.gpu.one_arm --workload=train --backend=torch --set=step.torch_compile=true
@@ -7,12 +7,12 @@
     python -m jaxbench.gpu.one_arm --workload=largest_batch --config=configs/lm/llama_1b.yaml
     python -m jaxbench.gpu.one_arm --workload=ladder --config=configs/lm/smollm2_135m.yaml --prompt_tokens=2048
 
-What a short lease has time for. It says how fast one arm is; that it is faster than another is for
-experiments/compare.py, which alternates them. Weights and tokens are random. Steps are timed in groups, the device
-waited for behind each group, and a rate is that of the fastest group; `samples` has all. A ladder decodes in one form
-after another, each with one thing changed: number type, fused attention, weights of 8 and of 4 bits, and where there
-are several devices these over all of them (tensor parallel). A memory ladder takes steps with one way of saving memory
-after another; the largest batch is found by compiling, and steps are taken with it.
+It is made for short leases of a GPU. It tells how fast one arm is; to tell whether it is faster than another, use
+experiments/compare.py, which alternates them. Weights and tokens are random. Steps are timed in groups, with a device
+synchronisation after each; a rate is that of the fastest group, and `samples` has all. A ladder decodes in one form
+after another, each with one change: number type, fused attention, 8-bit and 4-bit weights, and with several devices the
+same over all of them (tensor parallel). A memory ladder takes steps with one way of saving memory after another. The
+largest batch is found by compiling, and steps are taken with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VALUES = flags.FLAGS
 
 
 def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
-    """Rate, MFU, memory and compile time of a run's step, as records without their common fields."""
+    """Measure rate, MFU, memory and compile time of a run's step; return records without their common fields."""
     engine, wait = make_engine(settings, config)
     batch, seq_len = settings.batch_size, settings.data.seq_len
     arrays = random_batch(settings, config)
@@ -71,7 +71,7 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
 
 
 def random_batch(settings: TrainConfig, config: TransformerConfig) -> Batch:
-    """A batch of a run, of random tokens."""
+    """Make a run's batch of random tokens."""
     batch, seq_len = settings.batch_size, settings.data.seq_len
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, seq_len + 1)).astype(np.int32)
     positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (batch, seq_len))
@@ -82,7 +82,7 @@ def random_batch(settings: TrainConfig, config: TransformerConfig) -> Batch:
 
 
 def make_engine(settings: TrainConfig, config: TransformerConfig) -> tuple[Any, Callable[[], None]]:
-    """Engine of --backend on --device, and what waits for it."""
+    """Return the engine of --backend on --device, and a function that waits for it."""
     params = initial.initial_params(config, seed=settings.seed)
     if VALUES.backend == "flax":
         import jax
@@ -101,33 +101,33 @@ def make_engine(settings: TrainConfig, config: TransformerConfig) -> tuple[Any, 
 
 
 class Form(NamedTuple):
-    """How a decoder is held and computed."""
+    """How a decoder is stored and computed."""
 
     dtype: str
     attention: str
-    weights: str = "float"  # int8 and int4: the layers' matrices, the rest is of dtype
-    products: str = "xla"  # of such weights
-    devices: int = 1  # that heads, feed-forward width and embedding are split over
+    weights: str = "float"  # int8, int4: type of the layers' matrices; the rest is in dtype
+    products: str = "xla"  # implementation of products with such weights
+    devices: int = 1  # devices that heads, feed-forward width and embedding are split over
 
     @property
     def name(self) -> str:
-        """Short, unique in a ladder."""
+        """Short name, unique in a ladder."""
         kernel = "" if self.weights == "float" else f" {self.products}"
         parts = "" if self.devices == 1 else f" tensor={self.devices}"
         return f"{self.dtype} {self.attention} {self.weights}{kernel}{parts}"
 
 
 def forms(dtype: str, num_kv_heads: int) -> list[Form]:
-    """What --workload, --weights and --products ask for, in the order in which it is measured."""
+    """Return the forms that --workload, --weights and --products ask for, in the order of measurement."""
     fused = "fused" if VALUES.device == "gpu" else "dense"
     if VALUES.workload == "ladder":
-        # Elsewhere fused attention is not there, and the Pallas kernel's name means XLA's product.
+        # Other devices have no fused attention, and there "pallas" means XLA's product.
         ways = packed_weights.PRODUCTS if VALUES.device == "gpu" else ("xla",)
         plain = [Form("float32", "dense"), Form("bfloat16", "dense"), Form("bfloat16", fused)]
         packed = [Form("bfloat16", fused, bits, way) for way in ways for bits in packed_weights.RECIPES]
         import jax
 
-        # A Pallas kernel is of one device, and a head is not split.
+        # A Pallas kernel runs on one device, and a head is not split.
         count = math.gcd(jax.device_count(), num_kv_heads)
         over_all = [Form("bfloat16", fused, each, devices=count) for each in ("float", *packed_weights.RECIPES)]
         return list(dict.fromkeys(plain + packed + over_all))
@@ -136,9 +136,9 @@ def forms(dtype: str, num_kv_heads: int) -> list[Form]:
 
 
 def decode(config: TransformerConfig, form: Form) -> list[Record]:
-    """Rate of greedy decoding behind the first token, that token's time, compile time, and the bytes of the weights.
+    """Measure greedy decoding: rate after the first token, first-token time, compile time, and bytes of the weights.
 
-    Products of float32 are of float32, as PyTorch's are: XLA would take TF32 on a GPU.
+    float32 products are computed in float32, as PyTorch does; XLA would use TF32 on a GPU.
     """
     if VALUES.backend == "flax" and form.dtype == "float32":
         import jax
@@ -175,13 +175,13 @@ def _decode(config: TransformerConfig, form: Form) -> list[Record]:
 
 
 def workload_of(form: Form) -> Workload:
-    """What a decoding in a form computes."""
+    """Return the workload of decoding in a form."""
     sizes = {"batch": VALUES.batch, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
     return Workload(kind="decode", dtype=form.dtype, **sizes)
 
 
 def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable[[Any], np.ndarray], int]:
-    """Generator of --backend on --device, what brings its tokens to the host, and the bytes of the weights."""
+    """Return the generator of --backend on --device, its copy of tokens to the host, and the bytes of the weights."""
     if VALUES.backend == "flax":
         import jax
         from flax import nnx
@@ -206,7 +206,7 @@ def make_generator(config: TransformerConfig, form: Form) -> tuple[Any, Callable
 
 
 def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> Any:
-    """Decoder of random weights by the modules of a package."""
+    """Build a decoder with random weights from the modules of a package."""
     if form.weights == "float":
         build = importlib.import_module(f"{package}.transformer").build
         params = random_params(config.model_dump_json())
@@ -216,18 +216,18 @@ def built(config: TransformerConfig, form: Form, package: str, **place: Any) -> 
     if form.products == "pallas":
         from jaxbench.quantization import weight_only_pallas
 
-        packed_weights.check_kernel(model, weight_only_pallas.misfit)  # or XLA's products would pass for the kernel's
+        packed_weights.check_kernel(model, weight_only_pallas.misfit)  # else XLA's products would be measured instead
     return build(model, dtype=form.dtype, implementation=how, attention=form.attention, **place)
 
 
 @functools.lru_cache(maxsize=1)
 def random_params(config: str) -> dict[str, np.ndarray]:
-    """Initial values of a decoder, whose configuration is given as JSON; the same on every rung of a ladder."""
+    """Return initial values of a decoder whose configuration is given as JSON; the same in every form of a ladder."""
     return initial.initial_params(TransformerConfig.model_validate_json(config), seed=0)
 
 
 def main() -> int:
-    """Measure what the flags name and append its records."""
+    """Measure the workload that the flags name and append its records."""
     settings = cli.load_config(TrainConfig)
     if settings.model.vocab_size is None:
         raise ValueError(f"one_arm: --config={VALUES.config} leaves model.vocab_size to its tokenizer; --set a size")
@@ -265,7 +265,7 @@ def main() -> int:
         keep(VALUES.backend, decode(config, wanted[0]))
         return cli.EXIT_OK
     lost: list[str] = []
-    for form in wanted:  # a form that does not fit, or whose kernel does not compile, leaves the others
+    for form in wanted:  # a form that does not fit, or whose kernel does not compile, does not stop the others
         arm = f"{VALUES.backend} {form.name}"
         absent = Record(metric="decode_tokens_per_s", workload=workload_of(form), detail=form._asdict())
         with rates.apart(lost, arm, lambda record, arm=arm: keep(arm, [record]), absent):
@@ -275,21 +275,21 @@ def main() -> int:
 
 
 def check_training() -> None:
-    """Check that what is measured is Flax's where it is Flax's alone.
+    """Check that a training workload that only Flax has is measured with Flax.
 
     Raises:
-      ValueError: another backend.
+      ValueError: the backend is another one.
     """
     if VALUES.workload != "train" and VALUES.backend != "flax":
         raise ValueError(f"--workload={VALUES.workload} is Flax's; got --backend={VALUES.backend}")
 
 
 def check_decode(config: TransformerConfig, dtype: str) -> None:
-    """Check what is decoded.
+    """Check the flags of decoding.
 
     Raises:
-      ValueError: a row is longer than the model's context, weights of few bits beside a training's precision or by
-        torch.compile, or a ladder of PyTorch.
+      ValueError: a row is longer than the model's context; the precision is one for training only; torch.compile is
+        combined with quantised weights; or a ladder is combined with PyTorch or --weights.
     """
     prompt, new = VALUES.prompt_tokens, VALUES.new_tokens
     if prompt + new > config.max_seq_len:

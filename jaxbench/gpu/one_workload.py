@@ -1,11 +1,12 @@
-"""One workload alone on a device, in one process and in about a minute: how fast Flax's side of it is.
+"""Measure one workload of Flax alone on a device, in one process and in about a minute.
 
     python -m jaxbench.gpu.one_workload --workload=features      a reader's features of responses, responses a minute
     python -m jaxbench.gpu.one_workload --workload=compression   chunks of tokens as vectors, tokens/s by chunks at once
     python -m jaxbench.gpu.one_workload --workload=serving       requests that arrive together at the server's engine
 
-Weights are random, of the shape that --config names, and so are the tokens of all but the responses, which are bytes of
-the packaged text: these are speeds, no quality. Whatever a call compiles is compiled by a call that is not counted.
+Weights are random, of the shape that --config names. Tokens are random too, except in `features`, whose contexts and
+responses are bytes of the packaged text. This measures speed, not quality. What a call compiles is compiled by an
+earlier call that is not counted.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from jaxbench.training.train_config import TrainConfig
 
 VALUES = flags.FLAGS
 SPREAD = 3  # calls of which the fastest counts
-RESPONSES = 6  # of a context, as many as RAGTruth's sources have
-RATIO = 8  # tokens a vector stands for
-AROUND = 64  # tokens of a prompt beside its context, at most
-ENCODER_LAYERS = 12  # of the compressor, where the decoder has as many
+RESPONSES = 6  # per context, as in RAGTruth
+RATIO = 8  # tokens per vector
+AROUND = 64  # most tokens of a prompt besides its context
+ENCODER_LAYERS = 12  # of the compressor, unless the decoder has fewer
 
 
 def features(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
-    """Features of responses to contexts of the packaged text: tokenising, reading, copying to the host, files written.
+    """Measure features of responses to contexts of the packaged text: tokenise, read, copy to the host, write files.
 
-    The median over contexts.
+    The rate is the median over contexts.
     """
     from jaxbench.hallucination import extract
     from jaxbench.hallucination.reader_settings import ReaderSettings
@@ -72,7 +73,7 @@ def features(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Reco
 
 
 def compression(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
-    """Chunks of random tokens as vectors, tokens from the host and vectors back to it; no tokenising."""
+    """Measure compression of chunks of random tokens to vectors, from host to host, without tokenising."""
     from jaxbench.compress import compressor
 
     layers = min(ENCODER_LAYERS, config.num_layers)
@@ -98,10 +99,10 @@ def compression(config: TransformerConfig, dtype: str, work: Path) -> Iterator[R
 
 
 def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Record]:
-    """Requests through the engine by XLA, so many at once, each prompt new to the cache; no HTTP.
+    """Measure concurrent requests to the engine on XLA, without HTTP; each prompt is new to the cache.
 
-    A step computes all slots, of which there are as many as the most clients: one client waits for them too. The three
-    figures are those of the fastest run.
+    A step computes all slots, as many as the largest number of clients, so a single client waits for all of them too.
+    The three figures are those of the fastest run.
 
     Raises:
       ValueError: a request ends with an error.
@@ -134,7 +135,7 @@ def serving(config: TransformerConfig, dtype: str, work: Path) -> Iterator[Recor
 
 
 def engine_settings(dtype: str) -> dict[str, Any]:
-    """What is set of an engine by XLA, so that a slot is free for each client of --clients."""
+    """Return settings of an engine on XLA with a free slot for each client of --clients."""
     most, length = max(counts("clients")), VALUES.prompt_tokens + VALUES.new_tokens
     segment = min(256, VALUES.prompt_tokens)
     return {
@@ -145,13 +146,13 @@ def engine_settings(dtype: str) -> dict[str, Any]:
 
 
 def of_clients(clients: int, dtype: str) -> Workload:
-    """Shape of a measurement with so many clients."""
+    """Return the workload of a measurement with this number of clients."""
     sizes = {"batch": clients, "prompt_tokens": VALUES.prompt_tokens, "new_tokens": VALUES.new_tokens}
     return Workload(kind="decode", dtype=dtype, **sizes)
 
 
 def folder_of(config: TransformerConfig, work: Path, *, tokenizer: Any = None) -> Path:
-    """A checkpoint of random weights with a tokenizer, written once; None = a tokenizer of bytes."""
+    """Write a checkpoint of random weights with a tokenizer, once, and return its folder; None = a byte tokenizer."""
     tokenizer = tokenizer or ByteTokenizer()
     folder = work / f"model-{config_id(config, extra={'tokenizer': type(tokenizer).__name__})}"
     if not folder.exists():
@@ -163,10 +164,10 @@ def folder_of(config: TransformerConfig, work: Path, *, tokenizer: Any = None) -
 
 
 def counts(flag: str) -> list[int]:
-    """Whole numbers of a flag.
+    """Return the whole numbers of a flag.
 
     Raises:
-      ValueError: one is none, or below 1.
+      ValueError: a value is not a whole number, or is below 1.
     """
     for text in VALUES[flag].value:
         if not text.isdigit() or int(text) < 1:
@@ -180,11 +181,11 @@ WORKLOADS = {"features": features, "compression": compression, "serving": servin
 def decoder_of(
     settings: TrainConfig, *, row_tokens: int, least_vocab: int = ByteTokenizer.vocab_size
 ) -> TransformerConfig:
-    """The decoder's shape, for rows of so many tokens and a tokenizer of so many or more.
+    """Return the decoder's shape, checked for rows of `row_tokens` and a vocabulary of at least `least_vocab`.
 
     Raises:
-      ValueError: its vocabulary is the tokenizer's or smaller, its context is too short, or the number type is a
-        training's.
+      ValueError: its vocabulary is left to a tokenizer or too small, its context is too short, or the precision is one
+        for training only.
     """
     dtype = settings.step.precision
     if dtype not in ("float32", "bfloat16"):
@@ -205,10 +206,10 @@ def decoder_of(
 
 
 def check(settings: TrainConfig) -> TransformerConfig:
-    """The decoder's shape.
+    """Check the flags and return the decoder's shape.
 
     Raises:
-      ValueError: it does not fit what the flags ask for, or one of them has no number where it should.
+      ValueError: the shape does not fit the flags, or a flag of numbers has a value that is not one.
     """
     given = VALUES.context_tokens if VALUES.workload == "features" else VALUES.prompt_tokens
     wanted = {"compression": 0, "serving": given + VALUES.new_tokens, "features": given + VALUES.new_tokens + AROUND}
@@ -219,7 +220,7 @@ def check(settings: TrainConfig) -> TransformerConfig:
 
 
 def keep(found: Iterable[Record], output: Path) -> list[Record]:
-    """Append records as they come, with what all of a call share, and say each; the records as they are kept."""
+    """Append records as they come, with the call's common fields, and print each; return the appended records."""
     common = {"arm": "flax", "device": VALUES.device, "commit": environment.commit()}
     common["versions"] = environment.versions()
     kept = []

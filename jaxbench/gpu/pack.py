@@ -1,8 +1,8 @@
-"""One folder to carry to a machine without a network: code, text and the wheels such a machine lacks (S file).
+"""Pack one folder to carry to a machine without a network: code, text and the wheels that the machine lacks (S file).
 
-The machine has Python 3.12 on Linux x86-64, JAX, PyTorch, Flax and what comes with them. `run` in the folder installs
-the wheels beside them for its own process, joins the default model where its two packs lie beside the folder, and hands
-its arguments to experiments/gpu.py.
+The machine has Python 3.12 on Linux x86-64, JAX, PyTorch, Flax and their dependencies. `run` in the folder installs the
+wheels in addition, for its own process only. It joins the default model's two packs if they are next to the folder, and
+passes its arguments to experiments/gpu.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxbench.pretrained import assets
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_BYTES = 60 * 2**20  # of each pack
 FOLDERS = ("jaxbench", "torch_ref", "experiments", "configs")
-LEFT_OUT = ("experiments/results/",)  # and the weights that jaxbench ships, which only workloads without a stage need
+LEFT_OUT = ("experiments/results/",)  # and weights that jaxbench ships, which only workloads without a stage need
 SHIPPED_WEIGHTS = ".safetensors"
-# Not on the machine, or too old there; plain Python or for CPython 3.12. Versions are those of constraints.txt.
+# Missing or too old on the machine; pure Python or for CPython 3.12. Versions are those of constraints.txt.
 WHEELS = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "confusable-homoglyphs", "gguf",
     "platformdirs", "plotly", "narwhals", "ruptures", "tensorboardX", "starlette", "uvicorn", "httptools",
 )  # fmt: skip
-# What the neural memory is compared with, and what it needs beside PyTorch; versions are those of `make peers`.
+# The peer of the neural memory, and its dependencies besides PyTorch; versions are those of `make peers`.
 TITANS = (
     "titans-pytorch", "accelerated-scan", "assoc-scan", "axial_positional_embedding", "cloudpickle", "einops", "einx",
     "frozendict", "hyper-connections", "loguru", "pyvers", "rotary-embedding-torch", "tensordict", "torch-einops-utils",
@@ -74,13 +74,13 @@ exec "$python" "$here/experiments/gpu.py" ${words[@]+"${words[@]}"}
 
 
 def gather(folder: Path, *, with_model: bool = False) -> Iterator[str]:
-    """Write the pack, which must not be there yet; a line for each folder with its size.
+    """Write the pack, which must not exist yet; yield a line with the size of each folder.
 
-    with_model: the default model too, halved, in the folders FOLDER-model-1 and FOLDER-model-2.
+    with_model: also pack the default model, in two halves, in the folders FOLDER-model-1 and FOLDER-model-2.
 
     Raises:
-      ValueError: a folder is there already; a pack is over LIMIT_BYTES; pip finds no wheel, git
-        lists no files, or the model is neither cached nor to be fetched.
+      ValueError: a folder exists already; a pack is over LIMIT_BYTES; pip does not find a wheel; git lists no files; or
+        the model is neither cached nor can be fetched.
     """
     halves = [folder.with_name(f"{folder.name}-model-{k}") for k in (1, 2)] if with_model else []
     for each in (folder, *halves):
@@ -108,10 +108,10 @@ def gather(folder: Path, *, with_model: bool = False) -> Iterator[str]:
 
 
 def code_files() -> list[str]:
-    """Files of the code, as git knows them, by path from the root.
+    """Return the code's files that git lists, as paths from the root.
 
     Raises:
-      ValueError: this is no git checkout.
+      ValueError: this is not a git checkout.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *FOLDERS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -122,7 +122,7 @@ def code_files() -> list[str]:
 
 
 def wanted_versions() -> list[str]:
-    """The wheels with the versions of constraints.txt, or of .ci/peers/titans.txt."""
+    """Return the wheels with the versions of constraints.txt, or of .ci/peers/titans.txt."""
     files = (ROOT / ".ci/peers/titans.txt", ROOT / "constraints.txt")
     text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     pinned = {
@@ -140,7 +140,7 @@ def download(folder: Path) -> None:
     """Fetch the wheels for CPython 3.12 on Linux x86-64.
 
     Raises:
-      ValueError: pip finds one not; its last line says which.
+      ValueError: pip does not find one; its last line says which.
     """
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += ["--python-version=3.12", "--implementation=cp", *(f"--platform={each}" for each in PLATFORMS)]

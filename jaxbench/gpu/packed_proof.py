@@ -1,10 +1,11 @@
-"""Products with packed weights on a device, by XLA and by the Pallas kernel, against numpy in float64.
+"""Check products with packed weights on a device, by XLA and by the Pallas kernel, against numpy in float64.
 
     python -m jaxbench.gpu.packed_proof --output=results.jsonl
     python -m jaxbench.gpu.packed_proof --device=cpu              the kernel interpreted
 
-Exit code 1: an error is over its limit, float32 rows at 1e-5 of the largest product, bfloat16 rows at 2**-8 of it (they
-meet weights rounded to bfloat16). A kernel that does not compile is an error of its own record, and the others go on.
+Exit code 1: an error is over its limit, which is 1e-5 of the largest product for float32 rows and 2**-8 of it for
+bfloat16 rows (whose weights are rounded to bfloat16). A kernel that does not compile is recorded as an error, and the
+others continue.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxbench.quantization.grids import Grid
 
 VALUES = flags.FLAGS
 LIMITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
-# Grid, inputs, outputs, rows: tiles that fit and tiles that do not, groups smaller and larger than a chunk of them.
+# Grid, inputs, outputs, rows: sizes that tiles divide and that they do not, groups smaller and larger than a chunk.
 CASES = {
     "q4_0": (Grid(4), 96, 40, 5),
     "q4_1": (grids.NAMED["q4_1"], 128, 130, 1),
@@ -38,7 +39,7 @@ IMPLEMENTATIONS = ("xla", "triton")
 
 
 def error_of(case: str, implementation: str, dtype: str, *, interpret: bool) -> float:
-    """Largest error of a case's products on the default device over the largest product."""
+    """Return the largest error of a case's products on the default device, relative to the largest product."""
     import jax
     import jax.numpy as jnp
     import ml_dtypes
@@ -59,18 +60,18 @@ def error_of(case: str, implementation: str, dtype: str, *, interpret: bool) -> 
 
 
 def main() -> int:
-    """Prove every case and append a record of each; 1 when one is off."""
+    """Check every case and append a record of each; fail if one is over its limit."""
     file = RecordFile(outputs.check_file(VALUES.output, overwrite=True))
     process_environment.ensure(VALUES.device)
     common = {"device": VALUES.device, "commit": environment.commit(), "versions": environment.versions()}
     off = []
-    for implementation in IMPLEMENTATIONS:  # XLA's first: a kernel that fails may take the device with it
+    for implementation in IMPLEMENTATIONS:  # XLA first: a failing kernel may make the device unusable
         for case in CASES:
             for dtype, limit in LIMITS.items():
                 name, reason, error = f"{case} {implementation} {dtype}", "", float("inf")
                 try:
                     error = error_of(case, implementation, dtype, interpret=VALUES.device == "cpu")
-                except Exception as raised:  # what a compiler says of a kernel is of any type
+                except Exception as raised:  # a compiler's error about a kernel may be of any type
                     reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
                 if not reason and not math.isfinite(error):
                     reason = f"the error is {error}"

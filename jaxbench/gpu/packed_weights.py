@@ -1,4 +1,4 @@
-"""Decoders of random weights with few bits, for speeds alone (S file)."""
+"""Decoders with random quantised weights, for speed measurements only (S file)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.quantization import packing, quantize
 from jaxbench.quantization.recipe import QuantizedModel, Recipe
 
-# A scale an output, and one for 32 inputs.
+# int8: one scale per output; int4: one per 32 inputs.
 RECIPES = {
     "int8": Recipe(bits=8, group_size=None, scale_dtype="float32", embedding_bits=None),
     "int4": Recipe(bits=4, group_size=32, embedding_bits=None),
@@ -19,9 +19,9 @@ PRODUCTS = ("xla", "pallas")
 
 
 def random_model(config: TransformerConfig, weights: str) -> QuantizedModel:
-    """A decoder whose layers all have the first one's matrices, with a bit width of RECIPES.
+    """Return a decoder quantised with one of RECIPES, in which all layers have the first layer's matrices.
 
-    Rounding a billion weights takes longer than a lease of a GPU; put on a device each layer has memory of its own.
+    Quantising a billion weights would take longer than a lease of a GPU. On a device each layer has its own memory.
     """
     one = config.model_copy(update={"num_layers": 1})
     made = quantize.quantize(one, initial.initial_params(one, seed=0), RECIPES[weights])
@@ -35,12 +35,12 @@ def random_model(config: TransformerConfig, weights: str) -> QuantizedModel:
 
 
 def check_kernel(model: QuantizedModel, misfit: Callable[[packing.Form], str]) -> None:
-    """Check that a kernel takes every matrix of a decoder's layers.
+    """Check that a kernel supports every matrix of a decoder's layers.
 
-    misfit: weight_only_pallas.misfit, which says why it does not take one.
+    misfit: weight_only_pallas.misfit, which says why the kernel does not support a matrix.
 
     Raises:
-      ValueError: it does not, and XLA would compute the product.
+      ValueError: a matrix is not supported, so that XLA would compute its product.
     """
     for name, matrix in model.matrices.items():
         reason = misfit(packing.Form(matrix.grid, matrix.codes.shape[1]))

@@ -1,17 +1,17 @@
-"""Permutations that torch.randperm draws on a GPU, recorded once: green lists that were drawn there can be checked.
+"""Record permutations that torch.randperm draws on a GPU, to check green lists that were drawn there.
 
     python -m jaxbench.gpu.randperm --output=randperm.json
     python -m jaxbench.gpu.randperm --device=cpu --output=randperm.json      those of the CPU's generator
 
-KGW's own code draws a list by torch.randperm(V, device="cuda", generator=g), g of that device, seeded by the context. A
-CUDA device sorts random keys, of 32 bits up to some 30,000 entries and of 64 beyond, so that its permutations are
-others than the CPU's (jaxbench/watermark/green_lists.py). Which key an entry gets may depend on how many blocks the
-device runs at once, so its multiprocessors are recorded too. Of each size and seed the file has
+KGW's own code draws a list by torch.randperm(V, device="cuda", generator=g), where g is of that device and seeded by
+the context. A CUDA device sorts random keys, of 32 bits up to some 30,000 entries and of 64 beyond, so its permutations
+differ from the CPU's (jaxbench/watermark/green_lists.py). Which key an entry gets may depend on how many blocks the
+device runs at once, so its multiprocessors are recorded too. For each size and seed the file has
 
-    first, last     the first 32 and the last 8 entries, fewer where there are fewer
+    first, last     the first 32 and the last 8 entries, or all if there are fewer
     sha256          of all entries as little-endian int64
 
-Exit code 1: a drawn array is no permutation, or a generator that is seeded again draws another one.
+Exit code 1: a drawn array is not a permutation, or a generator that is seeded again draws a different one.
 Source: PyTorch, randperm_out_cuda in aten/src/ATen/native/cuda/Randperm.cu.
 """
 
@@ -34,15 +34,15 @@ from jaxbench.watermark import green_lists
 
 VALUES = flags.FLAGS
 FIRST, LAST = 32, 8  # entries that are written out
-KGW_PRIME = 15485863  # its seed of a context of one token is this times the token
+KGW_PRIME = 15485863  # KGW's seed of a context of one token is this times the token
 SIZES = (50257, 49152, 32000, 151936, 30000, 128, 3)
 SEEDS = (0, 1, KGW_PRIME, KGW_PRIME * 7, 2**31 - 1, KGW_PRIME * 50256, 2**63 - 1)
-LARGEST_SEED = 2**64 - 1  # that manual_seed takes
+LARGEST_SEED = 2**64 - 1  # that manual_seed accepts
 CUDA_DRIVER = "libcuda.so.1"
 
 
 def vector(permutation: Int[np.ndarray, " n"], seed: int) -> dict[str, Any]:
-    """What is recorded of a permutation."""
+    """Return the recorded facts of a permutation."""
     entries = permutation.astype("<i8")
     return {
         "size": len(entries), "seed": seed, "first": entries[:FIRST].tolist(), "last": entries[-LAST:].tolist(),
@@ -51,10 +51,10 @@ def vector(permutation: Int[np.ndarray, " n"], seed: int) -> dict[str, Any]:
 
 
 def drawn(sizes: Sequence[int], seeds: Sequence[int], place: str) -> Iterator[dict[str, Any]]:
-    """The vector of each size and seed by PyTorch on cuda or cpu.
+    """Yield the vector of each size and seed, drawn by PyTorch on cuda or cpu.
 
     Raises:
-      GateFailed: an array is no permutation, or another one where a generator is seeded again, as KGW's code does.
+      GateFailed: an array is not a permutation, or reseeding a generator, as KGW's code does, gives a different one.
     """
     import torch
 
@@ -73,7 +73,7 @@ def drawn(sizes: Sequence[int], seeds: Sequence[int], place: str) -> Iterator[di
 
 
 def about(place: str) -> dict[str, Any]:
-    """What drew: the library, and of a GPU its name, its multiprocessors and the CUDA versions."""
+    """Return facts about the generator: the library, and for a GPU its name, multiprocessors and CUDA versions."""
     import torch
 
     facts: dict[str, Any] = {"torch": torch.__version__, "generator": place, "device": "cpu"}
@@ -88,7 +88,7 @@ def about(place: str) -> dict[str, Any]:
 
 
 def driver_version(library: str = CUDA_DRIVER) -> str:
-    """Newest CUDA version that the driver runs, such as 13.0; empty where it does not say."""
+    """Return the newest CUDA version that the driver supports, such as 13.0; empty if unknown."""
     number = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number))
@@ -98,10 +98,10 @@ def driver_version(library: str = CUDA_DRIVER) -> str:
 
 
 def numbers(name: str, most: int, *, least: int = 0) -> list[int]:
-    """Whole numbers of a flag.
+    """Return the whole numbers of a flag.
 
     Raises:
-      ValueError: it names none, or one out of range.
+      ValueError: there is none, or one is not a whole number or is out of range.
     """
     texts = VALUES[name].value
     for text in texts or [""]:

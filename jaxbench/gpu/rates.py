@@ -1,10 +1,10 @@
-"""Rates of the device that other figures are shares of: reading memory, and matrix products by number type.
+"""Measure the device's rates, of which other figures are shares: reading memory, and matrix products by number type.
 
     python -m jaxbench.gpu.rates --library=jax --output=results.jsonl
     python -m jaxbench.gpu.rates --library=torch --output=results.jsonl
 
 Operands are random: on zeros or ones a product draws less power and a GPU clocks higher. A rate is that of the fastest
-of several calls, each of several products behind one another, so that a launch's own time does not count.
+of several calls, each with several products in sequence, so that launch overhead does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxbench.measure import environment, roofline
 from jaxbench.measure.records import Record, RecordFile, Workload
 
 REPEATS = 5
-IN_A_ROW = 10  # products a call
+IN_A_ROW = 10  # products per call
 DTYPES = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16", "float8": "float8_e4m3fn"}
 
 
@@ -32,13 +32,13 @@ class Rate(NamedTuple):
     """One measured rate."""
 
     kind: str  # read or gemm
-    dtype: str  # of DTYPES
+    dtype: str  # a key of DTYPES
     work: float  # bytes read or FLOPs, of a call
     seconds: list[float]
 
 
 def timed(call: Callable[[], object], wait: Callable[[object], object]) -> list[float]:
-    """Seconds of each call, its result waited for; the first call compiles and is left out."""
+    """Return the seconds of each call, including the wait for its result; the first call compiles and is left out."""
     wait(call())
     seconds = []
     for _ in range(REPEATS):
@@ -50,15 +50,15 @@ def timed(call: Callable[[], object], wait: Callable[[object], object]) -> list[
 
 @contextlib.contextmanager
 def apart(lost: list[str], name: str, keep: Callable[[Record], None], record: Record) -> Iterator[None]:
-    """Measure one of several: what breaks inside is kept as `record` with its reason, and those behind it go on.
+    """Measure one of several cases: keep an error as `record` with its reason, and let later cases continue.
 
-    lost: takes a line of it, for `check_all`.
+    lost: list that gets a line about the error, for `check_all`.
     """
     if lost:
-        gc.collect()  # arrays of those before; while an error is caught, its frames still hold them
+        gc.collect()  # frees arrays of earlier failures, which the error's frames held while it was handled
     try:
         yield
-    except Exception as error:  # what a library says of a kernel, or of memory, is of any type
+    except Exception as error:  # a library's error about a kernel or memory may be of any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         keep(record.model_copy(update={"status": "error", "reason": reason, "value": None}))
         lost.append(f"{name}: {reason}")
@@ -76,7 +76,7 @@ def check_all(lost: Sequence[str], count: int) -> None:
 
 
 def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate]:
-    """Rates of XLA; names of DTYPES."""
+    """Yield rates of XLA; names: keys of DTYPES."""
     import jax
     import jax.numpy as jnp
 
@@ -89,7 +89,7 @@ def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate
         dtype = DTYPES[name]
         precision = "highest" if name == "float32" else "default"
 
-        def product(a, b, precision=precision, dtype=dtype):  # a chain: each product needs the one before
+        def product(a, b, precision=precision, dtype=dtype):  # a chain: each product needs the previous one
             def body(_, x):
                 out = jnp.matmul(x, b, precision=precision, preferred_element_type=jnp.float32)
                 return (out * size**-0.5).astype(dtype)
@@ -99,14 +99,14 @@ def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate
         try:
             a, b = left.astype(dtype), right.astype(dtype)
             seconds = timed(functools.partial(jax.jit(product), a, b), jax.block_until_ready)
-        except Exception as error:  # noqa: BLE001 - a type that this device has no product of
+        except Exception as error:  # noqa: BLE001 - this device has no product of the type
             print(f"{name}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
             continue
         yield Rate("gemm", name, 2.0 * size**3 * IN_A_ROW, seconds)
 
 
 def torch_rates(size: int, read_bytes: int, device: str, names: Sequence[str]) -> Iterator[Rate]:
-    """Rates of PyTorch; names of DTYPES."""
+    """Yield rates of PyTorch; names: keys of DTYPES."""
     import torch
 
     place = "cuda" if device == "gpu" else "cpu"
@@ -117,7 +117,7 @@ def torch_rates(size: int, read_bytes: int, device: str, names: Sequence[str]) -
     left, right = (torch.randn(size, size, device=place) for _ in range(2))
     for name in names:
         dtype = DTYPES[name]
-        if name == "float8":  # torch._scaled_mm wants scales and a transposed operand: a private call
+        if name == "float8":  # needs torch._scaled_mm, a private call with scales and a transposed operand
             continue
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         try:

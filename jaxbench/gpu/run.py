@@ -1,13 +1,13 @@
-"""Runs the stages inside a budget of seconds, one after another; what one measures is kept as it comes (S file).
+"""Run the stages one after another within a budget of seconds, keeping results as they come (S file).
 
     results.jsonl     records of every stage (measure/records.py), and one `stage` record each with its command and time
-    figures.csv       one line a figure
-    environment.json  the machine, and under `earlier` those of the calls that this one goes on from
+    figures.csv       one line per figure
+    environment.json  the machine, and under `earlier` the machines of the calls that this one resumes
     log.txt           what the commands printed
-    STAGE-FILE        what a stage returns, such as weights; in parts STAGE-FILE.part0, ... where it is large
+    STAGE-FILE        what a stage returns, such as weights; in parts STAGE-FILE.part0, ... if it is large
 
-A stage works in a folder of its own under `work`, of which nothing else is kept; a long training that is run again with
-the same folder goes on from its last checkpoint there.
+A stage works in its own folder under `work`, of which nothing else is kept; a long training that is run again with the
+same folder resumes from its last checkpoint there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jaxbench.measure import environment, records
 from jaxbench.measure.records import Record, RecordFile
 
 STAGE = "stage"  # metric of the record that says how a stage ended
-LEAST_S = 15.0  # a stage is not begun with less left
+LEAST_S = 15.0  # a stage is not started with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
-RUNNING = ".running"  # behind a stage's name: the file under `work` that names its command while it runs
+RUNNING = ".running"  # suffix after a stage's name: the file under `work` that names its command while it runs
 KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
-PART_BYTES = 15 * 2**20  # of a returned file: what comes back from a lent machine has files of 16 MiB at most
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # a file that is not one of records, or is gone
+PART_BYTES = 15 * 2**20  # of a returned file: a lent machine returns files of at most 16 MiB
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # a file that holds no records, or is gone
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
     "weights_bytes_per_s", "largest_batch",
@@ -54,12 +54,12 @@ class Place(NamedTuple):
     is_rehearsal: bool
     results: Path  # folder
     work: Path  # folder of the stages' own files
-    data: str = ""  # folder of texts that were carried along
+    data: str = ""  # folder of texts brought along
 
 
 @contextlib.contextmanager
 def _hangup_interrupts() -> Iterator[None]:
-    """A terminal that goes away ends what runs in the block as SIGTERM does, but where nohup was to keep it."""
+    """Let a closed terminal (SIGHUP) interrupt the block, unless SIGHUP is handled already (nohup)."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
         yield
         return
@@ -80,18 +80,18 @@ def run(
 ) -> list[Record]:
     """Run the stages that fit the budget, and return their `stage` records.
 
-    resume: stages that ended well in results.jsonl, of the same code, command, configurations and device, are left
-      out.
+    resume: leave out stages that succeeded in results.jsonl with the same code, command, configurations and device,
+      except those that repeat.
 
     Raises:
       ValueError: there are results of another call, and resume is False.
-      KeyboardInterrupt: it came while a stage ran, whose records are kept.
+      KeyboardInterrupt: an interrupt came while a stage ran; its records are kept.
     """
     file, started = RecordFile(place.results / records.RESULTS_NAME), time.monotonic()
     if file.path.exists() and not resume:
         raise ValueError(f"gpu: {file.path} has results; --resume goes on with them, or name another --workdir")
     commit, facts = environment.commit(), machine()
-    for mark in sorted(place.work.glob(f"*{RUNNING}")):  # it would write where its stage writes, and hold the device
+    for mark in sorted(place.work.glob(f"*{RUNNING}")):  # its command would write the stage's files, hold the device
         if end_left(mark):
             say(f"{mark.stem}: ended what a killed call had left running")
     where = {"commit": commit, "device": place.device, "gpu": gpu_of(facts) if place.device == "gpu" else ""}
@@ -108,7 +108,7 @@ def run(
             say(f"{stage.name}: up to {min(stage.limit_s, left):.0f} s of {left:.0f} left; {stage.about}")
             record = _run_one(stage, place, Keeper(file, stage, place, where["gpu"]), limit_s=min(stage.limit_s, left))
         record = _on(record.model_copy(update={"commit": commit, "time_utc": records.now_utc()}), place, where["gpu"])
-        if is_run or record.key() not in {each.key() for each in file.read()}:  # how it ended before says more
+        if is_run or record.key() not in {each.key() for each in file.read()}:  # keep how it ended before
             file.append(record)
         say(f"{stage.name}: {record.status}, {record.value or 0:.0f} s{f': {record.reason}' if record.reason else ''}")
         write_figures(file, place.results)
@@ -121,7 +121,7 @@ def run(
 def finished_stages(
     file: RecordFile, stages: Sequence[Stage], *, commit: str, device: str, gpu: str, is_rehearsal: bool = False
 ) -> set[str]:
-    """Names of the stages that ended well with this code and command on this device; gpu: its name, as gpu_of."""
+    """Return the names of stages that succeeded with this code and command on this device; gpu: gpu_of's name."""
     wanted = {stage.name: _command(stage, is_rehearsal=is_rehearsal) for stage in stages}
     return {
         record.arm
@@ -132,28 +132,28 @@ def finished_stages(
 
 
 def machine() -> dict:
-    """The machine, its GPU and driver included where nvidia-smi is there."""
+    """Describe the machine, including its GPU and driver if nvidia-smi is available."""
     facts = environment.describe(threads=environment.usable_cores())
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit", "--format=csv"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-        facts["nvidia_smi"] = [] if done.returncode else done.stdout.splitlines()  # what it says of an error is no GPU
+        facts["nvidia_smi"] = [] if done.returncode else done.stdout.splitlines()  # an error message is not a GPU
     except (OSError, subprocess.TimeoutExpired):
         facts["nvidia_smi"] = []
     return facts
 
 
 def gpu_of(facts: dict) -> str:
-    """Name of a machine's GPU as nvidia-smi has it, such as NVIDIA H200, of several with their number; else empty."""
+    """Return nvidia-smi's name of the machine's GPU, such as NVIDIA H200, with the count if several; else empty."""
     names = [line.partition(",")[0].strip() for line in facts.get("nvidia_smi", [])[1:] if line.strip()]
     return ", ".join(dict.fromkeys(names)) + (f" x {len(names)}" if len(names) > 1 else "")
 
 
 def write_machine(path: Path, facts: dict) -> None:
-    """Write environment.json; what it said of other machines or versions goes under `earlier`."""
+    """Write environment.json; its previous content goes under `earlier` if machine, versions or commit differ."""
     earlier: list[dict] = []
     if path.is_file():
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # no such JSON: nothing to keep
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # not such JSON: nothing to keep
             old = json.loads(path.read_text(encoding="utf-8"))
             before = old.pop("earlier", [])
             earlier = [each for each in (*(before if isinstance(before, list) else ()), old) if isinstance(each, dict)]
@@ -163,7 +163,7 @@ def write_machine(path: Path, facts: dict) -> None:
 
 
 def figures(found: Sequence[Record]) -> list[dict]:
-    """One row a figure: those of arms, the median of its launches, and of the whole run."""
+    """Return one row per record that has a value, without marks of stages, runs and launches, and without `tokens`."""
     rows = []
     for record in found:
         marks = (STAGE, records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "tokens")
@@ -181,43 +181,43 @@ def figures(found: Sequence[Record]) -> list[dict]:
 
 
 def write_figures(file: RecordFile, folder: Path) -> None:
-    """Write figures.csv anew."""
+    """Rewrite figures.csv."""
     rows = figures(file.read()) if file.path.exists() else []
     if rows:
         outputs.write_csv(folder / "figures.csv", rows)
 
 
 def _unable(stage: Stage, left: float, place: Place) -> Record | None:
-    """Record of a stage that is not begun: too little time, or packages or texts that are missing."""
+    """Return the record of a stage that cannot start (too little time, missing packages or texts), else None."""
     if missing := stage.missing():
         return _record(stage, "skipped", f"needs {', '.join(missing)}, not installed here")
     if stage.reads_data and not place.data and not place.is_rehearsal:
         return _record(stage, "skipped", "needs texts: name their folder by --data")
     least = LEAST_S if place.is_rehearsal else max(LEAST_S, stage.least_s)
-    if left < least:  # a shorter one behind it may still fit
+    if left < least:  # a shorter stage after it may still fit
         return _record(stage, "skipped", f"{left:.0f} s of the budget were left, wanted {least:.0f}; use --resume")
     return None
 
 
 class Keeper:
-    """Copies what a stage has measured into results.jsonl, each record once, while it runs and when it has ended."""
+    """Copies a stage's records into results.jsonl, each record once, while it runs and when it has ended."""
 
     def __init__(self, file: RecordFile, stage: Stage, place: Place, gpu: str):
-        self.folder = (place.work / stage.name).absolute()  # its command runs in another folder than this process may
+        self.folder = (place.work / stage.name).absolute()  # the command's working folder may not be this process's
         self._file, self._stage, self._place, self._gpu = file, stage, place, gpu
         self._kept: set[str] = set()
         self._looked: list[tuple] = []
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """Number of records kept."""
         return len(self._kept)
 
     def look(self) -> None:
-        """Keep what is new where the stage's files have changed; one that is half written is for the next look."""
+        """Keep new records if the stage's files have changed; a half-written file waits for the next look."""
         paths = [self.folder / name for name in KEPT]
         stats = []
         for path in paths:
-            with contextlib.suppress(OSError):  # not there, or no more
+            with contextlib.suppress(OSError):  # missing, or deleted meanwhile
                 stat = path.stat()
                 stats.append((path.name, stat.st_size, stat.st_mtime_ns))
         if stats != self._looked:
@@ -225,7 +225,7 @@ class Keeper:
             self.take()
 
     def take(self) -> str:
-        """Keep what is new; why nothing could be read, else empty.
+        """Keep new records; return why nothing could be read, else an empty string.
 
         Raises:
           OSError: results.jsonl cannot be written.
@@ -241,19 +241,19 @@ class Keeper:
 
 
 def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> Record:
-    """Run one stage and keep what it measures; how it ended."""
+    """Run one stage and keep what it measures; return the record of how it ended."""
     folder = keeper.folder
     folder.mkdir(parents=True, exist_ok=True)
     how = {"work": str(folder), "device": place.device, "data": place.data}
     words = stage.words(**how, is_rehearsal=place.is_rehearsal, python=sys.executable)
-    for name in KEPT:  # of an earlier call, whose records these would pass for
+    for name in KEPT:  # else files of an earlier call would be taken for this one's
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
     begun, clock = time.monotonic(), time.time()
     log, reason = Log(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n"), INTERRUPTED
-    command = _command(stage, is_rehearsal=place.is_rehearsal)  # as it is begun
+    command = _command(stage, is_rehearsal=place.is_rehearsal)  # as of the start
     try:
-        with log, contextlib.suppress(KeyboardInterrupt):  # another one, while the command was being ended
+        with log, contextlib.suppress(KeyboardInterrupt):  # a second interrupt, while the command was being ended
             mark = place.work / f"{stage.name}{RUNNING}"
             reason = call(words, stage.settings(**how), limit_s, log, keeper.look, mark)
     finally:
@@ -272,7 +272,7 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
 
 
 def kept_records(folder: Path) -> list[Record]:
-    """Records of a stage: its results.jsonl, a training's summary, and what its parity.json says of each case."""
+    """Return a stage's records: from results.jsonl, a training's summary, and each case of parity.json."""
     found = records.read_lines(folder / records.RESULTS_NAME) if (folder / records.RESULTS_NAME).exists() else []
     summary = folder / "summary.json"
     found += _of_training(json.loads(summary.read_text())) if summary.exists() else []
@@ -290,7 +290,7 @@ def kept_records(folder: Path) -> list[Record]:
 
 
 def give_back(source: Path, target: Path) -> None:
-    """Copy a file, in parts where it is large, in place of what an earlier call gave back."""
+    """Copy a file, in parts if it is large, replacing what an earlier call gave back."""
     content = source.read_bytes()
     starts = range(0, max(len(content), 1), PART_BYTES)
     names = [target.name] if len(starts) == 1 else [f"{target.name}.part{number}" for number in range(len(starts))]
@@ -303,10 +303,10 @@ def give_back(source: Path, target: Path) -> None:
 
 
 def _of_training(summary: dict) -> list[Record]:
-    """Records of a training's summary; other commands' summaries have none."""
+    """Return the records of a training's summary; other commands' summaries have none."""
     units = {"tokens_per_s": "tokens/s", "validation_loss": "nats/token", "mfu": "ratio", "mfu_causal": "ratio"}
     values = {name: summary.get(name) for name in units} if "backend" in summary else {}
-    if not values.get("tokens_per_s"):  # a run that had no step left to time
+    if not values.get("tokens_per_s"):  # a run without any step left to time
         values = {"validation_loss": values.get("validation_loss")}
     return [
         Record(metric=f"train_{name}", value=float(value), unit=units[name], arm=summary["backend"])
@@ -316,25 +316,25 @@ def _of_training(summary: dict) -> list[Record]:
 
 
 def _of_stage(record: Record, stage: Stage, place: Place, gpu: str) -> Record:
-    """A record as results.jsonl keeps it: of no other stage that measured the same of another model."""
+    """Return a record as kept in results.jsonl, tagged by stage: others may measure the same of another model."""
     own = {"config_id": record.config_id or stage.name, "detail": record.detail | {STAGE: stage.name}}
     return _on(record.model_copy(update=own | {"device": record.device or place.device}), place, gpu)
 
 
 def _on(record: Record, place: Place, gpu: str) -> Record:
-    """A record that stands beside those of another kind of GPU, and does not replace them."""
+    """Return a record tagged by GPU, so that it does not replace the records of another kind of GPU."""
     if not gpu:
         return record.model_copy(update={"device": record.device or place.device})
     own = {"config_id": f"{record.config_id} {gpu}".strip(), "detail": record.detail | {"gpu": gpu}}
-    if record.run_id:  # of host and device, not of the GPU: a launch begun there would end what one begun here has kept
+    if record.run_id:  # it does not cover the GPU: a launch begun on one kind would drop the records of the other
         own["run_id"] = f"{record.run_id} {gpu}"
     return record.model_copy(update=own | {"device": record.device or place.device})
 
 
 def _command(stage: Stage, *, is_rehearsal: bool) -> dict[str, Any]:
-    """What makes a stage's figures those of another one: by this a resumed call knows it again."""
+    """Return the settings that determine a stage's figures, by which a resumed call recognises the stage."""
     found = {"command": stage.command, "environment": stage.environment}
-    named = stage.configurations(is_rehearsal=is_rehearsal)  # the commit does not say what is in these
+    named = stage.configurations(is_rehearsal=is_rehearsal)  # the commit does not cover their content
     return found | ({"configurations": named} if named else {})
 
 
@@ -343,7 +343,7 @@ def _record(stage: Stage, status: str, reason: str, **fields) -> Record:
 
 
 def table(folder: Path):
-    """What the results say, as a table of rich: one line a figure worth a look, under its stage's line."""
+    """Return the results as a rich table: one line per stage, then one per figure of SHOWN."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,6 +1,6 @@
-"""What is measured on a GPU, in order of worth: the model of configs/gpu/*.yaml (S file: neither JAX nor PyTorch).
+"""Stages to measure on a GPU, in order of priority: schema of configs/gpu/*.yaml (S file: neither JAX nor PyTorch).
 
-And how the command of one stage is run: inside its limit, to the end of what it started, its output in a log.
+Also runs the command of one stage: within its time limit, ending all that it started, with its output in a log.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxbench.config import Base
 from jaxbench.measure.process import last_line
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 10.0  # between asking a stage to end and ending it
-LOOK_S = 5.0  # between two looks at what a stage has measured so far: what a killed call loses at most
-CLOCK_S = 2.0  # by which two processes may read the start of a third apart
-LOG_BYTES = 2**20  # that log.txt keeps of what a stage printed, half of them its first ones
-INTERRUPTED = "interrupted"  # reason of the stage that ran then
+GRACE_S = 10.0  # between interrupting a stage and killing it
+LOOK_S = 5.0  # between two looks at what a stage has measured so far: the most that a killed call loses
+CLOCK_S = 2.0  # largest difference between two processes' readings of a third one's start time
+LOG_BYTES = 2**20  # of a stage's output that log.txt keeps: half from its start, half from its end
+INTERRUPTED = "interrupted"  # reason of the stage that was interrupted
 
-# Where a package is imported by another name than its own.
+# Packages whose import name differs from their own.
 IMPORTED_AS = {"orbax-checkpoint": "orbax", "scikit-learn": "sklearn"}
 
 
@@ -41,27 +41,27 @@ class Stage(Base):
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9_]+$")
     about: str  # the figures it gives
-    # Words of a shell; {work} is its folder, {device} gpu, or cpu in a rehearsal, {data} the folder of --data.
+    # Shell words; {work} is its folder, {device} gpu, or cpu in a rehearsal, {data} the folder of --data.
     command: str
-    rehearsal: str = ""  # words that make it tiny, behind the command
-    limit_s: float = pydantic.Field(gt=0)  # it is ended behind so many seconds
-    least_s: float = pydantic.Field(default=0.0, ge=0)  # not begun with less left: before that it has no figure
-    needs: tuple[str, ...] = ()  # packages beside those that every stage needs
-    # Settings of its environment; words in values as in command.
+    rehearsal: str = ""  # words appended to the command in a rehearsal, which make it tiny
+    limit_s: float = pydantic.Field(gt=0)  # seconds after which it is ended
+    least_s: float = pydantic.Field(default=0.0, ge=0)  # not started with less left, as it would give no figure
+    needs: tuple[str, ...] = ()  # packages in addition to those that every stage needs
+    # Environment variables; {work}, {device} and {data} in values as in command.
     environment: dict[str, str] = {}
-    repeats: bool = False  # a resumed call runs it again, as what it reads may be newer
-    returned: tuple[str, ...] = ()  # files of its folder that come back beside its records
+    repeats: bool = False  # a resumed call runs it again, as its input may be newer
+    returned: tuple[str, ...] = ()  # files of its folder that are returned in addition to its records
 
     @property
     def reads_data(self) -> bool:
-        """True where it needs the folder of --data, which a rehearsal replaces."""
+        """True if it needs the folder of --data, which a rehearsal replaces."""
         return "{data}" in self.command
 
     def words(self, *, work: str, device: str, is_rehearsal: bool, python: str, data: str = "") -> list[str]:
-        """Command line of the stage.
+        """Return the command line of the stage.
 
         Raises:
-          ValueError: a place in braces that is not known.
+          ValueError: a placeholder in braces is unknown, the command cannot be split, or it has no words.
         """
         text = f"{self.command} {self.rehearsal}" if is_rehearsal else self.command
         try:
@@ -73,16 +73,16 @@ class Stage(Base):
         return [python, *words[1:]] if words[0] == "python" else words
 
     def settings(self, *, work: str, device: str, data: str = "") -> dict[str, str]:
-        """Settings of its environment.
+        """Return its environment variables.
 
         Raises:
-          ValueError: a place in braces that is not known.
+          ValueError: a placeholder in braces is unknown.
         """
         places = {"work": work, "device": device, "data": data}
         return {name: self._filled(value, **places) for name, value in self.environment.items()}
 
     def configurations(self, *, is_rehearsal: bool) -> dict[str, str]:
-        """Name and sha256 of each YAML file that its command names, and of those that such a file names in turn."""
+        """Return name -> sha256 of each YAML file that its command names, and of those that such a file names."""
         text = f"{self.command} {self.rehearsal}" if is_rehearsal else self.command
         names, found = [word.rpartition("=")[2] for word in shlex.split(text)], {}
         while names:
@@ -92,7 +92,7 @@ class Stage(Base):
             content = (ROOT / name).read_bytes()
             found[name] = hashlib.sha256(content).hexdigest()
             for value in _strings(content):
-                names += [value, *re.findall(r"[\w./-]+\.ya?ml", value)]  # also where a command stands in it
+                names += [value, *re.findall(r"[\w./-]+\.ya?ml", value)]  # the string may be a whole command
         return found
 
     def _filled(self, word: str, **places: str) -> str:
@@ -104,17 +104,17 @@ class Stage(Base):
             ) from error
 
     def missing(self) -> list[str]:
-        """Packages it needs that are not installed."""
+        """Return the packages that it needs and that are not installed."""
         return missing(self.needs)
 
 
 def _strings(content: bytes) -> list[str]:
-    """Strings of a YAML file; none where it is damaged, which the command itself will say."""
+    """Return the strings of a YAML file; none if it is damaged, which the command itself will report."""
     import yaml
 
     try:
         left, found = [yaml.safe_load(content)], []
-    except (yaml.YAMLError, ValueError):  # ValueError: no UTF-8, a date that Python does not take
+    except (yaml.YAMLError, ValueError):  # ValueError: not UTF-8, or a date that Python rejects
         return []
     while left:
         value = left.pop()
@@ -128,7 +128,7 @@ def _strings(content: bytes) -> list[str]:
 
 
 class Stages(Base):
-    """Stages in order of worth."""
+    """Stages in order of priority."""
 
     needs: tuple[str, ...] = ()  # packages that every stage needs
     stages: tuple[Stage, ...] = pydantic.Field(min_length=1)
@@ -147,10 +147,10 @@ class Stages(Base):
         return self
 
     def chosen(self, names: Sequence[str] | None) -> list[Stage]:
-        """Stages of these names, in the order of the file; None = all.
+        """Return the stages of these names, in the order of the file; None = all.
 
         Raises:
-          ValueError: a name that no stage has, or no name.
+          ValueError: no stage has one of the names, or there is no name.
         """
         known = [stage.name for stage in self.stages]
         for name in [""] if names is not None and not names else names or ():
@@ -160,21 +160,21 @@ class Stages(Base):
 
 
 def missing(packages: Sequence[str]) -> list[str]:
-    """Those of the packages that cannot be imported here."""
+    """Return those of the packages that cannot be imported here."""
 
     def spec(name: str) -> Any:
         try:
             return importlib.util.find_spec(IMPORTED_AS.get(name, name.replace("-", "_")))
-        except (ImportError, ValueError):  # no name of a module, or what holds it is missing
+        except (ImportError, ValueError):  # not a module's name, or its parent package is missing
             return None
 
     return [name for name in packages if spec(name) is None]
 
 
 class Log:
-    """What a stage prints, at the end of log.txt as it comes: nothing of it is lost with this process.
+    """A stage's output, appended to log.txt as it comes, so that it survives the death of this process.
 
-    As a context manager it is ended with the block, and `said` is what it says then.
+    As a context manager it closes the log on exit, and `said` is then the kept output.
     """
 
     def __init__(self, path: Path, title: str):
@@ -191,7 +191,7 @@ class Log:
         self.said = self.close()
 
     def printed(self) -> str:
-        """What was printed: of more than LOG_BYTES the first and the last ones, what is between them counted."""
+        """Return the output; of more than LOG_BYTES, its start and end with a note of the bytes left out."""
         with open(self.path, "rb") as file:
             size = file.seek(0, os.SEEK_END) - self._start
             file.seek(self._start)
@@ -203,7 +203,7 @@ class Log:
             return first.decode(errors="replace") + note + file.read().decode(errors="replace")
 
     def close(self) -> str:
-        """End the stage's part of the log, where it is too long shortened, and return what it says."""
+        """End the stage's part of the log, shorten it if it is too long, and return it."""
         said, size = self.printed(), self.output.seek(0, os.SEEK_END) - self._start
         with self.output:
             if size > LOG_BYTES:
@@ -215,19 +215,19 @@ class Log:
 def call(
     words: Sequence[str], own: Mapping[str, str], limit_s: float, log: Log, look: Callable[[], None], mark: Path
 ) -> str:
-    """Run the command of a stage; why it failed, empty where it did not.
+    """Run the command of a stage; return why it failed, or an empty string.
 
     Args:
-      own: settings of its environment.
-      look: called while it runs, every LOOK_S.
+      own: its environment variables.
+      look: called every LOOK_S while it runs.
       mark: file that names the command while it runs, for `end_left`.
 
     Raises:
-      KeyboardInterrupt: another one came while the command was being ended, which it is.
+      KeyboardInterrupt: a second interrupt came while the command was being ended; the command is ended nevertheless.
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     settings |= {"PYTHONUNBUFFERED": "1", process_environment.MARKER: ""} | dict(own)
-    try:  # into a file: a pipe would stay open as long as anything that the command has started
+    try:  # output goes to a file: a pipe would stay open as long as anything that the command has started
         process = subprocess.Popen(
             words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log.output, stderr=subprocess.STDOUT, env=settings,
             start_new_session=True,
@@ -246,9 +246,9 @@ def call(
 
 
 def end_left(mark: Path) -> bool:
-    """End what a call that was killed has left running of a stage, with what it has started; False where nothing was.
+    """End a stage's command, and all that it started, if a killed call left it running; return whether it did.
 
-    A process of the mark's number that began at another time is not the command, and one whose call runs is not left.
+    A process with the mark's id but another start time is not the command. Nothing is ended while the call still runs.
     """
     import psutil
 
@@ -271,7 +271,7 @@ def end_left(mark: Path) -> bool:
 
 
 def _same(pid: int, begun: float) -> Any:
-    """The process of this number and time of start (psutil.Process), None where it runs no more."""
+    """Return the process with this id and start time (psutil.Process); None if it no longer runs."""
     import psutil
 
     try:
@@ -293,15 +293,15 @@ def _runs(process: Any) -> bool:
 def _write_mark(mark: Path, process: subprocess.Popen) -> None:
     import psutil
 
-    with contextlib.suppress(psutil.Error, OSError):  # without it a killed call's command is left running
+    with contextlib.suppress(psutil.Error, OSError):  # without a mark, a killed call's command is left running
         pids = {"command": process.pid, "call": os.getpid()}
         outputs.write_json(mark, {name: [pid, psutil.Process(pid).create_time()] for name, pid in pids.items()})
 
 
 def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None], mark: Path) -> str:
-    """Wait for a command; why it was ended, empty where it has ended itself. What it started is ended with it.
+    """Wait for a command; return why it was ended, empty if it ended by itself. What it started is ended with it.
 
-    But for a process that has left the command's session, and whose parent has ended, between two looks.
+    Exception: a process that left the command's session, and whose parent ended, between two looks.
     """
     end, started = time.monotonic() + limit_s, set()
     try:
@@ -314,7 +314,7 @@ def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(LOOK_S, left))
     except KeyboardInterrupt:
-        look()  # before it is waited for: who interrupts may not have the patience
+        look()  # before waiting for the command to end, which a second interrupt may cut short
         return INTERRUPTED
     finally:
         try:
@@ -325,7 +325,7 @@ def _watched(process: subprocess.Popen, limit_s: float, look: Callable[[], None]
 
 
 def _started(process: subprocess.Popen) -> set[Any]:
-    """What a command has started and still runs, in sessions of their own too (psutil.Process)."""
+    """Return the running processes that a command has started, also in other sessions (psutil.Process)."""
     import psutil
 
     try:
@@ -335,7 +335,7 @@ def _started(process: subprocess.Popen) -> set[Any]:
 
 
 def _end(process: subprocess.Popen, started: set[Any]) -> None:
-    """End a command that runs, and all that it started: what is left would keep the device's memory."""
+    """End a running command and all that it started: any survivor would keep the device's memory."""
     try:
         started |= _started(process)
         if process.poll() is None:
@@ -343,7 +343,7 @@ def _end(process: subprocess.Popen, started: set[Any]) -> None:
                 os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-    finally:  # whoever interrupts again has waited long enough
+    finally:  # also at a second interrupt
         _kill(process.pid, started)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)

@@ -1,6 +1,6 @@
-"""Memory of a training step on a device, for one_arm.py: what each way of saving it costs, and the largest batch.
+"""Memory of a Flax training step on a device, for one_arm.py: cost of each way of saving it, and the largest batch.
 
-Bytes are the compiler's for the whole step, so that a form that does not fit is a record as well. Flax's side.
+Bytes are the compiler's for the whole step, so that a form that does not fit gives a record too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from jaxbench.measure.records import Record, Workload
 from jaxbench.text.dataset import Batch
 from jaxbench.training.train_config import TrainConfig
 
-LEFT = 0.95  # of the device's memory that a step may take: fragments take some
+LEFT = 0.95  # share of the device's memory that a step may take: fragmentation takes some
 
 
 def ladder(
     settings: TrainConfig, config: TransformerConfig, batch: Batch, *, steps: int, device: str, limit: int | None
 ) -> Iterator[Record]:
-    """Bytes of a step, and its rate where it fits, in memory_savings.SAVINGS's forms.
+    """Measure the bytes of a step, and its rate if it fits, in each form of memory_savings.SAVINGS.
 
     limit: bytes; None = the device's.
     """
@@ -44,7 +44,7 @@ def ladder(
 
 
 def largest(settings: TrainConfig, config: TransformerConfig, *, limit: int | None) -> tuple[TrainConfig, Record]:
-    """The run with the largest batch whose compiled step and evaluation fit, and its record.
+    """Find the largest batch whose compiled step and evaluation fit; return the run with it, and its record.
 
     limit: bytes; None = the device's.
 
@@ -68,13 +68,13 @@ def largest(settings: TrainConfig, config: TransformerConfig, *, limit: int | No
 
 
 def sizes(settings: TrainConfig) -> Workload:
-    """What a step computes."""
+    """Return the workload of a step."""
     rows, length = settings.batch_size, settings.data.seq_len
     return Workload(kind="train", dtype=settings.step.precision, batch=rows, prompt_tokens=length)
 
 
 def limit_bytes() -> int:
-    """Bytes that a step may take on the first device."""
+    """Return the bytes that a step may take on the first device."""
     from jaxbench.training import batch_size
 
     return int(LEFT * batch_size.device_bytes())

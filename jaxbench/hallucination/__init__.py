@@ -1,1 +1,1 @@
-"""The hallucination lab: does an answer rest on the context that it was given? (docs/hallucination.md)"""
+"""The hallucination lab: is an answer supported by the context that it was given? (docs/hallucination.md)"""

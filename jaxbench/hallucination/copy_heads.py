@@ -1,8 +1,8 @@
 """Copying heads of a decoder: attention heads that raise the logits of the tokens they attend to (S file).
 
 A head's circuit M = E W_V W_O W_U [V V] says how much attending to one token raises the logit of another: a head that
-copies has a large trace, and Gershgorin discs that hold no outlying eigenvalue. M has rank head_dim, so that its trace
-needs no V x V matrix; discs are taken of a sample of its rows.
+copies has a large trace, and Gershgorin discs without outlying eigenvalues. M has rank head_dim, so that its trace
+needs no V x V matrix; discs are computed for a sample of its rows.
 
 Source: Sun et al. 2025, arXiv:2410.11414, appendix B, whose script was never published; Elhage et al. 2021 (circuits).
 """
@@ -18,16 +18,16 @@ from scipy import stats
 
 from jaxbench.config import TransformerConfig
 
-ROW_TILE = 512  # rows of a circuit that are held at once
+ROW_TILE = 512  # rows of a circuit in memory at once
 
 
 class Head(NamedTuple):
-    """A head and why it is ranked where it is."""
+    """A head, and the statistics that decide its rank."""
 
     layer: int
     head: int
     trace: float
-    outliers: int  # ends of Gershgorin discs outside 1.5 interquartile ranges, of the rows that were looked at
+    outliers: int  # ends of Gershgorin discs outside 1.5 interquartile ranges, of the rows in the sample
     rank: float  # sum of its ranks by |trace|, the largest first, and by outliers, the fewest first
 
 
@@ -50,7 +50,7 @@ def circuit(config: TransformerConfig, params: Mapping[str, np.ndarray], layer: 
 
 
 def trace(circuit: Circuit) -> float:
-    """Trace of a circuit: what tokens give their own logits, summed."""
+    """Trace of a circuit: what each token adds to its own logit, summed over tokens."""
     return float(np.einsum("VH,HV->", circuit.left, circuit.right, dtype=np.float64))
 
 
@@ -67,7 +67,7 @@ def disc_ends(circuit: Circuit, rows: np.ndarray) -> Float[np.ndarray, " 2*R"]:
 
 
 def num_outliers(values: np.ndarray) -> int:
-    """Values further than 1.5 interquartile ranges outside the quartiles."""
+    """Count the values further than 1.5 interquartile ranges outside the quartiles."""
     low, high = np.percentile(values, [25, 75])
     reach = 1.5 * (high - low)
     return int(np.sum((values < low - reach) | (values > high + reach)))
@@ -81,7 +81,7 @@ def ranked(
     seed: int = 0,
     progress: Callable[[], Any] = lambda: None,
 ) -> list[Head]:
-    """All heads, those that copy most first; num_rows: of the circuit, None = all. progress is called after each."""
+    """Rank all heads, the most copying first; num_rows: of the circuit, None = all. progress is called after each."""
     rows = np.arange(config.vocab_size)
     if num_rows is not None and num_rows < len(rows):
         rows = np.sort(np.random.default_rng(seed).choice(rows, num_rows, replace=False))

@@ -1,4 +1,4 @@
-"""Verdicts on answers: how likely each is to say what its context does not, and which sentences do (S file).
+"""Detect hallucinations: how likely an answer is to say what its context does not, and which sentences do (S file).
 
 detector = HallucinationDetector("detector.safetensors")
 verdict = detector.detect(context, question, response)
@@ -46,12 +46,13 @@ class HallucinationDetector:
         package: str = "jaxbench",
         where: Where | None = None,
     ):
-        """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: its reader
-        (file, folder or hub id), None = the default one; package: whose modules read; where: the device, Where("gpu"),
-        and blocks whose weights lie in the host's memory, None = the backend's own choice.
+        """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: the reader
+        (file, folder or hub id), None = the default one; package: whose modules run, JAX's or PyTorch's; where: the
+        device, such as Where("gpu"), and the blocks whose weights stay in host memory, None = the backend's choice.
 
         Raises:
-          ValueError: the file is no detector of this version, was fitted with another model, or has its own.
+          ValueError: the file is not a detector of this version, or was fitted with another model; or, for a folder of
+            `export`, a model is named, or it holds programs and `where` is not a plain CPU.
         """
         from jaxbench.pretrained import weights
 
@@ -71,18 +72,18 @@ class HallucinationDetector:
         self.settings = portable.settings(self._folder, self._bundle, self.saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes are sent: each loads tokenizer and reader for itself."""
+        """Return the state to pickle: every process loads tokenizer and reader for itself."""
         loaded = ("limits", "reader", "token_reader")
         return {name: value for name, value in vars(self).items() if name not in loaded}
 
     @property
     def _is_program(self) -> bool:
-        """Whether the reader is a program of fixed sizes, for a runtime of its own."""
+        """Whether the reader is exported programs of fixed sizes."""
         return self._bundle is not None and self._bundle.sizes is not None
 
     @functools.cached_property
     def limits(self) -> tuple[Any, int]:
-        """The tokenizer and the window in tokens, without the model."""
+        """Tokenizer and window in tokens, without loading the model."""
         if not self._is_program:
             return lengths.limits(self.settings)
         from jaxbench.pretrained.tokenizer import load_tokenizer
@@ -91,9 +92,9 @@ class HallucinationDetector:
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:
-        """Its model as a FeatureReader, the tokenizer, the window in tokens; loaded when they are first used.
+        """The model as a FeatureReader, the tokenizer and the window in tokens; loaded on first use.
 
-        So a detector can be made, and refused, at once, and be sent to other processes.
+        So a detector is built, or rejected, at once, and can be sent to other processes.
         """
         if self._is_program:
             made, tokenizer, window = portable.load_reader(self._folder, self._bundle)
@@ -103,7 +104,7 @@ class HallucinationDetector:
 
     @functools.cached_property
     def token_reader(self) -> Any:
-        """The tuned reader of a detector that has one, from a group to log-odds of its responses' tokens; or None."""
+        """The detector's tuned reader, a function from a group to its responses' token log-odds; None without one."""
         tuned = self.saved.detector.tuned
         if tuned is None:
             return None
@@ -111,7 +112,7 @@ class HallucinationDetector:
         return tuned_reading.load_reader(self.settings, tuned.config, tuned.trained, **how)
 
     def by_device(self) -> list[HallucinationDetector]:
-        """A detector for each device of `where`, with equal verdicts; threads may use one each at once."""
+        """Return a detector for each device of `where`, with equal verdicts; threads may use one each concurrently."""
         if self._where is None or self._where.devices == 1 or self._is_program:
             return [self]
         found = []
@@ -149,7 +150,7 @@ class HallucinationDetector:
         return [found[key] for key in group.keys]
 
     def follow(self, context: str, question: str) -> Follower:
-        """What judges an answer while it is written, sentence by sentence."""
+        """Return a Follower, which judges an answer sentence by sentence while it is written."""
         return Follower(functools.partial(self.detect, context, question))
 
     def _verdict(
@@ -176,9 +177,9 @@ class HallucinationDetector:
     def _spans(
         self, response: str, parts: tuple[Sentence, ...], offsets: np.ndarray, found: tuple[np.ndarray, ...]
     ) -> tuple[Span, ...]:
-        """Characters that the token classifier marks."""
+        """Return the character spans that the token classifier marks."""
         spans = []
-        for probability in found:  # of the one response, or of none
+        for probability in found:  # the one response's; none without a token classifier
             for start, end in token_scoring.spans(offsets, probability, self.saved.detector.token_threshold, response):
                 inside = (offsets[:, 0] < end) & (start < offsets[:, 1])
                 number = max(i for i, part in enumerate(parts) if i == 0 or part.start <= start)
@@ -188,17 +189,17 @@ class HallucinationDetector:
 
 
 class RememberingReader:
-    """A FeatureReader that keeps the last prompts that it read, one with its context and one without."""
+    """A FeatureReader that caches the last two prompts it read, one with its context and one without."""
 
     def __init__(self, reader: Any):
         self.scores, self.surprise = reader.scores, reader.surprise
         self._reader = reader
-        self._read: dict[tuple[bytes, ...], Any] = {}  # by the prompts' arrays, the last used one last
+        self._read: dict[tuple[bytes, ...], Any] = {}  # by the prompts' arrays, most recently used last
 
     def read_prompt(self, prompts: PromptArrays) -> Any:
-        """What the reader made of prompts, now or before."""
+        """Read prompts, or return the cached result."""
         key = tuple(array.tobytes() for array in prompts)
         if key not in self._read and len(self._read) == 2:
-            del self._read[next(iter(self._read))]  # in front of the reading: a prompt of 8,192 tokens is 190 MB
+            del self._read[next(iter(self._read))]  # before reading: a prompt of 8,192 tokens takes 190 MB
         self._read[key] = self._read.pop(key) if key in self._read else self._reader.read_prompt(prompts)
         return self._read[key]

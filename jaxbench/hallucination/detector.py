@@ -1,10 +1,10 @@
-"""A fitted detector: regressions on responses and sentences, a token classifier, and one on what they say (S file).
+"""A stacked detector: regressions on responses and sentences, a token classifier, and a final regression (S file).
 
-Two members see whole responses, two see sentences, whose probabilities become a response's: that at least one is wrong,
-their mean and the largest; a token classifier, where there is one, sees tokens. A last regression weighs all of it; it
-is fitted on what members say of sources they were not fitted to, so that its probabilities are calibrated, and the
-thresholds are chosen there too. A tuned reader, where there is one, is weighed with the result on sources that were
-kept from its tuning.
+Two members score whole responses. Two score sentences, whose probabilities are reduced to three numbers per response:
+that at least one is wrong, their mean and the largest. A token classifier, which is optional, scores tokens. A final
+regression, the stack, combines all of these. It is fitted to out-of-fold scores, of sources that the members were not
+fitted to, so that its probabilities are calibrated; the thresholds are chosen on the same scores. A tuned reader, also
+optional, is combined with the result on sources held out from its tuning.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained
 from jaxbench.hallucination.tuned_inputs import TunedConfig
 
 Array = np.ndarray
-FLOOR = 1e-3  # of probabilities whose logarithm is taken
+FLOOR = 1e-3  # keeps logarithms of probabilities finite
 STACK_STRENGTH = 0.03
 TUNED_STRENGTH = 0.1
 
 
 class Inputs(NamedTuple):
-    """What a detector sees of responses."""
+    """Features of responses, as a detector takes them."""
 
     whole: Mapping[str, Array]  # family of features -> [responses, columns]
-    parts: Mapping[str, Array]  # of sentences -> [sentences, columns]
-    response: Array  # [sentences] number of each one's response, in order
-    tokens: tuple[Tokens, ...] = ()  # of each response, or none at all
-    tuned: tuple[Array, ...] = ()  # a tuned reader's log-odds of each response's tokens, or none at all
+    parts: Mapping[str, Array]  # the same of sentences -> [sentences, columns]
+    response: Array  # [sentences] index of each sentence's response, in order
+    tokens: tuple[Tokens, ...] = ()  # one per response, or empty
+    tuned: tuple[Array, ...] = ()  # a tuned reader's log-odds of each response's tokens, or empty
 
     def take(self, rows: Array) -> Inputs:
-        """Some responses, by number, with their sentences."""
+        """Return some responses, by index, with their sentences."""
         place = np.full(self.num_responses, -1)
         place[rows] = np.arange(len(rows))
         mine = np.flatnonzero(place[self.response] >= 0)
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def join(cls, read: Sequence[tuple[Pooled, Pooled]], tokens: Sequence[Tokens] = ()) -> Inputs:
-        """Inputs of responses: what is pooled over each, and over its sentences; their tokens."""
+        """Join the inputs of responses: features pooled over each response and over its sentences; their tokens."""
         counts = [len(parts.spans) for _, parts in read]
         joined = [
             {name: np.concatenate([each[i].families[name] for each in read]) for name in read[0][i].families}
@@ -66,15 +66,15 @@ class Inputs(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What is known of responses."""
+    """Labels of responses, sentences and tokens."""
 
     response: Array  # [responses] bool
     part: Array  # [sentences] bool
-    source: Array  # [responses], what is never split
-    tokens: tuple[Array, ...] = ()  # of each response [tokens] bool, or none at all
+    source: Array  # [responses], groups that no split divides
+    tokens: tuple[Array, ...] = ()  # per response [tokens] bool, or empty
 
     def take(self, rows: Array, inputs: Inputs) -> Labels:
-        """Labels of some responses, by ascending number, and of their sentences."""
+        """Return the labels of some responses, by ascending index, and of their sentences."""
         tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
         return Labels(self.response[rows], self.part[np.isin(inputs.response, rows)], self.source[rows], tokens)
 
@@ -102,15 +102,15 @@ class Tuned(NamedTuple):
 
     config: TunedConfig
     trained: Mapping[str, Array]  # adapters and head, by name
-    weighing: Linear  # of the other members' log-odds and four numbers by token_scoring.of_responses
+    weighing: Linear  # of the stack's log-odds and the four columns of token_scoring.of_responses
 
 
 class Heard(NamedTuple):
-    """What a tuned reader said of labelled responses to sources that it was not tuned to."""
+    """A tuned reader's scores of labelled responses to sources held out from its tuning."""
 
     config: TunedConfig
     trained: Mapping[str, Array]
-    rows: Array  # their numbers
+    rows: Array  # indices of the responses
     logits: Sequence[Array]  # log-odds of their tokens
 
 
@@ -121,33 +121,33 @@ class Detector(NamedTuple):
     fitted: Mapping[str, Linear]
     stack: Linear
     threshold: float  # probability from which a response counts as hallucinated
-    part_threshold: float  # and a sentence
+    part_threshold: float  # and from which a sentence does
     tokens: tuple[Trained, ...] = ()  # token classifiers, whose log-odds are averaged
     token_threshold: float = 1.0  # probability from which a token counts
-    tuned: Tuned | None = None  # who speaks last: the stack's log-odds are weighed with it
+    tuned: Tuned | None = None  # applied last: combined with the stack's log-odds
 
 
 class Verdicts(NamedTuple):
-    """What a detector says."""
+    """Probabilities by a detector."""
 
     probability: Array  # [responses]
-    parts: Array  # [sentences], probability by the member that sees most of a sentence
-    tokens: tuple[Array, ...]  # probability of each response's tokens; () without a token classifier
+    parts: Array  # [sentences], by the first member that scores sentences
+    tokens: tuple[Array, ...]  # of each response's tokens; () without a token classifier
 
 
 def columns(inputs: Inputs, member: Member) -> Array:
-    """What a member sees [rows, columns]; counts as logarithms."""
+    """Return the features of a member [rows, columns], as `prepared`."""
     source = inputs.parts if member.of_parts else inputs.whole
     return np.concatenate([prepared(source, name) for name in member.families], axis=1)
 
 
 def prepared(families: Mapping[str, Array], name: str) -> Array:
-    """A family's columns as regressions take them."""
+    """Return a family's columns as regressions take them: lexical counts as log(1 + count)."""
     return np.log1p(families[name]) if name == "lexical" else families[name]
 
 
 def said(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:
-    """What members say of responses [responses, 1 or 3 columns a member]."""
+    """Score responses by every member [responses, columns]: 1 column per member, 3 if it scores sentences."""
     found = []
     for name, member in members.items():
         logit = fitted[name].logit(columns(inputs, member))
@@ -156,7 +156,11 @@ def said(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: In
 
 
 def over_parts(probability: Array, inputs: Inputs) -> Array:
-    """Of sentences' probabilities, by response [responses, 3]: that one is wrong, mean, largest; as log-odds."""
+    """Reduce sentences' probabilities p to three columns per response [responses, 3].
+
+    Log of the sum of -log(1 - p), which grows with the probability that at least one sentence is wrong; log-odds of the
+    mean; log-odds of the largest.
+    """
     count = np.bincount(inputs.response, minlength=inputs.num_responses)
     safe = np.log1p(-np.minimum(probability, 1 - FLOOR))
     any_wrong = -np.bincount(inputs.response, weights=safe, minlength=len(count))
@@ -180,10 +184,10 @@ def fit(
     inner_folds: int = 5,
     seed: int = 0,
 ) -> Detector:
-    """Detector of labelled responses.
+    """Fit a detector to labelled responses.
 
-    tokens: of token_training.nested on the same responses; None = without a token classifier.
-    tuned: what a tuned reader said of some of them, on which it is weighed with the rest; None = without one.
+    tokens: result of token_training.nested on the same responses; None = without a token classifier.
+    tuned: a tuned reader's scores of some of them, on which it is combined with the rest; None = without one.
 
     Raises:
       ValueError: too few sources, one class only, or a feature that is not finite.
@@ -209,10 +213,10 @@ def fit(
 
 
 def _weighed(detector: Detector, tuned: Heard, heard: Array, labels: Array) -> Detector:
-    """The detector with a tuned reader, weighed by responses that neither it nor the other members were fitted to."""
+    """Add a tuned reader to the detector, weighed on responses that neither it nor the other members were fitted to."""
     mine = labels[tuned.rows]
     others = np.setdiff1d(np.arange(len(labels)), tuned.rows)
-    stack = linear.fit(heard[others], labels[others], strength=STACK_STRENGTH)  # one that did not see them either
+    stack = linear.fit(heard[others], labels[others], strength=STACK_STRENGTH)  # a stack that did not see them either
     columns = _with_tuned(stack.logit(heard[tuned.rows]), tuned.logits)
     weighing = linear.fit(columns, mine, strength=TUNED_STRENGTH)
     threshold = metrics.best_threshold(mine, special.expit(weighing.logit(columns)))
@@ -234,9 +238,9 @@ def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[s
 
 
 def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> Verdicts:
-    """Probabilities of responses, of their sentences and of their tokens.
+    """Compute the probabilities of responses, of their sentences and of their tokens.
 
-    package: whose token classifier computes: that of JAX or of PyTorch.
+    package: the one whose token classifier runs, JAX's or PyTorch's.
     """
     heard, tokens = said(detector.members, detector.fitted, inputs), []
     if detector.tokens:
@@ -251,6 +255,6 @@ def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> V
 
 
 def of_parts(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:
-    """Probability of each sentence, by the first member that sees sentences."""
+    """Probability of each sentence, by the first member that scores sentences."""
     name = next(name for name, member in members.items() if member.of_parts)
     return special.expit(fitted[name].logit(columns(inputs, members[name])))

@@ -1,4 +1,4 @@
-"""A context, a question and responses as token ids, and where each token is in its text (S file)."""
+"""Encode a context, a question and responses as token ids with character offsets (S file)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MARK = "\0context\0"
 
 
 class Encoded(NamedTuple):
-    """A prompt with its context and without it, and where the context's tokens are in the context."""
+    """A prompt with its context and without it, and the character offsets of the context's tokens."""
 
     text: Text
     without: Text  # the same prompt with an empty context
@@ -26,7 +26,7 @@ class EncodedResponse(NamedTuple):
 
 
 def encode_response(tokenizer: Any, response: str) -> EncodedResponse:
-    """Token ids of a response.
+    """Encode a response.
 
     Raises:
       ValueError: it is empty.
@@ -40,9 +40,9 @@ def encode_response(tokenizer: Any, response: str) -> EncodedResponse:
 def encode_prompt(
     tokenizer: Any, context: str, question: str, *, window: int, style: Literal["plain", "chat"] = "plain"
 ) -> Encoded:
-    """A prompt around a context: the question, the context, and what asks for the answer.
+    """Encode a prompt: the question, the context, and the text that asks for the answer.
 
-    window: tokens for the prompt; what of the context does not fit is cut from its end.
+    window: tokens for the prompt; the context is cut at its end to fit.
 
     Raises:
       ValueError: the context is empty, or the window has no room for any of it.
@@ -68,7 +68,7 @@ def encode_prompt(
 
 
 def _around(tokenizer: Any, question: str, style: str) -> tuple[str, str]:
-    """What stands in front of the context and behind it."""
+    """Return the text before the context and the text after it."""
     asked = f"{question}\n\n" if question else ""
     if style == "plain":
         return asked, "\n\nAnswer:\n"

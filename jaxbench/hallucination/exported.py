@@ -1,4 +1,4 @@
-"""A reader as StableHLO: two programs of fixed sizes, and the weights that both take (programs.py runs them).
+"""Export a reader as StableHLO: two programs of fixed sizes, and the weights that both take (programs.py runs them).
 
 Twin: torch_ref/hallucination/exported.py, which writes ONNX.
 """
@@ -22,7 +22,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], *, state_layer: int) -> None:
-    """Write a decoder's programs into a folder, for processors, GPUs and TPUs.
+    """Write a decoder's programs into a folder, for CPUs, GPUs and TPUs.
 
     example: arrays of programs.INPUTS in the sizes that programs take; state_layer: the block whose output is kept,
     counted from 0.
@@ -41,7 +41,7 @@ def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], 
     given = [example[name] for name in programs.INPUTS]
     with library.switched_off():
         for program, arrays in ((scores, given), (surprise, given[:-1])):
-            jitted = jax.jit(program, keep_unused=True)  # so that the arguments are those that the folder names
+            jitted = jax.jit(program, keep_unused=True)  # so that the arguments are those that bundle.json lists
             made = export.export(jitted, platforms=PLATFORMS)(weights, *arrays)
             (folder / programs.STABLEHLO[program.__name__]).write_bytes(made.serialize())
 

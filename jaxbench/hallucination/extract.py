@@ -1,8 +1,8 @@
-"""Features of many responses into a cache by content, on several processes, resumable (S file).
+"""Extract features of many responses into a content-addressed cache, in several processes, resumable (S file).
 
-A response's features are one file, named by the hash of everything that decides them: the model, how it reads, the
-texts, the code. So nothing is computed twice, whatever order, split or run it comes in, and a killed run goes on.
-The backend's FeatureReader comes in as a function.
+A response's features are one file, named by the hash of everything that determines them: the model, the settings, the
+texts, the code. So nothing is computed twice, in whatever order, split or run it comes, and a killed run resumes.
+The caller passes in a function that loads the backend's FeatureReader.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODE = (
 
 
 class Item(NamedTuple):
-    """A response and what it should rest on."""
+    """A response, with the context and question it answers."""
 
     context: str
     question: str
@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
 
 def code_version(names: Sequence[str] = CODE) -> str:
-    """Hash of the code that decides features; comments and docstrings are not part of it."""
+    """Hash of the code that determines features, without comments and docstrings."""
     digest = hashlib.sha256()
     for name in names:
         tree = ast.parse((Path(__file__).parent / name).read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def code_version(names: Sequence[str] = CODE) -> str:
 
 
 class Store:
-    """The cache: a folder with one file a response."""
+    """The cache: a folder with one file per response."""
 
     def __init__(self, folder: str | Path, settings: ReaderSettings, model_sha256: str):
         self.folder = Path(folder)
@@ -58,23 +58,23 @@ class Store:
         self._identity = json.dumps(identity | {"code": code_version()}, sort_keys=True)
 
     def key(self, item: Item) -> str:
-        """Name of a response's features."""
+        """Return the cache key of a response's features."""
         return hashlib.sha256(json.dumps([self._identity, *item]).encode()).hexdigest()
 
     def path(self, key: str) -> Path:
-        """File of a response's features."""
+        """Return the path of a response's features."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def has(self, key: str) -> bool:
-        """True where features are there."""
+        """True if features are in the cache."""
         return self.path(key).is_file()
 
     def write(self, key: str, features: dict[str, np.ndarray]) -> None:
-        """Keep features, whole or not at all."""
+        """Write features, atomically."""
         outputs.save_tensors(self.path(key), {name: np.ascontiguousarray(value) for name, value in features.items()})
 
     def read(self, key: str) -> dict[str, np.ndarray]:
-        """Features of a response.
+        """Read the features of a response.
 
         Raises:
           ValueError: their file is damaged.
@@ -86,7 +86,7 @@ class Store:
 
 
 def groups(items: Iterable[Item], store: Store) -> list[Group]:
-    """Responses that have no features yet, by prompt: the longest work first, so that processes end together."""
+    """Group responses without features by prompt: the longest work first, so that processes finish together."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item in items:
         if not store.has(key := store.key(item)):
@@ -96,7 +96,7 @@ def groups(items: Iterable[Item], store: Store) -> list[Group]:
 
 
 class Worker:
-    """Reads groups; each process works with a copy of its own, which loads its model at the first group."""
+    """A worker that reads groups; every process has its own copy, which loads the model at its first group."""
 
     def __init__(self, settings: ReaderSettings, store: Store, load: Callable[[ReaderSettings], Any]):
         """load: settings -> a backend's reader, its tokenizer and its window in tokens (load_reader)."""
@@ -104,7 +104,7 @@ class Worker:
         self._loaded: Any = None
 
     def __call__(self, group: Group) -> int:
-        """Write the features of a group's responses; the number of them."""
+        """Write the features of a group's responses; return how many there are."""
         if self._loaded is None:
             self._loaded = self._load(self.settings)
         for key, features in read_group(group, *self._loaded, self.settings):
@@ -113,18 +113,18 @@ class Worker:
 
 
 def load_reader(settings: ReaderSettings, *, package: str, where: Where | None = None) -> tuple[Any, Any, int]:
-    """A backend's FeatureReader, the tokenizer, and the window in tokens: the first of load_readers."""
+    """Load a backend's FeatureReader, the tokenizer, and the window in tokens: the first of load_readers."""
     return load_readers(settings, package=package, where=where)[0]
 
 
 def load_readers(settings: ReaderSettings, *, package: str, where: Where | None = None) -> list[tuple[Any, Any, int]]:
-    """The same for every device: each holds all weights, and readers of several devices read at once in threads.
+    """Load one reader per device, as load_reader: each holds all weights, and they may read concurrently in threads.
 
-    package: whose modules read: that of JAX or of PyTorch. where: None = one device, the backend's own choice.
+    package: whose modules run, JAX's or PyTorch's. where: None = one device, the backend's choice.
 
     Raises:
       ValueError: the model cannot be a reader, the window is longer than what it was trained on, or `where` names more
-        devices or blocks than there are, or memory that the device has not.
+        devices or blocks than there are, or memory that the device lacks.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
@@ -148,10 +148,10 @@ def load_readers(settings: ReaderSettings, *, package: str, where: Where | None 
 
 
 def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarray], *, package: str) -> Any:
-    """A backend's decoder with a model's weights as floats, or its blocks' matrices as integers.
+    """Build a backend's decoder with a model's weights as floats, or its blocks' matrices as integers.
 
     Raises:
-      ValueError: the matrices cannot be held as integers.
+      ValueError: the matrices cannot be stored as integers.
     """
     if settings.recipe is None:
         return importlib.import_module(f"{package}.transformer").build(config, params, dtype=settings.dtype)
@@ -162,14 +162,14 @@ def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarr
 
 
 def run(work: Sequence[Any], worker: Callable[[Any], int], *, processes: int = 1) -> Iterator[int]:
-    """Yield what a worker, such as Worker, says of each finished item: how many responses were read."""
+    """Run a worker, such as Worker, on every item; yield what it returns of each: how many responses were read."""
     return worker_pool.results(worker, work, processes=processes) if processes > 1 else map(worker, work)
 
 
 def run_by_device(
     work: Sequence[Group], settings: ReaderSettings, store: Store, *, package: str, where: Where
 ) -> Iterator[int]:
-    """The same by all devices of this process at once, each group on one of them."""
+    """Read groups on all devices of this process at once, each group on one of them; yield as `run`."""
     if work:
         readers = load_readers(settings, package=package, where=where)
         workers = [Worker(settings, store, lambda _, each=each: each) for each in readers]

@@ -1,4 +1,4 @@
-"""A reader's features of responses, computed by compiled programs: prompts once, responses in rows of one size.
+"""Compute a reader's features of responses by compiled programs: prompts once, responses in rows of one size.
 
 Twin: torch_ref/hallucination/features.py. Axis letters: reader.py.
 """
@@ -20,7 +20,7 @@ from jaxbench.hallucination.reader import Prompt
 
 
 class FeatureReader:
-    """A decoder as a reader; its programs are compiled once a size of prompts and of rows."""
+    """A decoder as a reader; its programs are compiled once per size of prompts and of rows."""
 
     def __init__(self, model: Any, *, state_layer: int):
         """state_layer: the block whose output is kept as tokens' states, counted from 0."""
@@ -36,21 +36,21 @@ class FeatureReader:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
 
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
-        """Prompts, read, to be handed to `scores` and `surprise` any number of times."""
+        """Read prompts; `scores` and `surprise` may use the result any number of times."""
         return self._read(self._state, *prompts[:3])
 
     def scores(
         self, prompt: Prompt, prompts: PromptArrays, rows: ResponseArrays, slots: np.ndarray, num_slots: int
     ) -> dict[str, np.ndarray]:
-        """Every feature of rows of responses, by name: arrays [L N B T], [M L], [B T D] or [B T].
+        """Compute every feature of rows of responses, by name: arrays [L N B T], [M L], [B T D] or [B T].
 
-        slots: indices into B * T whose parametric scores are computed, of which the first num_slots count.
+        slots: indices into B * T whose parametric scores are computed; only the first num_slots count.
         """
         given = (prompt, prompts.num_attended, rows, slots, np.int32(num_slots))
         return jax.device_get(self._with(self._state, *given))
 
     def surprise(self, prompt: Prompt, rows: ResponseArrays) -> dict[str, np.ndarray]:
-        """Loss and entropy alone [B T], as with a prompt that has no context."""
+        """Compute loss and entropy alone [B T], as for a prompt without its context."""
         return jax.device_get(self._without(self._state, prompt, rows))
 
 

@@ -13,8 +13,8 @@ from jaxbench.hallucination import where
 ABOUT = "The detector, or one by another method, fitted to labelled responses and saved."
 VALUES = flags.FLAGS
 METHODS = ("detector", "redeep", "mutual_information", "ensemble")  # the first, and those of methods.METHODS
-POINT = ("top_n", "top_k", "alpha", "m")  # a flag each
-OWN = {**dict.fromkeys(POINT, ("redeep",)), "columns": METHODS[2:], "members": METHODS[3:]}  # flag -> whose it is
+POINT = ("top_n", "top_k", "alpha", "m")  # one flag each
+OWN = {**dict.fromkeys(POINT, ("redeep",)), "columns": METHODS[2:], "members": METHODS[3:]}  # flag -> its methods
 
 
 def define() -> None:
@@ -42,10 +42,10 @@ def define() -> None:
 
 
 def fit() -> int:
-    """Fit a detector to labelled responses whose features are there, and save it.
+    """Fit a detector to labelled responses whose features are in the cache, and save it.
 
     Raises:
-      ValueError: a flag is missing or goes with no other, features are missing, or the labels are of one class.
+      ValueError: a flag is missing or conflicts with another, features are missing, or the labels are of one class.
     """
     from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table, saved_detector
     from jaxbench.hallucination.study import table
@@ -94,7 +94,7 @@ def _check_flags() -> None:
 
 
 def _tuned(folder: Any, reading: Any, data: Any, made: Any) -> Any:
-    """What a tuned reader says of labelled responses to sources that it was not tuned to."""
+    """Tune a reader; return its scores of labelled responses to sources held out from the tuning."""
     import numpy as np
 
     from jaxbench.hallucination import tuned_sources, tuning
@@ -108,7 +108,7 @@ def _tuned(folder: Any, reading: Any, data: Any, made: Any) -> Any:
 
 
 def _fitted(made: Any, heard: Any) -> Any:
-    """The detector that the flags ask for."""
+    """Fit the detector that the flags select."""
     if VALUES.method != METHODS[0]:
         from jaxbench.hallucination import methods
         from jaxbench.hallucination.score_regression import GRID

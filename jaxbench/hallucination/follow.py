@@ -1,4 +1,4 @@
-"""Verdicts on an answer while it is written (S file).
+"""Judge an answer while it is written (S file).
 
 follower = detector.follow(context, question)
 for piece in pieces:
@@ -22,26 +22,26 @@ class Follower:
     """An answer that grows, and the verdict on it so far."""
 
     def __init__(self, judge: Callable[[str], Verdict]):
-        """judge: of an answer to the question; HallucinationDetector.follow makes it."""
+        """judge: returns the verdict on an answer; HallucinationDetector.follow makes it."""
         self.text = ""
-        self.verdict: Verdict | None = None  # on the text up to the end of the last sentence that was handed out
+        self.verdict: Verdict | None = None  # on the text up to the end of the last sentence returned
         self._judge, self._num_known = judge, 0
 
     def add(self, text: str) -> tuple[Sentence, ...]:
-        """Go on with the answer; the sentences that this completes, which are read together.
+        """Append text to the answer; return the sentences that this completes, which are read together.
 
-        A sentence is complete where the space or the line's end behind it is there.
+        A sentence is complete once the space or line end after it has arrived.
 
         Raises:
           ValueError: context empty, or an answer longer than half of the reader's window.
         """
         self.text += text
-        # what comes next belongs to the sentence that is still open: with a letter in its place there always is one
+        # the letter stands for what comes next, so that the last sentence is always the one that is still open
         complete = sentences.sentences(self.text + "x")[:-1]
         return self._known(self.text[: complete[-1][1]] if complete else "", len(complete))
 
     def end(self) -> tuple[Sentence, ...]:
-        """Take the answer as complete; its last sentence, if that was still open.
+        """End the answer; return its last sentence, if that was still open.
 
         Raises:
           ValueError: as `add`.
@@ -58,7 +58,7 @@ class Follower:
 
 
 def check(given: Mapping[str, bool]) -> None:
-    """Check that no flag was given that has no meaning where answers come from standard input.
+    """Check that no flag was given that is meaningless for answers from standard input.
 
     Raises:
       ValueError: one was; it is named.
@@ -79,19 +79,19 @@ def run(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> None:
 
 
 def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield what is said of each sentence of answers that arrive as JSON lines.
+    """Yield the verdict on each sentence of answers that arrive as JSON lines.
 
     begin: HallucinationDetector.follow.
-    lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} goes on with it; blank
+    lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} continues it; blank
       lines are skipped.
-    What is yielded: `answer`, its number from 1, the sentence, and `so_far`, the verdict on the answer up to it.
+    Each dict has `answer` (its number from 1), the sentence's fields, and `so_far` (the verdict on the answer so far).
 
     Raises:
       ValueError: a line is no such object, or comes before an answer has begun; it is named.
     """
     follower, answer = None, 0
     for number, line in enumerate(lines, 1):
-        if not line.strip():  # what writers leave between objects, or behind the last one
+        if not line.strip():  # blank lines between objects, or after the last one
             continue
         try:
             given = _object(line)

@@ -1,4 +1,4 @@
-"""Features of the responses to one prompt, read by a backend's FeatureReader (S file)."""
+"""Read the features of the responses to one prompt with a backend's FeatureReader (S file)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxbench.hallucination.reader_settings import ReaderSettings
 
 
 class Group(NamedTuple):
-    """Responses to one prompt, and the names of their files."""
+    """Responses to one prompt, and their cache keys."""
 
     context: str
     question: str
@@ -25,12 +25,12 @@ def read_group(
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """Yield the features of each response of a group, by key.
 
-    Of R tokens: external, context_mass, lookback [L N R] in float16; loss, entropy, loss_without, entropy_without [R];
+    For R tokens: external, context_mass, lookback [L N R] in float16; loss, entropy, loss_without, entropy_without [R];
     states [R D] in float16; offsets [R 2], characters of the tokens; parametric_slots [M] and parametric [M L];
     num_cut [], tokens of the context that did not fit the window.
 
     Raises:
-      ValueError: a response is longer than the window.
+      ValueError: a response is empty or longer than half the window, or as encoding.encode_prompt.
     """
     responses = [encoding.encode_response(tokenizer, response) for response in group.responses]
     longest = max(len(response.ids) for response in responses)
@@ -39,7 +39,7 @@ def read_group(
     prompt = encoding.encode_prompt(
         tokenizer, group.context, group.question, window=window - longest, style=settings.style
     )
-    if prompt.num_cut and len(responses) > 1:  # or the longest would decide how much of the context the others rest on
+    if prompt.num_cut and len(responses) > 1:  # else the longest decides how much context the others get
         for key, response in zip(group.keys, group.responses):
             alone = group._replace(responses=(response,), keys=(key,))
             yield from read_group(alone, reader, tokenizer, window, settings)
@@ -70,7 +70,7 @@ def read_group(
 
 
 def _of_response(found: dict[str, np.ndarray], without: dict[str, np.ndarray], place: slice) -> dict[str, np.ndarray]:
-    """Features of one response of a single row."""
+    """Select the features of one response of a single row."""
     heads = {name: found[name][:, :, 0, place].astype(np.float16) for name in ("external", "context_mass", "lookback")}
     plain = {name: found[name][0, place].astype(np.float32) for name in ("loss", "entropy")}
     plain |= {f"{name}_without": value[0, place].astype(np.float32) for name, value in without.items()}
@@ -78,7 +78,7 @@ def _of_response(found: dict[str, np.ndarray], without: dict[str, np.ndarray], p
 
 
 def lens_slots(length: int, wanted: int | None) -> np.ndarray:
-    """Tokens of a response whose parametric scores are computed: evenly spread; None = all."""
+    """Tokens of a response whose parametric scores are computed: `wanted` evenly spread ones; None = all."""
     if wanted is None or wanted >= length:
         return np.arange(length)
     return ((np.arange(wanted) + 0.5) * length / wanted).astype(np.int64)

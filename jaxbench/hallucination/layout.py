@@ -1,4 +1,4 @@
-"""Prompts and responses as padded arrays: which share a row, and the sizes that programs are compiled for (S file).
+"""Prompts and responses as padded arrays: which responses share a row, and the sizes of compiled programs (S file).
 
 What the arrays mean: reader.py.
 """
@@ -19,7 +19,7 @@ class Text(NamedTuple):
     """A prompt as token ids, and where its context is."""
 
     ids: Sequence[int]
-    context: range  # tokens of the context, or none; the prompt's last token is not one of them
+    context: range  # the context's tokens, may be empty; never the prompt's last token
 
 
 class PromptArrays(NamedTuple):
@@ -42,14 +42,14 @@ class ResponseArrays(NamedTuple):
 
 
 def bucket(length: int, sizes: Sequence[int]) -> int:
-    """Least size that holds `length` tokens."""
+    """Return the least size that holds `length` tokens: one of sizes, or a multiple of the last."""
     return next((size for size in sizes if size >= length), -(-length // sizes[-1]) * sizes[-1])
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Responses that share rows of `capacity` slots, by index: the longest first, each into the first row with room.
+    """Pack responses, by index, into rows of `capacity` slots: the longest first, each into the first row with room.
 
-    A longer one has a row of its own.
+    A response longer than `capacity` gets a row to itself.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -65,15 +65,15 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def num_attended(num_context: int, share: float) -> int:
-    """How many of a context's tokens count as attended to: a share of them rounded down, and at least one."""
+    """Number of a context's tokens that count as attended to: a share of them, rounded down, at least one."""
     return max(1, int(num_context * share + 1e-9))
 
 
 def prompt_arrays(texts: Sequence[Text], *, share: float, size: int | None = None) -> PromptArrays:
-    """Prompts, one a row, padded behind.
+    """Arrays of prompts, one per row, padded at the end.
 
     Raises:
-      ValueError: a prompt has no token in front of its last, or its context reaches beyond that.
+      ValueError: a prompt has no token before its last, or its context is not among the tokens before its last.
     """
     for text in texts:
         if len(text.ids) < 2 or not 0 <= text.context.start <= text.context.stop < len(text.ids):
@@ -95,7 +95,7 @@ def prompt_arrays(texts: Sequence[Text], *, share: float, size: int | None = Non
 def response_arrays(
     texts: Sequence[Text], rows: Sequence[Sequence[Sequence[int]]], *, size: int | None = None
 ) -> ResponseArrays:
-    """Responses by row, each row's behind the prompt of that row, one after the other, padded behind.
+    """Arrays of responses by row: those after the row's prompt, one after the other, padded at the end.
 
     Raises:
       ValueError: a response has no token.
@@ -119,6 +119,6 @@ def response_arrays(
 
 
 def places(responses: Sequence[Sequence[int]]) -> list[slice]:
-    """Slots of each response of a row."""
+    """Return the slots of each response of a row."""
     ends = np.cumsum([len(response) for response in responses])
     return [slice(int(end) - len(response), int(end)) for response, end in zip(responses, ends)]

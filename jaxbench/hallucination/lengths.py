@@ -1,4 +1,4 @@
-"""Whether a reader's window takes questions and responses, told before anything is read (S file)."""
+"""Check that questions and responses fit a reader's window, before anything is read (S file)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Style = Literal["plain", "chat"]
 
 
 def limits(settings: ReaderSettings) -> tuple[Any, int]:
-    """The tokenizer and the window in tokens of a reader, without its weights."""
+    """Return the tokenizer and the window in tokens of a reader, without loading its weights."""
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
@@ -21,10 +21,10 @@ def limits(settings: ReaderSettings) -> tuple[Any, int]:
 
 
 def check(tokenizer: Any, question: str, response: str, *, window: int, style: Style) -> None:
-    """Check that a window of `window` tokens takes a response behind a question and some of its context.
+    """Check that a window of `window` tokens holds a response, a question and some of the context.
 
     Raises:
-      ValueError: it does not, or the response has no token.
+      ValueError: it does not, or the response has no token or more than half the window.
     """
     length = len(encoding.encode_response(tokenizer, response).ids)
     if length > window // 2:
@@ -33,22 +33,22 @@ def check(tokenizer: Any, question: str, response: str, *, window: int, style: S
 
 
 def check_question(tokenizer: Any, question: str, *, window: int, style: Style) -> None:
-    """Check that a window of `window` tokens takes a question and some of its context.
+    """Check that a window of `window` tokens holds a question and some of the context.
 
     Raises:
       ValueError: it does not.
     """
-    # of the context any token will do: the rest is cut where it does not fit
+    # any token stands for the context, which is cut to fit
     encoding.encode_prompt(tokenizer, "x", question, window=window, style=style)
 
 
 def check_all(rows: Iterable[tuple[str, str, str | None]], tokenizer: Any, *, window: int, style: Style) -> None:
-    """Check rows of a place, a question and a response before the first is read: later would be too late.
+    """Check all rows of (place, question, response) before the first is read.
 
-    A row whose response is None is one that is still to be answered: its question is checked alone.
+    A row whose response is None is still to be answered: only its question is checked.
 
     Raises:
-      ValueError: the window does not take a row; it is named by its place.
+      ValueError: a row does not fit the window; it is named by its place.
     """
     for place, question, response in rows:
         try:

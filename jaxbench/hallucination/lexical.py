@@ -1,6 +1,6 @@
-"""Lexical evidence: what a response says in words, numbers and names that its context does not have (S file).
+"""Lexical evidence: words, numbers and names of a response that its context does not have (S file).
 
-No model is read. These counts are the floor that every reader is measured against: on RAGTruth they beat published
+No model is used. These counts are the baseline that every reader is measured against: on RAGTruth they beat published
 detectors (docs/hallucination.md).
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Function words, and words that a generator speaks about the text with.
+# Function words, and words with which a generator refers to the text.
 STOP_WORDS = frozenset(
     """a about above after again against all also although am an and any are as at be because been before being below
     between both but by can could did do does doing down during each few for from further had has have having he her
@@ -34,14 +34,14 @@ class Token(NamedTuple):
 
     start: int  # characters
     end: int
-    key: str  # what two forms of a word have in common
+    key: str  # the stem, which forms of a word have in common
     is_number: bool
     is_name: bool  # capitalised, and not the first word of a sentence
-    is_content: bool  # no function word
+    is_content: bool  # not a stop word
 
 
 class Lexicon:
-    """What a context says."""
+    """The words, pairs of content words and numbers of a context."""
 
     def __init__(self, context: str):
         found = tokens(context)
@@ -53,15 +53,15 @@ class Lexicon:
 
 @functools.cache
 def _word() -> re.Pattern[str]:
-    """What a word is: letters and digits with their combining marks, and apostrophes between them."""
-    # 7 ms, once: `re` has no class of Unicode's marks. Those behind U+FFFF are of scripts that are rarely written.
+    """Compile the pattern of a word: letters and digits with their combining marks, and apostrophes between them."""
+    # 7 ms, once: `re` has no class for Unicode marks. Those above U+FFFF are of rarely written scripts.
     marks = "".join(letter for letter in map(chr, range(0x10000)) if unicodedata.category(letter)[0] == "M")
     run = rf"[^\W_]+(?:[{marks}]+[^\W_]*)*"
     return re.compile(rf"{run}(?:['’]{run})*")
 
 
 def stem(word: str) -> str:
-    """A word without its ending, if four letters are left."""
+    """Remove a word's ending if at least four letters are left."""
     word = word.lower().replace("’", "'").removesuffix("'s")
     for suffix in SUFFIXES:
         if word.endswith(suffix) and len(word) - len(suffix) >= 4:
@@ -70,7 +70,7 @@ def stem(word: str) -> str:
 
 
 def tokens(text: str) -> list[Token]:
-    """Words and numbers of a text; one in two Unicode forms (NFC, NFD) has one key."""
+    """Return the words and numbers of a text; the two Unicode forms of a word (NFC, NFD) have the same key."""
     found, last_end = [], 0
     for match in _word().finditer(text):
         word, between = unicodedata.normalize("NFC", match.group()), text[last_end : match.start()]
@@ -89,14 +89,14 @@ def tokens(text: str) -> list[Token]:
 
 
 def is_novel(token: Token, lexicon: Lexicon) -> bool:
-    """True where a context has neither a word nor, of a number, its digits."""
+    """True if a context lacks the word or, for a number, any of its runs of digits."""
     if token.is_number:
         return not set(re.findall(r"\d+", token.key)) <= lexicon.digits
     return token.key not in lexicon.words
 
 
 def counts(response: list[Token], lexicon: Lexicon) -> np.ndarray:
-    """The seven of COUNTS, of a whole response or of a part."""
+    """Compute the seven COUNTS of a whole response or of a part."""
     content = [token for token in response if token.is_content]
     novel = [token for token in content if is_novel(token, lexicon)]
     pairs = list(zip(content, content[1:]))

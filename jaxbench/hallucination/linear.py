@@ -16,7 +16,7 @@ class Linear(NamedTuple):
     """A fitted regression."""
 
     mean: Array  # [columns]
-    scale: Array  # [columns], 1 for a column that is the same throughout
+    scale: Array  # [columns], 1 for a constant column
     weights: Array  # [columns], of standardised columns
     intercept: Array  # []
 
@@ -26,7 +26,7 @@ class Linear(NamedTuple):
 
 
 def fit(x: Array, labels: Array, *, strength: float) -> Linear:
-    """Regression of labels on columns.
+    """Fit a regression of labels on columns.
 
     Raises:
       ValueError: a column is not finite, or one class is missing.
@@ -45,7 +45,7 @@ def fit(x: Array, labels: Array, *, strength: float) -> Linear:
 
 
 def folds(groups: Array, count: int, *, seed: int) -> Array:
-    """Fold of each row, 0 to count - 1: groups are dealt out in a shuffled order, whole.
+    """Assign a fold to each row, 0 to count - 1: whole groups are dealt out in a shuffled order.
 
     Raises:
       ValueError: there are fewer groups than folds.
@@ -57,10 +57,10 @@ def folds(groups: Array, count: int, *, seed: int) -> Array:
 
 
 def check_folds(labels: Array, groups: Array, fold: Array) -> None:
-    """Check that whichever fold is held out, both classes are left to fit to.
+    """Check that both classes are left to fit to, whichever fold is held out.
 
     Raises:
-      ValueError: all rows of a class are of one fold; the message says how many sources they are of.
+      ValueError: all rows of a class are in one fold; the message says how many sources they are from.
     """
     for name, mine in (("labelled", labels), ("unlabelled", ~labels)):
         if len(np.unique(fold[mine])) < 2:
@@ -72,7 +72,7 @@ def check_folds(labels: Array, groups: Array, fold: Array) -> None:
 
 
 def choose(x: Array, labels: Array, groups: Array, *, seed: int = 0, count: int = 3) -> float:
-    """Strength with the highest AUC on groups that were not fitted to; the strongest regularisation of equals.
+    """Choose the strength with the highest AUC on held-out groups; of equals, the strongest regularisation.
 
     Raises:
       ValueError: as folds and check_folds.

@@ -1,12 +1,12 @@
-"""Detectors of external and parametric scores alone, by the source document's techniques (S file).
+"""Detectors on external and parametric scores alone, by the source document's techniques (S file).
 
 - redeep: ReDeEP's regression of top_n heads against top_k layers, searched over its grid (11);
-- mutual_information: a regression on the heads and layers that tell most about the label (13);
-- ensemble: the mean log-odds of regressions on random heads each (12).
+- mutual_information: a regression on the heads and layers with the most mutual information with the label (13);
+- ensemble: the mean log-odds of several regressions, each on random heads (12).
 
-Each is fitted to responses, and to sentences for what is said of them. Thresholds are those of the highest F1 on the
-precision-recall curve (14), of scores by fits that did not see the response's source. All of it is linear, so that a
-detector of this kind is saved and applied as any other.
+Numbers in brackets are the document's techniques. Each method is fitted to responses, and to sentences to score those.
+Thresholds have the highest F1 on the precision-recall curve (14) of out-of-fold scores, by fits that did not see the
+response's source. Every method is linear, so that a detector of this kind is saved and applied like any other.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from jaxbench.hallucination.score_regression import GRID, Point, Units
 Array = np.ndarray
 METHODS = ("redeep", "mutual_information", "ensemble")
 FAMILIES = ("external", "parametric")
-NUM_SELECTED = 32  # columns that mutual information and random choice keep
+NUM_SELECTED = 32  # columns that mutual information or random choice keeps
 NUM_MEMBERS = 5  # regressions of an ensemble
 PLATT_STRENGTH = 1.0  # inverse regularisation of the regression on ReDeEP's score, one column
-FLAT = 1e-3  # log-odds a standard deviation of a score that tells nothing
+FLAT = 1e-3  # slope of an uninformative score: log-odds per standard deviation
 
 
 class Choice(NamedTuple):
-    """What a method is given; each reads its own."""
+    """Options of the methods; each method reads its own."""
 
     grid: Mapping[str, tuple] = GRID  # redeep: values of top_n, top_k, alpha and m, one of each = no search
-    num_columns: int = NUM_SELECTED  # mutual_information: heads and layers; ensemble: heads of a member
+    num_columns: int = NUM_SELECTED  # mutual_information: heads and layers; ensemble: heads per member
     num_members: int = NUM_MEMBERS  # ensemble
 
 
 class Seen(NamedTuple):
-    """Units that something is fitted to: responses, or sentences."""
+    """Units to fit to: responses or sentences."""
 
     external: Float[Array, "U heads"]
     parametric: Float[Array, "U layers"]
     label: Bool[Array, " U"]
     source: Shaped[Array, " U"]
-    response: Int[Array, " U"]  # number of the unit's response, from 0
+    response: Int[Array, " U"]  # index of the unit's response
 
     @property
     def columns(self) -> Array:
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
 
 def informative(x: Array, labels: Array, count: int) -> Array:
-    """The columns with the most mutual information with the labels, the most first."""
+    """Return the columns with the most mutual information with the labels, the highest first."""
     from sklearn.feature_selection import mutual_info_classif
 
     found = mutual_info_classif(x, labels, random_state=0)
@@ -64,15 +64,15 @@ def informative(x: Array, labels: Array, count: int) -> Array:
 
 
 def random_columns(num: int, count: int, *, seed: int) -> Array:
-    """Columns of one member of an ensemble, drawn without replacement; all where there are no more than `count`."""
+    """Draw the columns of one ensemble member, without replacement; all of them if there are at most `count`."""
     return np.random.default_rng(seed).choice(num, min(count, num), replace=False)
 
 
 def check(inputs: Inputs, choice: Choice) -> None:
-    """Check that there are as many heads and layers as a point of one value asks for, and that weights are finite.
+    """Check the grid's entries of a single value: there are enough heads and layers, and weights are finite.
 
     Raises:
-      ValueError: there are fewer, or they are not.
+      ValueError: there are too few heads or layers, or a weight is not finite.
     """
     units = Units(*(inputs.whole[name] for name in FAMILIES), np.zeros(0), np.zeros(0))
     point = {name: values[0] for name, values in choice.grid.items() if len(values) == 1}
@@ -82,7 +82,7 @@ def check(inputs: Inputs, choice: Choice) -> None:
 def fit(
     inputs: Inputs, labels: Labels, *, method: str, choice: Choice = Choice(), inner_folds: int = 5, seed: int = 0
 ) -> Detector:
-    """Detector of labelled responses by one of METHODS.
+    """Fit a detector to labelled responses by one of METHODS.
 
     Raises:
       ValueError: as `check`; too few sources, one class only, or a score that is not finite.
@@ -101,7 +101,7 @@ def fit(
     found, thresholds = [], []
     for seen, said in zip(_seen(inputs, labels), (scores, parts)):
         members = _fitted(seen, method, choice)
-        if method == "redeep":  # whose score is no log-odds
+        if method == "redeep":  # its score is not log-odds
             weighing = _rising(said, seen.label)
             members, said = [_weighed(each, weighing) for each in members], weighing.logit(said[:, None])
         found.append(members)
@@ -110,16 +110,16 @@ def fit(
 
 
 def _detector(responses: list[Linear], sentences: Linear, threshold: float, part_threshold: float) -> Detector:
-    """A detector whose log-odds of a response are the mean of its members' that see responses."""
+    """Build a detector whose log-odds of a response are the mean of its members' that score responses."""
     fitted = {f"response {i}": each for i, each in enumerate(responses)} | {"sentence": sentences}
     members = {name: Member(FAMILIES, name == "sentence", 0.0) for name in fitted}
-    weights = np.array([1 / len(responses)] * len(responses) + [0.0] * 3)  # three numbers say what sentences do
+    weights = np.array([1 / len(responses)] * len(responses) + [0.0] * 3)  # 0 for the sentence member's three columns
     stack = Linear(np.zeros(len(weights)), np.ones(len(weights)), weights, np.array(0.0))
     return Detector(members, fitted, stack, threshold, part_threshold)
 
 
 def _seen(inputs: Inputs, labels: Labels) -> tuple[Seen, Seen]:
-    """Responses and sentences as units."""
+    """Return responses and sentences as units."""
     every = np.arange(inputs.num_responses)
     return (
         Seen(*(inputs.whole[name] for name in FAMILIES), labels.response, labels.source, every),
@@ -132,7 +132,7 @@ def _columns(families: Mapping[str, Array]) -> Array:
 
 
 def _fitted(seen: Seen, method: str, choice: Choice) -> list[Linear]:
-    """A method's regressions of all heads' and layers' columns: one, or the members of an ensemble."""
+    """Fit a method's regressions over all heads' and layers' columns: one, or the members of an ensemble."""
     if method == "redeep":
         units = Units(seen.external, seen.parametric, seen.label, seen.response)
         point = score_regression.search(units, dict(choice.grid))[0]
@@ -144,7 +144,7 @@ def _fitted(seen: Seen, method: str, choice: Choice) -> list[Linear]:
 
 
 def _on(seen: Seen, chosen: Array) -> Linear:
-    """Regression on some columns, the others weigh nothing."""
+    """Fit a regression on some columns; the others get weight 0."""
     x = seen.columns[:, chosen]
     made = linear.fit(x, seen.label, strength=linear.choose(x, seen.label, seen.source))
     num = seen.external.shape[1] + seen.parametric.shape[1]
@@ -154,13 +154,13 @@ def _on(seen: Seen, chosen: Array) -> Linear:
 
 
 def of_point(fitted: score_regression.Fitted, num_heads: int, num_layers: int) -> Linear:
-    """ReDeEP's score, m * parametric - alpha * external, as weights of all heads' and layers' columns."""
+    """ReDeEP's score, m * parametric - alpha * external, as weights over all heads' and layers' columns."""
     weights, intercept = np.zeros(num_heads + num_layers), 0.0
     for columns, (low, high), weight in (
         (fitted.heads, fitted.external_range, -fitted.point.alpha),
         (num_heads + fitted.layers, fitted.parametric_range, fitted.point.m),
     ):
-        if high > low:  # a sum that is the same throughout is scaled to 0
+        if high > low:  # a constant sum is scaled to 0
             weights[columns] = weight / (high - low)
             intercept -= weight * low / (high - low)
     return Linear(np.zeros(len(weights)), np.ones(len(weights)), weights, np.array(intercept))
@@ -175,9 +175,9 @@ def mean(members: list[Linear]) -> Linear:
 
 
 def _rising(scores: Array, labels: Array) -> Linear:
-    """Logistic regression of labels on a score, which keeps its order.
+    """Fit a logistic regression of labels on a score, such that it keeps the score's order.
 
-    Where it would turn the order around, the score is worth nothing: every unit gets nearly the share of the labelled.
+    If its slope is at most FLAT, the score is uninformative: every unit gets nearly the share of labelled units.
     """
     made = linear.fit(scores[:, None], labels, strength=PLATT_STRENGTH)
     if made.weights[0] > FLAT:
@@ -187,7 +187,7 @@ def _rising(scores: Array, labels: Array) -> Linear:
 
 
 def _weighed(one: Linear, weighing: Linear) -> Linear:
-    """A regression, and one on what it says, as one."""
+    """Compose a regression, and a regression on its score, into one."""
     slope = weighing.weights[0] / weighing.scale[0]
     intercept = slope * (one.intercept - weighing.mean[0]) + weighing.intercept
     return one._replace(weights=slope * one.weights, intercept=np.array(intercept))

@@ -1,7 +1,8 @@
-"""How well scores tell hallucinated responses from the others, with intervals over sources (S file).
+"""Metrics of how well scores separate hallucinated responses from the others, with intervals over sources (S file).
 
-Labels are booleans, or 1 and 0; scores rise with suspicion. AUC pooled over tasks rewards knowing the task, and over
-generators the generator: `macro` is the mean over tasks, `stratified` compares only within cells.
+Labels are booleans, or 1 and 0; a higher score means more suspicion. AUC pooled over tasks rewards knowing the task,
+and AUC pooled over generators knowing the generator. `macro` is the mean over tasks; `stratified` compares only pairs
+within a cell.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def macro_auc(labels: Array, scores: Array, tasks: Array) -> float:
 
 
 def stratified_auc(labels: Array, scores: Array, cells: Array) -> float:
-    """AUC over the pairs of a positive and a negative of one cell: every such pair counts alike.
+    """AUC over pairs of a positive and a negative within one cell; every such pair has the same weight.
 
     Raises:
       ValueError: as `auc`.
@@ -54,9 +55,9 @@ def average_precision(labels: Array, scores: Array) -> float:
 
 
 def precision_recall(labels: Array, scores: Array, weights: Array | None = None) -> tuple[Array, Array, Array]:
-    """Precision and recall at every distinct threshold, the highest first; a score at it counts as flagged.
+    """Precision and recall at every distinct threshold, and these, highest first; a score equal to one is flagged.
 
-    weights: how much each one counts; None = 1.
+    weights: of each example; None = 1.
     """
     weights = np.ones(len(labels)) if weights is None else weights
     order = np.argsort(-scores, kind="stable")
@@ -95,7 +96,7 @@ def brier(labels: Array, probability: Array) -> float:
 
 
 def reliability(labels: Array, probability: Array, *, bins: int = 10) -> dict[str, list[float]]:
-    """Of as many bins with equally many rows: mean probability ("said") and share of positives ("share")."""
+    """Reliability curve over bins with equally many rows: mean probability ("said"), share of positives ("share")."""
     from sklearn.calibration import calibration_curve
 
     share, said = calibration_curve(labels, probability, n_bins=bins, strategy="quantile")
@@ -105,10 +106,10 @@ def reliability(labels: Array, probability: Array, *, bins: int = 10) -> dict[st
 def bootstrap(
     statistics: Sequence[Callable[[Array], float]], clusters: Array, *, draws: int = 2000, seed: int = 0
 ) -> list[Interval]:
-    """Values of statistics, functions of row indices, with percentile intervals over resampled clusters.
+    """Bootstrap statistics (functions of row indices): values, with percentile intervals over resampled clusters.
 
-    All statistics see the same draws, so that a difference of two is paired. One that is NaN in every draw, such as the
-    AUC within cells where no cell has both classes, has NaN ends.
+    All statistics see the same draws, so that a difference of two is paired. A statistic that is NaN in every draw, as
+    the AUC within cells is if no cell has both classes, has NaN as the ends of its interval.
     """
     names, inverse = np.unique(clusters, return_inverse=True)
     members = [np.flatnonzero(inverse == i) for i in range(len(names))]
@@ -123,6 +124,6 @@ def bootstrap(
     )
     every = np.arange(len(clusters))
     ends = np.full((2, len(statistics)), np.nan)
-    known = ~np.isnan(found).all(0)  # of the others numpy would warn
+    known = ~np.isnan(found).all(0)  # numpy warns about the others
     ends[:, known] = np.nanpercentile(found[:, known], [2.5, 97.5], axis=0)
     return [Interval(statistic(every), *map(float, each)) for statistic, each in zip(statistics, ends.T)]

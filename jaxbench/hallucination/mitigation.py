@@ -1,10 +1,10 @@
-"""Answers whose risky tokens are computed again with more attention and less feed-forward: AARF (S file).
+"""Mitigation by AARF: recompute an answer's risky tokens with more attention and less feed-forward (S file).
 
-A token is read as ever and scored: H = (m p - alpha e + alpha) / (m + alpha), where e is the mean external score of the
-copying heads, p the mean parametric score of the chosen layers, each scaled to 0..1 by the range that it has on other
-answers, and cut off there. Where H > tau the token is read a second time, with the heads' attention weights behind the
-softmax times `attention_factor` (that is, their outputs) and the layers' feed-forward outputs times `feed_factor`; the
-cache keeps what the second pass computed. The prompt is read as ever.
+A token is first read as usual and scored: H = (m p - alpha e + alpha) / (m + alpha), where e is the mean external score
+of the copying heads and p the mean parametric score of the chosen layers, each scaled to 0..1 by its range on other
+answers, and clipped. If H > tau, the token is read a second time: the heads' attention weights after the softmax (and
+hence their outputs) are multiplied by `attention_factor`, the layers' feed-forward outputs by `feed_factor`. The cache
+keeps the result of the second pass. The prompt is read as usual.
 
 Source: Sun et al. 2025, arXiv:2410.11414, section 3.4 ("Add Attention Reduce FFN"); defaults of the released code.
 Differs from the paper: H is scaled to 0..1, so that tau means the same for every model.
@@ -29,12 +29,12 @@ from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import encoding, layout
 
 Range = tuple[float, float]
-# What an answered row has; no name of a verdict, so that `detect` takes the file.
+# Keys that answering adds to a row; none is a field of a verdict, so that `detect` accepts the file.
 ADDED = ("response", "ended", "num_tokens", "num_reweighted", "num_prompt_cut")
 
 
 class Mitigation(config.Base):
-    """Which tokens of an answer are computed again, and how."""
+    """Which tokens of an answer are recomputed, and how."""
 
     heads: tuple[tuple[int, int], ...] = pydantic.Field(min_length=1)  # copying heads: layer and head, from 0
     layers: tuple[int, ...] = pydantic.Field(min_length=1)  # whose feed-forward outputs are scaled, from 0
@@ -42,10 +42,10 @@ class Mitigation(config.Base):
     parametric_range: Range  # of the layers' mean parametric score, nats
     attention_factor: float = pydantic.Field(default=1.2, gt=0)  # the paper's alpha_2
     feed_factor: float = pydantic.Field(default=0.8, gt=0)  # the paper's beta_2
-    tau: float | None = pydantic.Field(default=0.6, ge=0, le=1)  # score above which; 1 = no token, None = every token
+    tau: float | None = pydantic.Field(default=0.6, ge=0, le=1)  # recompute above it; 1 = no token, None = every token
     alpha: float = pydantic.Field(default=0.6, gt=0)  # weight of the external score
     m: float = pydantic.Field(default=1.0, gt=0)  # weight of the parametric score
-    share: float = pydantic.Field(default=0.1, gt=0, le=1)  # of the context's tokens, those that count as attended to
+    share: float = pydantic.Field(default=0.1, gt=0, le=1)  # of the context's tokens that counts as attended to
     style: Literal["plain", "chat"] = "chat"  # the text around the context
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # weights and products
 
@@ -70,7 +70,7 @@ class Mitigation(config.Base):
 
 
 class Factors(NamedTuple):
-    """What multiplies heads' outputs and layers' feed-forward outputs; 1 = nothing changes."""
+    """Factors of heads' outputs and of layers' feed-forward outputs; 1 = unchanged."""
 
     heads: Float[np.ndarray, "L N"]
     layers: Float[np.ndarray, " L"]
@@ -98,11 +98,11 @@ def factors(settings: Mitigation, model: TransformerConfig) -> Factors:
 
 
 class Token(NamedTuple):
-    """What one step says of each row."""
+    """Result of one decoding step for each row."""
 
-    ids: Any  # [B], the most probable
+    ids: Any  # [B], the most probable token
     logits: Any  # [B V]
-    external: Any  # [B], mean of the heads' external scores; 0 where no score was asked for
+    external: Any  # [B], mean of the heads' external scores; 0 if no score is computed
     parametric: Any  # [B], mean of the layers' parametric scores, nats
     is_reweighted: Any  # [B]
 
@@ -112,7 +112,7 @@ class Answer(NamedTuple):
 
     ids: list[int]  # without the end token
     ended: bool  # with an end token, not at the limit
-    external: list[float]  # of every step, the end token's too
+    external: list[float]  # of every step, including the end token's
     parametric: list[float]
     is_reweighted: list[bool]
 
@@ -120,10 +120,10 @@ class Answer(NamedTuple):
 def generate(
     answerer: Any, texts: Sequence[layout.Text], *, new_tokens: int, end_ids: Iterable[int], share: float = 0.1
 ) -> list[Answer]:
-    """Answer prompts, one a row, with a backend's Answerer; share: as ReaderSettings.share.
+    """Answer prompts, one per row, with a backend's Answerer; share: as ReaderSettings.share.
 
     Raises:
-      ValueError: a prompt has no token in front of its last, or its context reaches beyond that.
+      ValueError: a prompt has no token before its last, or its context is not among the tokens before its last.
     """
     prompts = layout.prompt_arrays(texts, share=share)
     state = answerer.start(prompts, np.array([text.ids[-1] for text in texts], np.int32), new_tokens)
@@ -155,7 +155,7 @@ class Answering(NamedTuple):
     sha256: str  # of the model
 
     def __call__(self, asked: Sequence[tuple[str, str]], *, new_tokens: int) -> list[tuple[Answer, int]]:
-        """Answers to (context, question), and how many tokens of each context did not fit the window.
+        """Answer (context, question) pairs; return answers, and how many tokens of each context did not fit the window.
 
         Raises:
           ValueError: a context is empty, or the window has no room for any of it.
@@ -170,7 +170,7 @@ class Answering(NamedTuple):
 
 
 def load(model: str | None, settings: Mitigation, *, is_on: bool, package: str) -> Answering:
-    """Load a model that answers; is_on: with mitigation. package: whose modules compute.
+    """Load a model that answers; is_on: with mitigation. package: whose modules run, JAX's or PyTorch's.
 
     Raises:
       ValueError: the model has no such heads or layers, or is no decoder of plain attention.
@@ -183,14 +183,14 @@ def load(model: str | None, settings: Mitigation, *, is_on: bool, package: str) 
     checkpoint = weights.load_checkpoint(model)
     reader.check(checkpoint.config)
     if is_on:
-        factors(settings, checkpoint.config)  # a bad head is named before a model is built
+        factors(settings, checkpoint.config)  # reports a bad head before a model is built
     made = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     answerer = reweighting.Answerer(made, settings if is_on else None, config=checkpoint.config)
     return Answering(answerer, load_tokenizer(model), checkpoint.config.max_seq_len, settings, checkpoint.sha256)
 
 
 def part_file(output: Path, source: str | Path, chosen: Sequence[Any]) -> Path:
-    """Where finished lines are until all are: named by input and choices, so that no others' lines count."""
+    """Path of the partial output, named by input and choices, so that no other run's lines are resumed."""
     stat = Path(source).stat()
     identity = json.dumps([str(Path(source).resolve()), stat.st_size, stat.st_mtime_ns, ADDED, *chosen])
     return output.with_name(f"{output.name}.{hashlib.sha256(identity.encode()).hexdigest()[:12]}.part")
@@ -208,11 +208,11 @@ def answer_rows(
 ) -> Iterator[int]:
     """Answer rows with context and question, a batch at a time; yield how many rows each batch had.
 
-    A row's keys are kept, and those of ADDED are added, which no row should have. Lines go to `part`, which becomes
-    `output` when all are done; a run that was killed goes on behind the last whole line.
+    A row keeps its keys and gains those of ADDED, which no row should have before. Lines go to `part`, which is renamed
+    to `output` when all are done; a killed run resumes after the last whole line.
 
     Raises:
-      ValueError: a row does not fit the window, or something has appeared in the output's place.
+      ValueError: a row does not fit the window, or something has appeared at the output's path.
     """
     store.cut_short(part)
     for start in range(len(store.rows(part)), len(rows), batch_size):
@@ -228,6 +228,6 @@ def answer_rows(
 
 
 def _added(answering: Answering, answer: Answer, num_cut: int) -> dict[str, Any]:
-    """What an answered row has beside its own keys."""
+    """Return the keys that answering adds to a row, with their values."""
     text, steps = answering.tokenizer.decode(answer.ids), answer.is_reweighted
     return dict(zip(ADDED, (text, answer.ended, len(steps), sum(steps), num_cut), strict=True))

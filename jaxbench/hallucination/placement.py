@@ -1,8 +1,8 @@
-"""Where a reader's weights lie: on one of this process's devices, the last blocks' in the host's memory where wanted.
+"""Place a reader's weights on one of this process's devices; those of the last blocks in host memory if requested.
 
-Twin: torch_ref/hallucination/placement.py. Nothing here decides a feature.
+Twin: torch_ref/hallucination/placement.py. Nothing here affects features.
 
-What lies in the host's memory comes to the device inside the compiled programs, one branch of one block at a time.
+Weights in host memory are copied to the device inside the compiled programs, one branch of one block at a time.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from jaxbench.sharding import PINNED_HOST
 
 
 class OnHost(nnx.Module):
-    """A module whose parameters lie in the host's memory and are on the device during its calls."""
+    """A module whose parameters stay in host memory and are on the device only during its calls."""
 
     def __init__(self, module: Any):
         """module: a branch of a block, called with the branch's input first."""
         self.module = module
 
     def __call__(self, x: Float[Array, "B T D"], *args: Any) -> Any:
-        """What the module makes of it."""
+        """Call the module with its parameters on the device."""
         return self._near(lambda module: module(x, *args))
 
     def _near(self, call: Callable[[Any], Any]) -> Any:
-        """What `call` makes of the module with its parameters on the device.
+        """Apply `call` to the module with its parameters on the device.
 
-        The call is the only turn of a loop, whose number of turns and whose index no compiler can look through: else
-        XLA starts the transfers of all blocks first, and holds all of them.
+        The call is the only iteration of a loop whose trip count and index are opaque to the compiler: otherwise XLA
+        starts the transfers of all blocks first, and holds all of them.
         """
         graph, state = nnx.split(self.module)
 
@@ -53,7 +53,7 @@ class OnHost(nnx.Module):
 
 
 class AttentionOnHost(OnHost):
-    """The same of attention, which is asked for its queries too."""
+    """The same for attention, with its `queries`."""
 
     def __init__(self, module: Any):
         """module: a block's attention."""
@@ -61,12 +61,12 @@ class AttentionOnHost(OnHost):
         self.sliding_window, self.softcap = module.sliding_window, module.softcap
 
     def queries(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T N H"]:
-        """Queries of a call's tokens, as the call itself makes them."""
+        """Compute the queries of a call's tokens, as the call itself does."""
         return self._near(lambda module: module.queries(x, context))
 
 
 def devices(kind: str, count: int | None = None) -> list[Any]:
-    """This process's devices of a kind, "cpu", "gpu" or "tpu"; count = the first so many, None = all.
+    """This process's devices of a kind, "cpu", "gpu" or "tpu"; count: only the first `count`, None = all.
 
     Raises:
       ValueError: there are fewer.
@@ -78,17 +78,17 @@ def devices(kind: str, count: int | None = None) -> list[Any]:
 
 
 def in_host_memory() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a model is made in the host's memory, from where `placed` takes it."""
+    """Return a context in which models are built in host memory, from where `placed` takes them."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def is_on_host(name: str) -> bool:
-    """True where a parameter of this dotted name, of what `arranged` returns, lies in the host's memory."""
+    """True if the parameter of this dotted name, in a model by `arranged`, belongs in host memory."""
     return ".module." in name
 
 
 def arranged(model: Any, *, offload_layers: int) -> Any:
-    """The decoder with the same parameters, those of its last blocks' branches where `is_on_host` finds them.
+    """Return the decoder with the same parameters, its last blocks' branches wrapped so that `is_on_host` finds theirs.
 
     The blocks' norms, which are small, stay with the rest.
 
@@ -104,7 +104,7 @@ def arranged(model: Any, *, offload_layers: int) -> Any:
 
 
 def placed(model: Any, device: Any, *, offload_layers: int) -> Any:
-    """The decoder on a device, the weights of its last blocks in the host's pinned memory.
+    """Return the decoder on a device, with the weights of its last blocks in pinned host memory.
 
     Raises:
       ValueError: as `arranged`, or the device reads no pinned memory.

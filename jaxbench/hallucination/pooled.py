@@ -1,4 +1,4 @@
-"""Features of tokens pooled over a response or its sentences: what detectors are fitted to (S file)."""
+"""Pool token features over a response or its sentences, as detectors take them (S file)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SURPRISE = (
 
 
 class Pooled(NamedTuple):
-    """One row a part (a response, or a sentence of it), by family of features; NaN-free."""
+    """One row per part (a response, or a sentence of it), by family of features; NaN-free."""
 
     families: dict[str, np.ndarray]  # name -> [parts, columns]
     spans: list[tuple[int, int]]  # characters of the parts
 
 
 def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lexicon, *, by_sentence: bool) -> Pooled:
-    """Features of a response's parts.
+    """Pool features over a response's parts.
 
-    features: of group.read_group.
+    features: from group.read_group.
     """
     spans = sentences.sentences(response) if by_sentence else [(0, len(response))]
     part = sentences.tokens_of(spans, features["offsets"])
@@ -52,13 +52,13 @@ def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lex
 
 
 def lexical_counts(tokens: list[lexical.Token], lexicon: lexical.Lexicon, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Counts of each part [parts, columns]; a word is of the part that it begins in."""
+    """Counts of each part [parts, columns]; a word belongs to the part that it begins in."""
     parts = [[token for token in tokens if start <= token.start < end] for start, end in spans]
     return np.stack([lexical.counts(part, lexicon) for part in parts])
 
 
 def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.ndarray) -> np.ndarray:
-    """True for the reader's tokens that are part of a content word which the context does not have."""
+    """True for the reader's tokens that end in a content word which the context does not have."""
     marked = np.zeros(int(offsets.max(initial=0)) + 1, bool)
     for token in tokens:
         if token.is_content and lexical.is_novel(token, lexicon):
@@ -67,9 +67,9 @@ def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.nd
 
 
 def _surprise(features: Mapping[str, np.ndarray], part: np.ndarray, num: int, novel: np.ndarray) -> np.ndarray:
-    """The columns of SURPRISE of each part; gain: what the context takes off a token's loss."""
+    """Compute the columns of SURPRISE of each part; gain: how much the context lowers a token's loss."""
     loss, gain = features["loss"].astype(np.float64), features["loss_without"] - features["loss"].astype(np.float64)
-    # not mode="same", which is as long as the longer of the two: five for an answer of fewer tokens
+    # not mode="same", whose result is as long as the longer argument: five for an answer of fewer tokens
     window = np.convolve(gain, np.ones(5) / 5)[2 : 2 + len(gain)]
     found = np.zeros((num, len(SURPRISE)))
     for i in range(num):

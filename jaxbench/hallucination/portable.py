@@ -5,7 +5,7 @@
     tokenizer/               onnx, stablehlo: the reader's tokenizer; the programs are a backend's exported.py
     model/                   safetensors: the reader as a Hugging Face folder, which both backends read
 
-Programs take one response behind one prompt. They are padded to sizes that are fixed when they are written.
+Programs take one response to one prompt, padded to sizes that are fixed at export.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from jaxbench.hallucination.reader_settings import ReaderSettings
 DETECTOR, ABOUT, MODEL, TOKENIZER = "detector.safetensors", "bundle.json", "model", "tokenizer"
 Kind = Literal["onnx", "stablehlo", "safetensors"]
 KINDS = get_args(Kind)
-WINDOW = 1024  # tokens of programs whose window nobody names
+WINDOW = 1024  # default window of programs, in tokens
 
 
 class Sizes(config.Base):
-    """What programs are compiled for."""
+    """Sizes that programs are compiled for."""
 
     window: int = pydantic.Field(default=WINDOW, ge=16)  # tokens of prompt and response
     lens_slots: int = pydantic.Field(default=8, ge=1)  # tokens of a response with parametric scores
 
     @property
     def response(self) -> int:
-        """Tokens of a response, at most."""
+        """Maximum number of tokens of a response."""
         return self.window // 2
 
     def example(self) -> dict[str, np.ndarray]:
@@ -54,43 +54,43 @@ class Sizes(config.Base):
 
 
 class Bundle(config.Base):
-    """What a folder holds."""
+    """Contents of an export folder."""
 
     format: Literal[1] = 1
     kind: Kind
     dtype: Literal["float32", "bfloat16"]  # weights and products
     model_sha256: str  # of the reader that the detector is bound to
     sizes: Sizes | None  # of programs; None = a model folder
-    inputs: dict[str, str]  # of programs, in order: type and sizes, as int32[1,64]
+    inputs: dict[str, str]  # of programs, in order: type and sizes, such as int32[1,64]
     outputs: dict[str, tuple[str, ...]]  # of each program, in order
     files: dict[str, str]  # path inside the folder -> SHA-256
 
 
 class ProgramReader:
-    """Programs as a FeatureReader: its methods and results, for one response a row."""
+    """Programs as a FeatureReader: its methods and results, for one response per row."""
 
     def __init__(self, programs: programs.Programs, sizes: Sizes):
         self._programs, self._sizes = programs, sizes
 
     def read_prompt(self, prompts: PromptArrays) -> PromptArrays:
-        """Prompts as they are: a program reads prompt and response in one."""
+        """Return prompts unchanged: a program reads prompt and response together."""
         return prompts
 
     def scores(
         self, prompt: PromptArrays, prompts: PromptArrays, rows: ResponseArrays, slots: np.ndarray, num_slots: int
     ) -> dict[str, np.ndarray]:
-        """Every feature of a response, as FeatureReader.scores."""
+        """Compute every feature of a response, as FeatureReader.scores."""
         chosen = np.zeros(self._sizes.lens_slots, np.int32)
         chosen[:num_slots] = slots[:num_slots]
         found = self._programs.scores(self._arrays(prompts, rows) | {"slots": chosen})
         return found | {"parametric": found["parametric"][:num_slots]}
 
     def surprise(self, prompt: PromptArrays, rows: ResponseArrays) -> dict[str, np.ndarray]:
-        """Loss and entropy alone, as FeatureReader.surprise."""
+        """Compute loss and entropy alone, as FeatureReader.surprise."""
         return self._programs.surprise(self._arrays(prompt, rows))
 
     def _arrays(self, prompts: PromptArrays, rows: ResponseArrays) -> dict[str, np.ndarray]:
-        """Both in a program's sizes: what is added or left out is padding."""
+        """Bring prompts and rows to a program's sizes; only padding is added or cut off."""
         given = {**prompts._asdict(), **rows._asdict(), "response_tokens": rows.tokens, "tokens": prompts.tokens}
         given |= {"response_positions": rows.positions, "positions": prompts.positions}
         made = {name: array for name, array in self._sizes.example().items() if name != "slots"}
@@ -104,13 +104,13 @@ def check(
     folder: str | Path, kind: Kind, *, model: str | None, window: int | None, inputs: tuple[str | None, ...] = (),
     overwrite: bool = False,
 ) -> Path:  # fmt: skip
-    """Check what `write` is asked for without reading a tensor; the folder's path.
+    """Check the arguments of `write` without reading a tensor; return the folder's path.
 
-    inputs: files and folders that must not lie in it; overwrite: another export may be in its place.
+    inputs: files and folders that must not be inside it; overwrite: an export that is there may be replaced.
 
     Raises:
-      ValueError: something else is in the folder's place; the window is not the reader's, or goes with no program; the
-        model cannot be a reader; or a package is missing.
+      ValueError: the folder holds an input, or anything that may not be replaced; the window is longer than what the
+        reader was trained on, or given without programs; the model cannot be a reader; or a package is missing.
     """
     from jaxbench.hallucination import reader
     from jaxbench.pretrained import weights
@@ -147,13 +147,14 @@ def write(
     folder: str | Path, saved: saved_detector.Saved, kind: Kind, *, model: str | None, window: int | None = None,
     package: str,
 ) -> Bundle:  # fmt: skip
-    """Write a detector and its reader for another runtime; all of it appears at once or nothing.
+    """Write a detector and its reader for another runtime, atomically.
 
-    An export that is there is replaced. window: tokens of prompt and response, of programs; None = WINDOW.
-    package: whose exporter writes: ONNX by PyTorch's, StableHLO by JAX's.
+    An export that is there is replaced. window: of programs, tokens of prompt and response; None = WINDOW.
+    package: whose exporter writes: PyTorch's for ONNX, JAX's for StableHLO.
 
     Raises:
-      ValueError: as `check`, with overwrite; the model is not the detector's; programs are wanted of integers.
+      ValueError: as `check`, with overwrite; the model is not the detector's; programs are asked for, and the reader's
+        weights are integers or the detector has a tuned reader.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
@@ -179,7 +180,7 @@ def write(
             saved = saved._replace(model_sha256=weights.checksum(made / MODEL))
         else:
             sizes = _sizes(saved.settings, window or WINDOW)
-            dtype = "float32" if kind == "onnx" else saved.settings.dtype  # ONNX Runtime has few kernels of bfloat16
+            dtype = "float32" if kind == "onnx" else saved.settings.dtype  # ONNX Runtime has few bfloat16 kernels
             (made / TOKENIZER).mkdir()
             tokenizer.save(made / TOKENIZER)
             names = ("transformer", "hallucination.exported")
@@ -196,7 +197,7 @@ def write(
         )  # fmt: skip
         outputs.write_json(made / ABOUT, bundle.model_dump())
         if folder.is_dir() and any(folder.iterdir()):
-            os.rename(folder, made.with_name(f"{folder.name}-before"))  # goes with the folder that `made` is in
+            os.rename(folder, made.with_name(f"{folder.name}-before"))  # deleted with the folder that `made` is in
     return bundle
 
 
@@ -213,10 +214,10 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def load(folder: str | Path) -> Bundle:
-    """What a folder holds, when all of it is as it was written.
+    """Read what a folder holds, and check that all files are as they were written.
 
     Raises:
-      ValueError: it is no such folder, or a file is missing, new or changed.
+      ValueError: it is not an export, or a file is missing, new or changed.
     """
     path = Path(folder) / ABOUT
     try:
@@ -233,19 +234,19 @@ def load(folder: str | Path) -> Bundle:
 
 
 def settings(folder: Path, bundle: Bundle, saved: saved_detector.Saved) -> ReaderSettings:
-    """How the reader of a folder reads.
+    """Return the settings of a folder's reader.
 
     Raises:
       ValueError: the detector is bound to another reader.
     """
     saved_detector.check_model(saved, bundle.model_sha256, name=f"the reader in {folder}")
-    # programs take a response a row
+    # programs take one response per row
     changes = {"model": str(folder / MODEL)} if bundle.kind == "safetensors" else {"row_tokens": 1}
     return saved.settings.model_copy(update=changes)
 
 
 def load_reader(folder: Path, bundle: Bundle) -> tuple[Any, Any, int]:
-    """The programs of a folder as a reader, the tokenizer and the window, as extract.load_reader.
+    """Load the programs of a folder as a reader, the tokenizer and the window, as extract.load_reader.
 
     Raises:
       ValueError: a program is missing or damaged, or ONNX Runtime is not installed.

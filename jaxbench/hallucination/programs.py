@@ -1,9 +1,8 @@
-"""A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX.
+"""Run a reader's exported programs: ONNX by ONNX Runtime, StableHLO by JAX.
 
 A folder has scores.onnx, surprise.onnx and scores.onnx.data, or scores.stablehlo, surprise.stablehlo and
-weights.safetensors. Every program takes the arrays of INPUTS in that order, the one of surprise all but the last. A
-StableHLO program takes the weights before them, in the order of their names; the two ONNX files name theirs in one
-file of data.
+weights.safetensors. Every program takes the arrays of INPUTS in that order, `surprise` all but the last. A StableHLO
+program takes the weights before them, sorted by name; both ONNX files refer to theirs in scores.onnx.data.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ INPUTS = (
 )  # fmt: skip
 SCORES = ("external", "context_mass", "lookback", "parametric", "loss", "entropy", "states")
 SURPRISE = ("loss", "entropy")  # what `surprise` computes, from all inputs but slots
-PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")  # of ONNX Runtime, the first that is there
+PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")  # of ONNX Runtime, in order of preference
 Program = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 class Programs(NamedTuple):
-    """A reader's two programs, of one response behind one prompt."""
+    """A reader's two programs, for one response to one prompt."""
 
     scores: Program  # arrays of INPUTS -> arrays of SCORES
     surprise: Program  # the same arrays without slots -> arrays of SURPRISE
 
 
 def specs(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Type and sizes of arrays by name, as int32[1,64]."""
+    """Type and sizes of arrays by name, such as int32[1,64]."""
     return {name: _spec(array.dtype, array.shape) for name, array in arrays.items()}
 
 
@@ -45,7 +44,7 @@ def _spec(dtype: Any, shape: Iterable[int]) -> str:
 
 
 def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
-    """Programs by ONNX Runtime, on a GPU where it has one.
+    """Load programs in ONNX Runtime, on a GPU if it has one.
 
     example: arrays of INPUTS, of the sizes that the programs must take.
 
@@ -58,7 +57,7 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
         raise ValueError(f"detector: {folder} needs ONNX Runtime ({error}); pip install 'jaxbench[export]'") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    # OMP_NUM_THREADS, which it does not read: a number, or several for nested regions; else 0, all cores
+    # ONNX Runtime ignores OMP_NUM_THREADS: a number, or several for nested regions. 0 = all cores
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     options.intra_op_num_threads = int(threads) if threads.isdecimal() else 0
     providers = [name for name in PROVIDERS if name in onnxruntime.get_available_providers()]
@@ -67,7 +66,7 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
     def load(file: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Program:
         try:
             session = onnxruntime.InferenceSession(str(folder / file), options, providers=providers)
-        except Exception as error:  # it raises types of its own
+        except Exception as error:  # it raises its own types
             raise ValueError(f"detector: {folder / file} cannot be read ({_reason(error)})") from error
         takes = {
             one.name: f"{types.get(one.type, one.type)}{one.shape}".replace(" ", "") for one in session.get_inputs()
@@ -83,7 +82,7 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
 
 
 def load_stablehlo(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
-    """Programs by JAX, on whatever device it has.
+    """Load programs in JAX, on whatever device it has.
 
     example: arrays of INPUTS, of the sizes that the programs must take.
 
@@ -97,7 +96,7 @@ def load_stablehlo(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
     try:
         weights = jax.device_put(load_file(folder / WEIGHTS))
         read = {name: export.deserialize((folder / file).read_bytes()) for name, file in STABLEHLO.items()}
-    except Exception as error:  # each library raises types of its own
+    except Exception as error:  # each library raises its own types
         raise ValueError(f"detector: the programs in {folder} cannot be read ({_reason(error)})") from error
     calls = {}
     for name, outputs, program in (("scores", SCORES, read["scores"]), ("surprise", SURPRISE, read["surprise"])):

@@ -1,7 +1,7 @@
 """Sources, responses and labelled spans in RAGTruth's format (S file).
 
 A folder holds `sources.jsonl[.gz]`, and `responses*.jsonl[.gz]` whose rows name their source. Six responses of six
-generators share a source, so that whatever is fitted is split by source.
+generators share a source, so that every fit is split by source.
 
 Source: Niu et al. 2024, arXiv:2401.00396.
 """
@@ -20,7 +20,7 @@ import pydantic
 
 LABEL_TYPES = ("Evident Conflict", "Subtle Conflict", "Evident Baseless Info", "Subtle Baseless Info")
 TASKS = ("QA", "Summary", "Data2txt")
-# What the generators were asked where the data has no question of its own (Niu et al. 2024, appendix).
+# The generators' instructions where the data has no question (Niu et al. 2024, appendix).
 QUESTIONS = {
     "Summary": "Summarize the following news:",
     "Data2txt": "Write an objective overview about the following local business based only on the provided structured "
@@ -29,7 +29,7 @@ QUESTIONS = {
 
 
 class _Row(pydantic.BaseModel):
-    """A row of a file; keys that nothing here reads are left alone."""
+    """A row of a file; unknown keys are ignored."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -43,7 +43,7 @@ class Label(_Row):
 
 
 class Source(_Row):
-    """What a response should rest on."""
+    """The context that should support a response, and its question."""
 
     source_id: str
     task: Literal["QA", "Summary", "Data2txt"]
@@ -98,16 +98,16 @@ class Data(pydantic.BaseModel):
     responses: tuple[Response, ...]
 
     def source(self, response: Response) -> Source:
-        """What a response should rest on."""
+        """Return the source of a response."""
         return self.sources[response.source_id]
 
 
 def load(folder: str | Path) -> Data:
-    """Sources and responses of a folder.
+    """Load the sources and responses of a folder.
 
     Raises:
       ValueError: a file is missing, cut short or has a bad row, such as a response without a letter and a digit or a
-        source without a context; two rows have one id; a response's source is missing.
+        source without a context; two rows have the same id; a response's source is missing.
     """
     sources, *files = _files(Path(folder))
     by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources, Source))
@@ -117,7 +117,7 @@ def load(folder: str | Path) -> Data:
 
 
 def sha256(folder: str | Path) -> str:
-    """SHA-256 of a folder's files as they lie on the disk: the sources, then the responses by name.
+    """SHA-256 of the bytes of a folder's files: the sources, then the responses by name.
 
     Raises:
       ValueError: a file is missing.
@@ -152,7 +152,7 @@ def _by_id(rows: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
 def _with_sources(
     rows: Iterable[tuple[Response, str]], sources: dict[str, Source], path: Path
 ) -> Iterator[tuple[Response, str]]:
-    """Responses whose sources are there, and where they are; path: of the sources."""
+    """Yield responses and where they are, checking that their sources exist; path: of the sources."""
     for row, place in rows:
         if row.source_id not in sources:
             raise ValueError(f"{place}: response {row.id} names source {row.source_id}, which is not in {path}")
@@ -160,7 +160,7 @@ def _with_sources(
 
 
 def _rows(path: Path, kind: type[_Row]) -> Iterator[tuple[Any, str]]:
-    """Rows of a file, and where they are."""
+    """Yield the rows of a file, and where they are."""
     number = 0
     try:
         opened = gzip.open if path.suffix == ".gz" else open
@@ -173,10 +173,10 @@ def _rows(path: Path, kind: type[_Row]) -> Iterator[tuple[Any, str]]:
 
 
 def parse(line: str, kind: type[_Row], *, place: str) -> Any:
-    """Row of a line of JSON.
+    """Parse a line of JSON into a row.
 
     Raises:
-      ValueError: it is no such row; the message names the place, the field and the value.
+      ValueError: it is not such a row; the message names the place, the field and the value.
     """
     try:
         return kind.model_validate(json.loads(line))

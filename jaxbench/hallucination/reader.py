@@ -1,11 +1,11 @@
-"""A decoder reads responses to a prompt: residual streams and keys of the responses' tokens, in one pass.
+"""Read responses to a prompt with a decoder: residual streams and keys of the responses' tokens, in one pass.
 
 Twin: torch_ref/hallucination/reader.py.
 
-A prompt is read once for all its responses. These are packed into rows, each response a segment that sees the prompt
-and itself. What is read at slot t predicts the token `targets[t]`: a response's first slot holds the prompt's last
-token, which is therefore not part of the prompt that is read before. Axis P: tokens of that prompt; M: slots of
-responses whose lens is computed.
+A prompt is read once for all its responses. These are packed into rows; each response is a segment that attends to the
+prompt and to itself. Slot t predicts the token `targets[t]`: a response's first slot holds the prompt's last token,
+which is therefore left out when the prompt is read. Axis P: tokens of that shortened prompt; M: slots of responses
+whose logit lens is computed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from jaxbench.attention import SHARED, Context, KVCache, Spans
 
 
 class Prompt(NamedTuple):
-    """What is computed of a prompt once, and what of it is context."""
+    """What is computed once per prompt, and which of its tokens are context."""
 
     cache: KVCache  # of P slots
-    hidden: Float[Array, "B P D"]  # behind the final norm
+    hidden: Float[Array, "B P D"]  # after the final norm
     is_context: Bool[Array, "B P"]
 
 
 class Responses(NamedTuple):
     """Responses packed into rows."""
 
-    tokens: Int[Array, "B T"]  # a response's: the prompt's last token, then all of its own but the last
-    targets: Int[Array, "B T"]  # its own
+    tokens: Int[Array, "B T"]  # of a response: the prompt's last token, then all of its own but the last
+    targets: Int[Array, "B T"]  # of a response: all of its own
     positions: Int[Array, "B T"]  # -1 = padding
-    segments: Int[Array, "B T"]  # number of the response, from 0
+    segments: Int[Array, "B T"]  # index of the response in its row, from 0
     is_generated: Bool[Array, "B T"]  # False for the prompt's last token
 
 
 class Trace(NamedTuple):
     """What a decoder computed at the slots of responses."""
 
-    stream: Float[Array, "L+1 B T D"]  # residual stream in front of each block, and behind the last
+    stream: Float[Array, "L+1 B T D"]  # residual stream before each block, and after the last
     middle: Float[Array, "L B T D"]  # between a block's attention and its feed-forward layer
-    hidden: Float[Array, "B T D"]  # behind the final norm
+    hidden: Float[Array, "B T D"]  # after the final norm
     keys: tuple[Float[Array, "E H S"], ...]  # of each layer: P slots of the prompt, then T
     context: Context
 
@@ -52,7 +52,7 @@ def check(config: Any) -> None:
     """Check that a decoder can be a reader.
 
     Raises:
-      ValueError: its layers keep something else than keys and values.
+      ValueError: its layers cache something other than keys and values.
     """
     if (kind := config.layer_kind) is not None:
         raise ValueError(f"reader: the model's layers are of kind {kind!r}; wanted a decoder of plain attention")
@@ -61,13 +61,13 @@ def check(config: Any) -> None:
 def read_prompt(
     model: Any, tokens: Int[Array, "B P"], positions: Int[Array, "B P"], is_context: Bool[Array, "B P"]
 ) -> Prompt:
-    """A prompt without its last token, read; position -1 is padding."""
+    """Read a prompt without its last token; position -1 is padding."""
     hidden, cache = model.features(tokens, positions)
     return Prompt(cache, hidden, is_context & (positions >= 0))
 
 
 def read_responses(model: Any, prompt: Prompt, responses: Responses) -> Trace:
-    """Responses behind a prompt, read in one pass."""
+    """Read responses after a prompt, in one pass."""
     batch, num_prompt = prompt.cache.positions.shape
     cache = prompt.cache.padded(num_prompt + responses.tokens.shape[1], dtype=model.dtype)
     key_positions = jnp.concatenate([prompt.cache.positions, responses.positions], axis=1)

@@ -1,4 +1,4 @@
-"""What the hallucination lab's commands show on a terminal (S file)."""
+"""Tables and status lines of the hallucination lab's commands on a terminal (S file)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAINS = ("pooled_gain", "stratified_gain")  # over the lexical regression
 
 @contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """A function that shows on standard error, if that is a terminal, what is being done."""
+    """Yield a function that shows the current step on standard error, if that is a terminal."""
     console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield lambda name: None
@@ -24,7 +24,7 @@ def status() -> Iterator[Callable[[str], None]]:
 
 
 def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Table of an evaluation: AUC three ways, what is gained over the lexical regression, F1."""
+    """Table of an evaluation: AUC three ways, gains over the lexical regression, average precision, F1, span F1."""
     shown = []
     for name, row in rows.items():
         gains = [f"{row[key][0]:+.3f} [{row[key][1]:+.3f}, {row[key][2]:+.3f}]" if key in row else "" for key in GAINS]
@@ -36,7 +36,7 @@ def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def of_heads(heads: Sequence[Head]) -> Any:
-    """Table of copying heads, the first ranks first."""
+    """Table of copying heads, in the order given."""
     return plain(
         ("layer", "head", "trace", "outliers", "sum of ranks"),
         [(each.layer, each.head, f"{each.trace:,.1f}", each.outliers, f"{each.rank:g}") for each in heads],
@@ -50,7 +50,7 @@ def of_regression(rows: Sequence[tuple[str, float, float, str]]) -> Any:
 
 
 def plain(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """Table without lines."""
+    """Table without borders."""
     from rich import table
 
     made = table.Table(*names, box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""What the commands that read answers share: features of all of them, with their progress shown (S file)."""
+"""Shared by the commands that read answers: extract the features of all of them, showing progress (S file)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxbench.hallucination.extract import Item, Store
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.where import Where
 
-PACKAGES = {"flax": "jaxbench", "torch": "torch_ref"}  # --backend -> whose modules read
+PACKAGES = {"flax": "jaxbench", "torch": "torch_ref"}  # --backend -> package whose modules run
 
 
 def read(
     items: Sequence[Item], settings: ReaderSettings, store: Store, *, package: str, where: Where, processes: int
 ) -> str:
-    """Read what is not in the store yet, and say how far it is; what came of it, in words.
+    """Read the items that are not in the store yet, showing progress; return a summary in words.
 
     Raises:
       ValueError: as extract.load_readers, or a response has more tokens than half the window.

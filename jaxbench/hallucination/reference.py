@@ -1,8 +1,8 @@
 """The scores of token_scores.py as their papers write them: one response, one token, one head at a time (S file).
 
-In numpy and as slow as the formulas read. The proof of both backends is equality with this (parity/hallucination.py);
-nothing else uses it. n runs over the slots that predict a response's tokens, slots over the whole text: the prompt,
-its last token included, and the response without its last token.
+Plain numpy, unoptimised. Both backends are proved by equality with this (parity/hallucination.py); nothing else uses
+it. n runs over the slots that predict a response's tokens, slots over the whole text: the prompt, including its last
+token, and the response without its last token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def external_context_score(
 ) -> float:
     """Sun et al. 2025, equations 2 and 3: cosine of slot n's last hidden state and the mean of those attended to.
 
-    attention: of one head at slot n; context: slots of the context, of which the most attended `percent` count, rounded
-    down, at least one.
+    attention: weights of one head at slot n; context: slots of the context. The most attended `percent` of these count,
+    rounded down, at least one.
     """
     weights = sorted((attention[slot] for slot in context), reverse=True)
     num = max(1, len(context) * percent // 100)
@@ -40,7 +40,7 @@ def context_mass(attention: Float[np.ndarray, " S"], context: Sequence[int]) -> 
 def lookback_ratio(attention: Float[np.ndarray, " S"], context: Sequence[int], generated: Sequence[int]) -> float:
     """Chuang et al. 2024, section 2: A(context) / (A(context) + A(new)), both of them means.
 
-    generated: slots of the response's tokens that a slot sees; where there are none, A(new) is 0.
+    generated: slots of the response's tokens that the slot attends to; A(new) is 0 if there are none.
     """
     of_context = sum(attention[slot] for slot in context) / len(context)
     of_new = sum(attention[slot] for slot in generated) / len(generated) if generated else 0.0
@@ -48,9 +48,9 @@ def lookback_ratio(attention: Float[np.ndarray, " S"], context: Sequence[int], g
 
 
 def parametric_knowledge_score(before: Vector, behind: Vector, logits: Callable[[Vector], np.ndarray]) -> float:
-    """Sun et al. 2025, equation 5: Jensen-Shannon divergence of the lens before and behind a feed-forward layer.
+    """Sun et al. 2025, equation 5: Jensen-Shannon divergence of the lens before and after a feed-forward layer.
 
-    logits: the model's final norm and head, of one residual state.
+    logits: applies the model's final norm and head to one residual state.
     """
     p, q = softmax(logits(before)), softmax(logits(behind))
     middle = (p + q) / 2

@@ -1,6 +1,6 @@
-"""A decoder whose heads and feed-forward layers are reweighted by token, and the steps of an answer (AARF).
+"""Reweight a decoder's heads and feed-forward layers per token, and decode answers with it (AARF).
 
-Twin: torch_ref/hallucination/reweighting.py; what it is for: mitigation.py. Axis letters: reader.py.
+Twin: torch_ref/hallucination/reweighting.py; the method: mitigation.py. Axis letters: reader.py.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from jaxbench.hallucination.reader import Prompt, Responses, Trace
 
 
 class State(NamedTuple):
-    """What an answer carries from token to token."""
+    """Decoding state of a batch of answers."""
 
     prompt: Prompt
     num_attended: Int[Array, " B"]
     cache: KVCache  # of P + new slots
-    tokens: Int[Array, "B 1"]  # to be read
+    tokens: Int[Array, "B 1"]  # the next to be read
     positions: Int[Array, "B 1"]
-    slot: Int[Array, ""] | int  # of the cache, for these tokens
+    slot: Int[Array, ""] | int  # cache slot of these tokens
 
 
 @contextlib.contextmanager
 def reweighted(model: Any, heads: Float[Array, "L B N"], layers: Float[Array, "L B"]) -> Iterator[None]:
-    """While open, a model multiplies each row's attention weights behind the softmax, and its feed-forward outputs.
+    """Within the context, scale a model's attention weights after the softmax and its feed-forward outputs, by row.
 
-    A head's weights times a factor are its output times the factor, so that any attention kernel will do.
+    Scaling a head's weights scales its output by the same factor, so that any attention kernel will do.
     """
     kept = [(layer.attention.o_proj, layer.mlp) for layer in model.layers]
     for layer, (project, feed), head, factor in zip(model.layers, kept, heads, layers):
@@ -65,7 +65,7 @@ def _scaled(feed: Callable[[Array], Array], factor: Float[Array, " B"], x: Float
 
 
 def read(model: Any, state: State) -> tuple[Trace, KVCache]:
-    """One token of each row, read behind what is in the cache, and the cache with it."""
+    """Read one token of each row after what is cached; return its trace and the cache that includes it."""
     key_positions = lax.dynamic_update_slice_in_dim(state.cache.positions, state.positions, state.slot, axis=1)
     spans = Spans(state.positions, key_positions, jnp.zeros_like(state.positions), jnp.zeros_like(key_positions))
     hidden, context = model.begin(state.tokens, spans, slot=state.slot)
@@ -84,7 +84,7 @@ def scores(
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Mean external score of the heads, and mean parametric score of the layers, at the tokens of a trace."""
     batch, new = len(state.tokens), trace.context.spans.key_positions.shape[1] - state.prompt.hidden.shape[1]
-    nothing = jnp.zeros((batch, new), bool)  # which tokens are generated matters to the lookback ratio alone
+    nothing = jnp.zeros((batch, new), bool)  # which tokens are generated matters only to the lookback ratio
     responses = Responses(state.tokens, state.tokens, state.positions, jnp.zeros_like(state.tokens), nothing)
     of_heads, place = np.unique(np.array(settings.heads)[:, 0], return_inverse=True)
     some = types.SimpleNamespace(layers=[model.layers[i] for i in of_heads.tolist()])
@@ -99,10 +99,10 @@ def scores(
 
 
 class Answerer:
-    """Steps of greedy answers, compiled once a size of prompts and batch."""
+    """Greedy decoding steps, compiled once per size of prompts and batch."""
 
     def __init__(self, model: Any, settings: Mitigation | None, *, config: TransformerConfig):
-        """settings: None = answers as ever, and no scores.
+        """settings: None = unmitigated answers, and no scores.
 
         Raises:
           ValueError: the model has no such head or layer.
@@ -110,19 +110,19 @@ class Answerer:
         graph, self._weights = nnx.split(model)
         self._merge, self._settings, self._dtype = functools.partial(nnx.merge, graph), settings, model.dtype
         if jax.default_backend() == "cpu" and model.dtype in ("bfloat16", "float16"):
-            self._dtype = "float32"  # of the cache, as prompts.GeneratorBase keeps it
+            self._dtype = "float32"  # of the cache, as in prompts.GeneratorBase
         self._factors = None if settings is None else mitigation.factors(settings, config)
         self._start = jax.jit(self._begin, static_argnames="new_tokens")
         self._next = jax.jit(self._step, donate_argnames="cache")
 
     def start(self, prompts: PromptArrays, last: Int[np.ndarray, " B"], new_tokens: int) -> State:
-        """Prompts, read up to their last tokens, with room for an answer."""
+        """Read prompts without their last tokens, and make room for an answer in the cache."""
         return self._start(self._weights, *prompts, last, new_tokens=new_tokens)
 
     def advance(self, state: State, is_open: Bool[np.ndarray, " B"]) -> tuple[State, Token]:
-        """State behind the next token of each row, and what there is to say of it; only open rows are reweighted.
+        """Decode the next token of each row; return the state after it and the token. Only open rows are reweighted.
 
-        The state passed in is used up.
+        The state passed in must not be used again.
         """
         cache, token = self._next(self._weights, state._replace(cache=None), is_open, cache=state.cache)
         tokens = token.ids[:, None].astype(state.tokens.dtype)
@@ -156,8 +156,8 @@ class Answerer:
         return cache, Token(jnp.argmax(logits, axis=-1), logits, external, parametric, is_high)
 
     def _again(self, weights, state: State, is_high: Array) -> tuple[Array, KVCache]:
-        """Hidden states and cache of a reweighted reading, which writes over the slot of the first."""
-        model, made = self._merge(weights), self._factors  # a model of its own: this may be traced inside a branch
+        """Read with reweighting, overwriting the cache slot of the first pass; return hidden states and cache."""
+        model, made = self._merge(weights), self._factors  # a separate model: this may be traced inside a branch
         heads = jnp.where(is_high[:, None], made.heads[:, None], 1.0)
         layers = jnp.where(is_high, made.layers[:, None], 1.0)
         with reweighted(model, heads, layers):

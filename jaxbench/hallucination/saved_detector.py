@@ -1,4 +1,4 @@
-"""A fitted detector as one safetensors file, which says what reader and features it was fitted to (S file)."""
+"""A fitted detector as one safetensors file, which records the reader and features it was fitted to (S file)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ STACK, TUNED, WEIGHING = "stack", "tuned.", "tuned_weighing"
 
 
 class Saved(NamedTuple):
-    """A detector, and what it sees by."""
+    """A detector, and the reader whose features it takes."""
 
     detector: Detector
-    settings: ReaderSettings  # without the model, which is known by its checksum
+    settings: ReaderSettings  # without the model, which its checksum identifies
     model_sha256: str
 
 
 def save(path: str | Path, saved: Saved) -> None:
-    """Write a detector, whole or not at all."""
+    """Write a detector, atomically."""
     detector = saved.detector
     regressions, tuned = {**detector.fitted, STACK: detector.stack}, detector.tuned
     if tuned is not None:
@@ -67,7 +67,7 @@ def load(path: str | Path) -> Saved:
     """Read a detector.
 
     Raises:
-      ValueError: the file is missing, damaged or no detector, or was fitted to features of other code.
+      ValueError: the file is missing, damaged or not a detector, or was fitted to features of other code.
     """
     if not Path(path).is_file():
         raise ValueError(f"detector: {path} is no file; `hallucination.py fit` makes one")
@@ -115,13 +115,13 @@ def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
 
 
 def check_settings(saved: Saved, settings: ReaderSettings, named: Collection[str]) -> None:
-    """Check that reader settings which a user named say what a detector was fitted to; its own are what counts.
+    """Check that the reader settings a user named equal those a detector was fitted to, which are the ones used.
 
-    named: names of settings; those that decide no feature, such as row_tokens, may differ, and the model is checked by
+    named: names of settings. Those that affect no feature, such as row_tokens, may differ, and the model is checked by
     its checksum.
 
     Raises:
-      ValueError: one says something else.
+      ValueError: one differs.
     """
     for name in sorted({*named} & {*saved.settings.identity(), "bits"}):
         fitted, given = getattr(saved.settings, name), getattr(settings, name)

@@ -1,7 +1,7 @@
 """ReDeEP's score regression: few heads' external context scores against few layers' parametric scores (S file).
 
 A unit is what scores are kept for (a chunk, or a whole response); a response's score is the mean over its units. Heads
-and layers are ranked by how well each alone tells units apart, the best top_n and top_k are added up, and the score is
+and layers are ranked by how well each alone separates units, the best top_n and top_k are added up, and the score is
 m * parametric - alpha * external, both scaled to 0..1.
 
 Source: Sun et al. 2025, arXiv:2410.11414, section 3.3; alpha and m there are beta and alpha.
@@ -26,8 +26,8 @@ class Units(NamedTuple):
     external: Array  # [U, heads]
     parametric: Array  # [U, layers]
     label: Array  # [U] bool
-    response: Array  # [U] number of the unit's response, from 0
-    source: Array | None = None  # [U] number of its response's source, from 0; None = every response has its own
+    response: Array  # [U] index of the unit's response, from 0
+    source: Array | None = None  # [U] index of its response's source, from 0; None = every response has its own
 
 
 class Point(NamedTuple):
@@ -59,14 +59,14 @@ class Fitted(NamedTuple):
 
 
 def ranking(units: Units) -> tuple[Array, Array]:
-    """Heads and layers by their AUC over units, the best first; heads point to what is no hallucination."""
+    """Rank heads and layers by AUC over units, the best first; a high score of a head means no hallucination."""
     heads = [metrics.auc(~units.label, column) for column in units.external.T]
     layers = [metrics.auc(units.label, column) for column in units.parametric.T]
     return np.argsort(-np.array(heads), kind="stable"), np.argsort(-np.array(layers), kind="stable")
 
 
 def fit(units: Units, point: Point, order: tuple[Array, Array] | None = None) -> Fitted:
-    """Regression of a point; order: what `ranking` returned, where it is known."""
+    """Fit the regression of a point; order: the result of `ranking`, if it is known."""
     heads, layers = order or ranking(units)
     heads, layers = heads[: point.top_n], layers[: point.top_k]
     ranges = [_range(part.sum(1)) for part in (units.external[:, heads], units.parametric[:, layers])]
@@ -74,7 +74,7 @@ def fit(units: Units, point: Point, order: tuple[Array, Array] | None = None) ->
 
 
 def unit_scores(fitted: Fitted, units: Units) -> Array:
-    """Score of each unit [U]."""
+    """Compute the score of each unit [U]."""
     external = _scaled(units.external[:, fitted.heads].sum(1), fitted.external_range)
     parametric = _scaled(units.parametric[:, fitted.layers].sum(1), fitted.parametric_range)
     return fitted.point.m * parametric - fitted.point.alpha * external
@@ -87,7 +87,7 @@ def by_response(values: Array, response: Array) -> Array:
 
 
 def response_labels(units: Units) -> Array:
-    """True where a unit of a response is labelled."""
+    """True for each response that has a labelled unit."""
     return np.bincount(units.response, weights=units.label) > 0
 
 
@@ -97,7 +97,7 @@ def response_scores(fitted: Fitted, units: Units) -> Array:
 
 
 def search(units: Units, grid: dict[str, tuple] | None = None) -> tuple[Point, float]:
-    """The point of a grid whose responses' AUC on these units is highest (the first of equals), and that AUC."""
+    """Return the grid point with the highest AUC of responses on these units (the first of equals), and that AUC."""
     grid = grid or GRID
     heads, layers = ranking(units)
     labels = response_labels(units)
@@ -117,7 +117,7 @@ def search(units: Units, grid: dict[str, tuple] | None = None) -> tuple[Point, f
 
 
 def _means(units: Units, columns: Array) -> Array:
-    """Responses' means of units' scaled sums."""
+    """Mean over each response's units of their scaled sums."""
     total = columns.sum(1)
     return by_response(_scaled(total, _range(total)), units.response)
 

@@ -1,4 +1,4 @@
-"""The command that writes what each token or chunk of answers scores: hallucination.py scores (S file)."""
+"""The command that writes the scores of each token or chunk of answers: hallucination.py scores (S file)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scores() -> int:
     """Read every answer, and write the scores of its tokens or chunks.
 
     Raises:
-      ValueError: a flag is missing or goes with no other, or a row is bad; it is named.
+      ValueError: a flag is missing or conflicts with another, or a row is bad; it is named.
     """
     _check_flags()
     from jaxbench.hallucination import extract, lengths, reader_settings, reading

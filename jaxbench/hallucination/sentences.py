@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A sentence ends behind its mark, or at the end of a line.
+# A sentence ends after its mark, or at the end of a line.
 END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)|\n+")
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Sr|Jr|Prof|Gen|Sen|Rep|Gov|Lt|Col|vs|etc|approx|No|Inc|Ltd|Co|Corp|Ave|Blvd|Rd|Ste|a\.m|p\.m|"
@@ -16,7 +16,7 @@ ABBREVIATION = re.compile(
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Start and end of each sentence, without the space around it; together they hold every letter of the text."""
+    """Start and end of each sentence, without the space around it; together they contain every letter of the text."""
     found, start = [], 0
     for match in [*END.finditer(text), None]:
         end = len(text) if match is None else match.end()
@@ -27,13 +27,13 @@ def sentences(text: str) -> list[tuple[int, int]]:
         if any(letter.isalnum() for letter in part):
             found.append((start + len(part) - len(part.lstrip()), end - len(part) + len(part.rstrip())))
             start = end
-        elif match is None and found:  # marks alone: they belong to what stands before
+        elif match is None and found:  # only punctuation: it belongs to the sentence before
             found[-1] = (found[-1][0], end - len(part) + len(part.rstrip()))
     return found
 
 
 def tokens_of(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """Number of the span [tokens] that each token begins in, or the one before; offsets: characters of tokens [R 2]."""
+    """Index of the span [tokens] that holds each token's middle, or the one before; offsets: of characters [R 2]."""
     starts = np.array([start for start, _ in spans])
     middle = (offsets[:, 0] + np.maximum(offsets[:, 1], offsets[:, 0] + 1) - 1) // 2
     return np.maximum(np.searchsorted(starts, middle, side="right") - 1, 0)

@@ -1,8 +1,8 @@
-"""Chunk scores that other implementations stored, and what ReDeEP's regression makes of them (S file).
+"""Load chunk scores stored by other implementations, and evaluate ReDeEP's regression on them (S file).
 
-`legacy` is the published protocol: heads, layers, scales and weights are chosen on the responses they are judged on.
-`nested` chooses them on responses to other sources: several answers to one source have more in common than a regression
-should profit from.
+In the published protocol, heads, layers, scales and weights are chosen on the responses they are judged on. `nested`
+chooses them on responses to other sources: answers to the same source have more in common than a regression should
+profit from.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load(path: str | Path) -> Units:
 
 
 def source_id(value: Any, place: str) -> str | int:
-    """A source's id.
+    """Return a source's id, checked.
 
     Raises:
       ValueError: it is neither a text nor a whole number.
@@ -69,7 +69,7 @@ def source_id(value: Any, place: str) -> str | int:
 
 
 def _sources(rows: list[dict[str, Any]], names: Array, response: Array) -> Array | None:
-    """Number of each row's source; None where no row names one.
+    """Index of each row's source; None if no row names one.
 
     Raises:
       ValueError: rows of one response name two.
@@ -89,7 +89,7 @@ def _sources(rows: list[dict[str, Any]], names: Array, response: Array) -> Array
 
 
 def _row(line: str, place: str, first: dict[str, Any] | None) -> dict[str, Any]:
-    """Row of a line, with the columns of the first one."""
+    """Parse a line into a row, which must have the columns of the first one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -115,7 +115,7 @@ def _row(line: str, place: str, first: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _by_name(scores: Any) -> Any:
-    """Lists of scores, as `hallucination.py scores` writes them, by number: of layers, or "layer.head" of heads."""
+    """Turn lists of scores, as `hallucination.py scores` writes them, into dicts by "layer", or by "layer.head"."""
     if not isinstance(scores, list):
         return scores
     if all(isinstance(each, list) for each in scores):
@@ -128,10 +128,10 @@ def _is_number(value: Any) -> bool:
 
 
 def check_point(units: Units, point: Point) -> None:
-    """Check that a point's weights are finite, and that there are as many columns as it takes.
+    """Check that a point's weights are finite, and that it takes no more columns than there are, if there are several.
 
     Raises:
-      ValueError: they are not, or there are fewer.
+      ValueError: a weight is not finite, or there are several columns, but fewer than it takes.
     """
     for flag, weight in (("alpha", point.alpha), ("m", point.m)):
         if not np.isfinite(weight):  # nan passes a flag's bounds
@@ -167,10 +167,10 @@ def table(units: Units, point: Point, *, folds: int, repeats: int) -> list[tuple
 
 
 def _check_folds(units: Units, labels: Array, folds: int) -> None:
-    """Check that there are twice as many responses of each class as folds, or sources that have one.
+    """Check that each class has at least twice as many responses as folds, or twice as many sources with one.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: a class has fewer.
     """
     if units.source is None:
         if min(labels.sum(), (~labels).sum()) < 2 * folds:
@@ -188,7 +188,7 @@ def _check_folds(units: Units, labels: Array, folds: int) -> None:
 
 
 def _of_responses(units: Units) -> Array:
-    """Number of each response's source."""
+    """Index of each response's source."""
     numbers = np.arange(units.response.max() + 1)
     if units.source is not None:
         numbers[units.response] = units.source
@@ -196,16 +196,16 @@ def _of_responses(units: Units) -> Array:
 
 
 def nested(units: Units, grid: dict[str, tuple], *, folds: int, seed: int = 0) -> Array:
-    """Scores of responses, each by a regression that was searched and fitted without its source.
+    """Score each response by a regression that was searched and fitted without its source.
 
     Raises:
-      ValueError: without a fold's sources one class is missing.
+      ValueError: all responses outside a fold are of one class.
     """
     labels, source = score_regression.response_labels(units), _of_responses(units)
     by_source = np.bincount(source, weights=labels) > 0
     dealt = np.zeros(len(by_source), np.int64)
     random = np.random.default_rng(seed)
-    for group in (True, False):  # both classes in every fold, as far as sources are of one
+    for group in (True, False):  # both classes in every fold, as far as sources are of one class
         rows = random.permutation(np.flatnonzero(by_source == group))
         dealt[rows] = np.arange(len(rows)) % folds
     fold, scores = dealt[source], np.zeros(len(labels))
@@ -223,7 +223,7 @@ def nested(units: Units, grid: dict[str, tuple], *, folds: int, seed: int = 0) -
 
 
 def _part(units: Units, rows: Array) -> Units:
-    """Some units, their responses counted anew; without their sources."""
+    """Select some units, with responses renumbered and without sources."""
     picked = Units(*(each[rows] for each in units[:4]))
     return picked._replace(response=np.unique(picked.response, return_inverse=True)[1])
 

@@ -1,9 +1,9 @@
-"""Which tokens of a response are hallucinated: a small classifier on what a reader shows of them, in Flax NNX.
+"""Classify which tokens of a response are hallucinated: a small model on a reader's features of them, in Flax NNX.
 
 Twin: torch_ref/hallucination/token_classifier.py.
-Data's way: a token's columns (token_inputs.py) -> linear map -> residual layers (norm, convolution with three taps,
-GELU) -> norm -> logit. A response's logit is the log-sum-exp of its tokens' logits less one; it is learned too, so that
-tokens are right together and not only one by one. Axis letters: C columns.
+Data flow: a token's columns (token_inputs.py) -> linear map -> residual layers (norm, convolution with three taps,
+GELU) -> norm -> logit. A response's logit is the log-sum-exp of its tokens' logits minus one; it is trained on too, so
+that tokens are right jointly and not only one by one. Axis letters: C columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class TokenClassifier(nnx.Module):
-    """Columns of tokens in, a logit a token out."""
+    """A classifier from columns of tokens to one logit per token."""
 
     def __init__(self, *, num_columns: int, d_model: int, dilations: Sequence[int], dropout: float, norm_eps: float,
                  dtype: str):  # fmt: skip
@@ -65,13 +65,13 @@ class TokenClassifier(nnx.Module):
 
 
 def standardised(columns: Float[Array, "B T C"], scale: Scale) -> Float[Array, "B T C"]:
-    """Columns less their mean, over their standard deviation, float32, none further than LIMIT from 0."""
+    """Standardise columns: subtract the mean, divide by the deviation, clip to +-LIMIT; float32."""
     mean, deviation = (each[None, None, :] for each in scale)
     return jnp.clip((columns.astype(jnp.float32) - mean) / deviation, -LIMIT, LIMIT)
 
 
 def response_logits(logits: Float[Array, "B T"], is_token: Bool[Array, "B T"]) -> Float[Array, " B"]:
-    """Log-odds that each response has a hallucinated token, of its tokens' log-odds; -inf where it has none."""
+    """Log-odds that each response has a hallucinated token, from its tokens' log-odds; -inf without tokens."""
     return jax.nn.logsumexp(jnp.where(is_token, logits, -jnp.inf), axis=1) - 1.0
 
 
@@ -81,9 +81,9 @@ def predict(model: TokenClassifier, batch: Batch, *, dropout: Any = None) -> Flo
 
 
 def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32.
+    """Mean binary cross-entropy of tokens, plus RESPONSE_WEIGHT times that of responses, nats, in at least float32.
 
-    A row without tokens, which fills a batch up, is no response.
+    A row without tokens only fills up a batch, and does not count as a response.
     """
     wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     labels = batch.labels.astype(wide.dtype)
@@ -95,7 +95,7 @@ def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
 
 
 def masked_mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Mean of the numbers where `where` is true; 0 where it is nowhere."""
+    """Mean of x where `where` is true; 0 if it is true nowhere."""
     return jnp.sum(jnp.where(where, x, 0.0)) / jnp.maximum(jnp.sum(where), 1)
 
 
@@ -105,7 +105,7 @@ def loss_fn(model: TokenClassifier, batch: Batch, *, dropout: Any = None) -> Flo
 
 
 def build(config: TokenConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> TokenClassifier:
-    """Classifier of a configuration holding `params`, cast to dtype.
+    """Build the classifier of a configuration with `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
@@ -114,7 +114,7 @@ def build(config: TokenConfig, params: Mapping[str, np.ndarray], *, dtype: str =
 
 
 def scorer(trained: Trained) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
-    """Function from batches to token logits, compiled once a shape whatever the parameters."""
+    """Return a function from batches to token logits, compiled once per shape, whatever the parameters."""
     state = nnx.split(build(trained.config, trained.params))[1]
     scale, program = single(trained.scale), _program(trained.config)
     return lambda arrays: np.asarray(program(state, scale, Batch(*arrays)), np.float64)

@@ -1,4 +1,4 @@
-"""What the token classifier is told of tokens, its shape, its parameters and its batches (S file)."""
+"""The token classifier's inputs, shape, parameters and batches (S file)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxbench.hallucination import lexical
 from jaxbench.hallucination.pooled import HEADS
 
 Array = np.ndarray
-RESPONSE_WEIGHT = 0.3  # of the responses' loss beside the tokens'
-LIMIT = 6.0  # standard deviations at which a column is cut off
-BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)  # tokens that rows are padded to: one program each
+RESPONSE_WEIGHT = 0.3  # of the responses' loss, relative to the tokens'
+LIMIT = 6.0  # standard deviations at which a column is clipped
+BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)  # lengths in tokens that rows are padded to: one program each
 
 
 class TokenConfig(Base):
     """Shape of the token classifier."""
 
-    num_columns: int = Field(ge=1, le=2**20)  # numbers that it is told of a token
+    num_columns: int = Field(ge=1, le=2**20)  # input features per token
     d_model: int = Field(default=64, ge=1, le=2**14)
-    dilations: tuple[int, ...] = (1, 2, 4, 8)  # tokens between a convolution's three taps, one for each layer
+    dilations: tuple[int, ...] = (1, 2, 4, 8)  # distance in tokens of a convolution's three taps, one per layer
     dropout: float = Field(default=0.3, ge=0, lt=1)  # of every layer's output in training
     norm_eps: float = Field(default=1e-5, gt=0)
 
@@ -35,7 +35,7 @@ class Training(Base):
 
     epochs: int = Field(default=4, ge=1)
     batch_size: int = Field(default=16, ge=1)  # responses
-    learning_rate: float = Field(default=1e-3, gt=0)  # highest, behind a short warm-up; falls linearly to 0
+    learning_rate: float = Field(default=1e-3, gt=0)  # peak, after a short warm-up; falls linearly to 0
     weight_decay: float = Field(default=0.1, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     num_seeds: int = Field(default=1, ge=1)  # classifiers whose log-odds are averaged
@@ -44,15 +44,15 @@ class Training(Base):
     dropout: float = Field(default=0.3, ge=0, lt=1)
 
     def shape(self) -> dict[str, Any]:
-        """What of it is the model's."""
+        """Return the settings of the model's shape."""
         return self.model_dump(include={"d_model", "dilations", "dropout"})
 
 
 class Tokens(NamedTuple):
     """A response's tokens."""
 
-    columns: Float[Array, "T C"]  # float16, of columns()
-    offsets: Int[Array, "T 2"]  # characters: from, to
+    columns: Float[Array, "T C"]  # float16, of tokens()
+    offsets: Int[Array, "T 2"]  # characters: start, end
 
     @property
     def width(self) -> Array:
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
         return np.diff(self.offsets, axis=1)[:, 0]
 
     def labels(self, marks: Sequence[tuple[int, int]]) -> Bool[Array, " T"]:
-        """True for tokens that have a character inside one of the marks (from, to)."""
+        """True for tokens that have a character inside one of the marks (start, end)."""
         start, end = self.offsets[:, 0], np.maximum(self.offsets[:, 1], self.offsets[:, 0] + 1)
         return np.any([(start < b) & (a < end) for a, b in marks] or [np.zeros(len(start), bool)], axis=0)
 
@@ -74,14 +74,14 @@ class Arrays(NamedTuple):
 
     @property
     def positions(self) -> Array:
-        """Place of each token in its row [B T], -1 = padding."""
+        """Position of each token in its row [B T], -1 = padding."""
         return np.where(self.is_token, np.arange(self.is_token.shape[1]), -1)
 
 
 def tokens(features: Mapping[str, Array], response: str, lexicon: lexical.Lexicon) -> Tokens:
-    """What is told of each token: scores of every head, the hidden state, losses, place, kind of word.
+    """Input features of each token: scores of every head, the hidden state, losses, position, kind of word.
 
-    features: of group.read_group.
+    features: from group.read_group.
     """
     num_tokens = len(features["loss"])
     heads = [features[name].reshape(-1, num_tokens).T for name in HEADS]
@@ -97,7 +97,7 @@ def tokens(features: Mapping[str, Array], response: str, lexicon: lexical.Lexico
 
 
 def _kinds(response: str, lexicon: lexical.Lexicon) -> Float[Array, "characters 3"]:
-    """Of each character: is its word a content word, one that the context does not have, one with a digit?"""
+    """For each character: is its word a content word, a content word absent from the context, one with a digit?"""
     found = np.zeros((len(response), 3), np.float32)
     for word in lexical.tokens(response):
         text = response[word.start : word.end]
@@ -110,7 +110,7 @@ def _kinds(response: str, lexicon: lexical.Lexicon) -> Float[Array, "characters 
 
 
 def dropout_sites(num_layers: int) -> list[int]:
-    """Site numbers of dropout: behind the first map, and behind every layer."""
+    """Philox sites of dropout: after the first linear map, and after every layer."""
     return [philox.site_id(f"{name}.dropout") for name in ("embed", *(f"layers.{i}" for i in range(num_layers)))]
 
 
@@ -127,11 +127,11 @@ def parameter_shapes(config: TokenConfig) -> dict[str, tuple[int, ...]]:
 
 
 def initial_params(config: TokenConfig, seed: int, *, distinct: bool = False, rate: float = 0.05) -> dict[str, Array]:
-    """Float64 initial values by name, drawn from Philox with the parameter's name as site.
+    """Draw float64 initial values by name from Philox, with the parameter's name as site.
 
-    Kernels have variance 1 / fan-in, scales are 1 and biases 0 but for the head's, which is the log-odds of rate, the
-    share of hallucinated tokens; with distinct=True these two are random as well (scales
-    1 +- 0.1, biases +- 0.1), so that a swapped one shows.
+    Kernels have variance 1 / fan-in, scales are 1, biases 0. The head's bias adds the log-odds of rate, the share of
+    hallucinated tokens. With distinct=True, scales and biases are random as well (scales 1 +- 0.1, biases +- 0.1), so
+    that a swapped one shows.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():
@@ -171,7 +171,7 @@ class Trained(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """Classifiers of all responses, and what others, trained without a response's source, say of its tokens."""
+    """Classifiers trained on all responses, and token logits by others, trained without the response's source."""
 
     trained: tuple[Trained, ...]
     logits: Sequence[Float[Array, " T"]]
@@ -179,7 +179,7 @@ class Nested(NamedTuple):
 
 
 def scale_of(tokens: Sequence[Float[Array, "T C"]]) -> Scale:
-    """Scale of responses' columns; a column that is the same throughout has deviation 1.
+    """Compute the scale of responses' columns; a constant column has deviation 1.
 
     Raises:
       ValueError: a column is not finite.
@@ -196,7 +196,7 @@ def scale_of(tokens: Sequence[Float[Array, "T C"]]) -> Scale:
 def padded(
     tokens: Sequence[Float[Array, "T C"]], labels: Sequence[Bool[Array, " T"]] | None, *, num_rows: int
 ) -> Arrays:
-    """Batch of responses, filled up to num_rows and to the next of BUCKETS; columns as they are, not standardised."""
+    """Pad responses to a batch of num_rows and of the next length in BUCKETS; columns are not standardised here."""
     longest = max(map(len, tokens))
     length = next((size for size in BUCKETS if size >= longest), -(-longest // BUCKETS[-1]) * BUCKETS[-1])
     values = np.zeros((num_rows, length, tokens[0].shape[1]), tokens[0].dtype)
@@ -209,9 +209,9 @@ def padded(
 
 
 def batches(lengths: Array, *, size: int, random: np.random.Generator) -> Iterator[Array]:
-    """Yield the numbers of responses of one epoch's batches, of like length each: an eighth of 8 batches drawn at once.
+    """Yield the response indices of one epoch's batches, each of similar lengths.
 
-    The last few that do not fill a batch are left out.
+    About 8 batches of random responses are sorted by length at a time. The last few that fill no batch are dropped.
     """
     order = random.permutation(len(lengths))
     chunks = np.array_split(order, max(1, len(order) // (8 * size)))

@@ -1,7 +1,7 @@
-"""Scores of response tokens: what a reader's attention, feed-forward layers and logits say of each.
+"""Score response tokens from a reader's attention, feed-forward layers and logits.
 
-Twin: torch_ref/hallucination/token_scores.py; the same formulas, literally and slowly: reference.py. Axis letters:
-reader.py. Everything is in at least float32.
+Twin: torch_ref/hallucination/token_scores.py; the same formulas, written literally and slow: reference.py. Axis
+letters: reader.py. Everything is in at least float32.
 
 Sources: Sun et al. 2025, arXiv:2410.11414 (external context score, equations 2 and 3; parametric knowledge score,
 equation 5); Chuang et al. 2024, arXiv:2407.07071 (lookback ratio).
@@ -30,16 +30,16 @@ class AttentionScores(NamedTuple):
 
     external: Float[Array, "L N B T"]  # external context score, -1 to 1; 0 where no context token is attended to
     context_mass: Float[Array, "L N B T"]  # attention weight of all context tokens, 0 to 1
-    lookback: Float[Array, "L N B T"]  # mean weight of context tokens over the sum of it and that of generated ones
+    lookback: Float[Array, "L N B T"]  # c / (c + g); c, g: mean weight of context and of generated tokens
 
 
 def attention_scores(
     model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Array, " B"]
 ) -> AttentionScores:
-    """Scores of every head, from attention rows of the responses' tokens that are computed again.
+    """Score every head, from recomputed attention rows of the responses' tokens.
 
-    num_attended: the context tokens with the most attention, whose mean hidden state is compared with the slot's own:
-    this many, at least 1, and all that tie with the last of them.
+    num_attended: how many context tokens with the most attention have their mean hidden state compared with the slot's
+    own; at least 1, and all that tie with the last of them are included.
     """
     batch, length = responses.tokens.shape
     tile = min(QUERY_TILE, length)
@@ -79,7 +79,7 @@ def _of_weights(
     hidden: Float[Array, "B t D"],
     num_attended: Int[Array, " B"],
 ) -> tuple[Array, Array, Array]:
-    """The three scores of one layer's attention rows."""
+    """Compute the three scores of one layer's attention rows."""
     states, num_prompt = prompt.hidden, prompt.hidden.shape[1]
     context = jnp.where(prompt.is_context[:, None, None, :], weights[..., :num_prompt], 0.0)
     mass = jnp.sum(context, axis=-1)
@@ -100,7 +100,7 @@ def _external(
     hidden: Float[Array, "B t D"],
     num_attended: Int[Array, " B"],
 ) -> Float[Array, "B N t"]:
-    """External context score of attention weights; the native kernel, where there is one, adds only what is chosen."""
+    """External context score of attention weights; the native kernel, if available, sums only the chosen states."""
     if hidden.dtype == jnp.float32 and jax.default_backend() == "cpu" and library.is_available():
         calls.register()
         call = jax.ffi.ffi_call("jaxbench_external", jax.ShapeDtypeStruct(context.shape[:-1], jnp.float32))
@@ -113,13 +113,13 @@ def _external(
 
 
 def _by_layer(found: Float[Array, "Lt B N t"], tiles: int) -> Float[Array, "L N B T"]:
-    """Scores by tile, put together."""
+    """Join scores by tile."""
     split = found.reshape(-1, tiles, *found.shape[1:]).transpose(0, 3, 2, 1, 4)
     return split.reshape(*split.shape[:3], -1)
 
 
 def kth_largest(values: Float[Array, "B N t P"], k: Int[Array, " B"]) -> Float[Array, "B N t"]:
-    """The k-th largest of each row of values that are not negative, 1 <= k <= P: a search over its bits."""
+    """Return the k-th largest of each row of non-negative values, 1 <= k <= P, by a search over its bits."""
     bits = jnp.finfo(values.dtype).bits
     whole = jnp.dtype(f"int{bits}")
 
@@ -134,7 +134,7 @@ def kth_largest(values: Float[Array, "B N t P"], k: Int[Array, " B"]) -> Float[A
 
 
 def lens_logits(model: Any, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Logits of states behind the final norm; those of narrow weights are not rounded to their type."""
+    """Logits of states after the final norm; with narrow weights, they are not rounded to the weights' type."""
     head = model.embed.embedding if model.head is None else model.head.kernel
     dimensions = (((1,), (1 if model.head is None else 0,)), ((), ()))
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -146,10 +146,10 @@ def parametric_scores(
     model: Any, trace: Trace, slots: Int[Array, " M"], num_slots: Int[Array, ""] | int
 ) -> Float[Array, "M L"]:
     """Parametric knowledge score of every layer: Jensen-Shannon divergence, in nats, of the logit lens before and
-    behind its feed-forward layer; 0 to ln 2.
+    after its feed-forward layer; 0 to ln 2.
 
-    slots: indices into B * T, of which the first num_slots count; the rest has zeros. Time grows with num_slots, and
-    memory with the vocabulary alone.
+    slots: indices into B * T; only the first num_slots are scored, the rest get zeros. Time grows with num_slots,
+    memory only with the vocabulary.
     """
     layers, batch, length, width = trace.middle.shape
     before = trace.middle.reshape(layers, batch * length, width)

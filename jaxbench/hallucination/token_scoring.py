@@ -1,6 +1,6 @@
-"""What trained token classifiers say: of tokens, of the response they make up, and as spans of characters (S file).
+"""Scores by trained token classifiers: of tokens, of whole responses, and as spans of characters (S file).
 
-The backend's model comes in by the name of its package.
+The backend's model is imported by the name of its package.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from jaxbench.hallucination import metrics, token_inputs
 from jaxbench.hallucination.token_inputs import Tokens, Trained
 
 Array = np.ndarray
-ROWS = 16  # responses of one call
-LARGEST = 8  # tokens whose mean log-odds are one of a response's numbers
-FLOOR = 1e-3  # of a sum whose logarithm is taken
+ROWS = 16  # responses per call
+LARGEST = 8  # tokens, the highest, whose mean log-odds are one of a response's columns
+FLOOR = 1e-3  # keeps the logarithm of a sum finite
 
 
 def logits(
     trained: Sequence[Trained], tokens: Sequence[Tokens], *, package: str = "jaxbench"
 ) -> list[Float[Array, " T"]]:
-    """Mean log-odds of each response's tokens by all classifiers, float64.
+    """Log-odds of each response's tokens, the mean over all classifiers, float64.
 
-    package: whose module computes: that of JAX or of PyTorch.
+    package: whose module runs, JAX's or PyTorch's.
     """
     module = importlib.import_module(f"{package}.hallucination.token_classifier")
     order = np.argsort([len(each.columns) for each in tokens], kind="stable")
-    num_rows = min(ROWS, 1 + ROWS * (len(tokens) > 1))  # one response alone is not filled up
+    num_rows = min(ROWS, 1 + ROWS * (len(tokens) > 1))  # a single response is not padded with rows
     found: list[Array] = [np.zeros(len(each.columns)) for each in tokens]
     for one in trained:
         score = module.scorer(one)
@@ -43,7 +43,7 @@ def logits(
 
 
 def of_responses(logits: Sequence[Float[Array, " T"]]) -> Float[Array, "R 4"]:
-    """What tokens say of their responses: log-sum-exp, that one of them is wrong, mean of the largest, mean."""
+    """Reduce token log-odds to response columns: log-sum-exp, that any is wrong, mean of the LARGEST highest, mean."""
     rows = []
     for each in logits:
         any_wrong = -np.log1p(-np.minimum(special.expit(each), 1 - FLOOR)).sum()
@@ -59,7 +59,7 @@ def threshold(tokens: Sequence[Tokens], labels: Sequence[Array], logits: Sequenc
 
 
 def spans(offsets: Array, probability: Array, threshold: float, text: str) -> list[tuple[int, int]]:
-    """Runs of tokens at or above a threshold as characters (from, to), without white space at their ends."""
+    """Runs of tokens at or above a threshold as characters (start, end), without white space at their ends."""
     found: list[tuple[int, int]] = []
     for start, end in offsets[probability >= threshold].tolist():
         if found and start <= found[-1][1]:

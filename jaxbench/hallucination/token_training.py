@@ -1,6 +1,6 @@
-"""Train the token classifier on labelled responses, and ask it about others.
+"""Train the token classifier on labelled responses, and score others with it.
 
-A trained classifier is numpy arrays, so that whoever keeps it need not know what trained it.
+A trained classifier is numpy arrays, so that code which stores it does not depend on what trained it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INNER_FOLDS = 3
 def fit_detector(
     inputs: Inputs, labels: Labels, settings: Training = Training(), *, tuned: Heard | None = None
 ) -> Detector:
-    """The detector with a token classifier, and with a tuned reader where there is one, of labelled responses.
+    """Fit the detector to labelled responses, with a token classifier and, if one is given, a tuned reader.
 
     Raises:
       ValueError: as fit, and as detector.fit.
@@ -46,10 +46,10 @@ def nested(
     inner_folds: int = INNER_FOLDS,
     seed: int = 0,
 ) -> Nested:
-    """Classifiers of all responses, and what is said of each by those trained without its source.
+    """Train classifiers on all responses, and score each response by others trained without its source.
 
     Raises:
-      ValueError: as fit, or all labelled or all other tokens are of one fold of sources.
+      ValueError: as fit, or all labelled or all unlabelled tokens are in one fold of sources.
     """
     fold, said = linear.folds(source, inner_folds, seed=seed), [np.zeros(0)] * len(tokens)
     counts = [len(each) for each in labels]
@@ -71,7 +71,7 @@ def _ensemble(tokens: Sequence[Tokens], labels: Sequence[np.ndarray], settings: 
 def fit(
     tokens: Sequence[Float[np.ndarray, "T C"]], labels: Sequence[Bool[np.ndarray, " T"]], settings: Training
 ) -> Trained:
-    """Classifier of responses' tokens, by AdamW with a rate that falls to 0.
+    """Train a classifier of responses' tokens by AdamW, with a learning rate that falls to 0.
 
     Raises:
       ValueError: one class only; a column, a loss or a gradient that is not finite.
@@ -96,7 +96,7 @@ def fit(
             now = settings.learning_rate * min(1.0, (done + 1) / WARMUP) * (1.0 - done / total)
             state, metrics = step_fn(state, token_classifier.Batch(*arrays), wide, jnp.float32(now), key)
             done += 1
-    if missed := int(metrics.skipped):  # from the first step that is not finite on, nothing changes
+    if missed := int(metrics.skipped):  # from the first non-finite step on, every step is skipped
         raise ValueError(
             f"token classifier: the loss or its gradient is not finite in step {done - missed + 1} of {done}; lower "
             f"learning_rate={settings.learning_rate}"
@@ -106,7 +106,7 @@ def fit(
 
 @functools.cache
 def _step(step_config: StepConfig):
-    """One compiled step for every fit of a process: folds share it."""
+    """Return the compiled step, one for all fits of a process: folds share it."""
     step = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=token_classifier.loss_fn)
 
     def run(state, batch, scale, rate, key):

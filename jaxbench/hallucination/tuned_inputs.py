@@ -1,7 +1,7 @@
 """A reader whose upper blocks are tuned to labelled tokens: its shape, its parameters and its rows (S file).
 
-The blocks below read as ever and are computed once; the prompt's keys and values stay those of the reader, so that
-adapters act on the tokens of responses alone. Axis letters: L tuned blocks, P tokens of the prompt.
+The blocks below are unchanged and computed once; the prompt's keys and values stay those of the plain reader, so that
+adapters act only on the tokens of responses. Axis letters: L tuned blocks, P tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.lora.config import PARAMETERS, LoraConfig, LoraTransformerConfig, 
 from jaxbench.training.step_config import OptimizerConfig
 
 Array = np.ndarray
-MAX_RESPONSES = 16  # that share a row
+MAX_RESPONSES = 16  # of a row
 PROMPT_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # that batches are padded to: one program each
 HEAD = ("head.kernel", "head.bias")
 
@@ -31,7 +31,7 @@ class TunedConfig(Base):
     decoder: TransformerConfig  # the reader
     lora: LoraConfig  # adapters of the tuned blocks, which `first` and `num_blocks` name
     first: int = pydantic.Field(ge=0)  # the first tuned block, counted from 0
-    num_blocks: int = pydantic.Field(ge=1)  # the head reads what the last of them says
+    num_blocks: int = pydantic.Field(ge=1)  # the head reads the output of the last of them
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TunedConfig:
@@ -56,7 +56,7 @@ class TunedConfig(Base):
 
 
 class TunedOptimizer(OptimizerConfig):
-    """An optimiser of adapters and of the head."""
+    """An optimiser of only the adapters and the head."""
 
     def is_trained(self, name: str) -> bool:
         """True for the head's parameters and those of adapters, by dotted name."""
@@ -67,13 +67,13 @@ class TunedOptimizer(OptimizerConfig):
 
 
 def parameter_shapes(config: TunedConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by dotted name; block i of them is block `first` + i of the decoder."""
+    """Shape of every parameter by dotted name; block i here is block `first` + i of the decoder."""
     shapes = _of_blocks(config, initial.parameter_shapes(config.adapted))
     return shapes | {"head.kernel": (config.decoder.d_model, 1), "head.bias": (1,)}
 
 
 def initial_params(config: TunedConfig, seed: int, *, distinct: bool = False) -> dict[str, Array]:
-    """Float64 random values by name, as a decoder's; the head's are small."""
+    """Draw float64 random values by name, as for a decoder; the head's are small."""
     params = _of_blocks(config, initial.initial_params(config.adapted, seed, distinct=distinct))
     random = np.random.default_rng(seed)
     kernel = random.standard_normal((config.decoder.d_model, 1)) / np.sqrt(config.decoder.d_model)
@@ -81,7 +81,7 @@ def initial_params(config: TunedConfig, seed: int, *, distinct: bool = False) ->
 
 
 def starting_params(config: TunedConfig, params: Mapping[str, Array], *, seed: int, rate: float) -> dict[str, Array]:
-    """Parameters before the first step, of a decoder's: adapters add nothing, the head says the log-odds of a rate.
+    """Parameters before the first step, from a decoder's: adapters add nothing, the head returns log-odds of a rate.
 
     rate: share of hallucinated tokens, 0 < rate < 1.
     """
@@ -92,10 +92,10 @@ def starting_params(config: TunedConfig, params: Mapping[str, Array], *, seed: i
 
 
 def with_trained(config: TunedConfig, params: Mapping[str, Array], trained: Mapping[str, Array]) -> dict[str, Array]:
-    """Parameters of a decoder's blocks with adapters and head that were trained on them.
+    """Join the parameters of a decoder's blocks with the adapters and head that were trained on them.
 
     Raises:
-      ValueError: the trained ones are not those of this configuration.
+      ValueError: the trained parameters are not those of this configuration.
     """
     shapes = parameter_shapes(config)
     wanted = {name: shape for name, shape in shapes.items() if TunedOptimizer().is_trained(name)}
@@ -107,7 +107,7 @@ def with_trained(config: TunedConfig, params: Mapping[str, Array], trained: Mapp
 
 
 def _of_blocks(config: TunedConfig, values: Mapping[str, tuple | Array]) -> dict[str, tuple | Array]:
-    """Values of the tuned blocks, numbered from 0, and of the final norm."""
+    """Select the values of the tuned blocks, renumbered from 0, and of the final norm."""
     found = {name: value for name, value in values.items() if name.startswith("final_norm.")}
     for place, number in enumerate(config.blocks):
         start = f"layers.{number}."
@@ -121,12 +121,12 @@ def _of_blocks(config: TunedConfig, values: Mapping[str, tuple | Array]) -> dict
 class Arrays(NamedTuple):
     """Rows of responses in numpy; the fields of a backend's Batch."""
 
-    stream: Float[Array, "B T D"]  # residual stream in front of the first tuned block
+    stream: Float[Array, "B T D"]  # residual stream before the first tuned block
     keys: Float[Array, "B L K H P"]  # of the prompt, by tuned block
     values: Float[Array, "B L K P H"]
     prompt_positions: Int[Array, "B P"]  # -1 = padding
-    positions: Int[Array, "B T"]  # of the responses' tokens, behind the prompt; -1 = padding
-    segments: Int[Array, "B T"]  # number of the response, below MAX_RESPONSES
+    positions: Int[Array, "B T"]  # of the responses' tokens, after the prompt; -1 = padding
+    segments: Int[Array, "B T"]  # index of the response in its row, below MAX_RESPONSES
     mask: Bool[Array, "B T"]  # True for tokens
     labels: Float[Array, "B T"]  # 1 = hallucinated
 
@@ -142,7 +142,7 @@ class Row(NamedTuple):
 
 
 def padded(rows: Sequence[Row], *, prompt_size: int, size: int) -> Arrays:
-    """Batch of rows, padded behind to prompts of prompt_size tokens and to rows of size."""
+    """Batch of rows, padded at the end to prompts of prompt_size tokens and to rows of size."""
     width, (num_blocks, heads, head_dim, _) = rows[0].stream.shape[1], rows[0].keys.shape
     count, kind = len(rows), rows[0].stream.dtype
     made = Arrays(
@@ -167,7 +167,7 @@ def padded(rows: Sequence[Row], *, prompt_size: int, size: int) -> Arrays:
 
 
 def parity_arrays(config: TunedConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Random data of one step for the parity engine: two responses a row behind prompts of two lengths, padded."""
+    """Random data of one step for the parity engine: two responses per row, prompts of two lengths, padded."""
     random, decoder = np.random.default_rng((seed, step)), config.decoder
     heads = (config.num_blocks, decoder.num_kv_heads)
     rows = []

@@ -1,9 +1,9 @@
-"""Which tokens of a response are hallucinated, by a reader whose upper blocks have adapters, in Flax NNX.
+"""Classify which tokens of a response are hallucinated: a reader whose upper blocks have adapters, in Flax NNX.
 
 Twin: torch_ref/hallucination/tuned_reader.py.
-Data's way: residual stream in front of the first tuned block, and the prompt's keys and values (tuned_inputs.py) ->
+Data flow: residual stream before the first tuned block, and the prompt's keys and values (tuned_inputs.py) ->
 blocks with adapters -> norm -> logit of the token that was read. A response's logit is the log-sum-exp of its tokens'
-logits less one, as in token_classifier.py. Axis letters: L tuned blocks, P tokens of the prompt, M responses of a row.
+logits minus one, as in token_classifier.py. Axis letters: L tuned blocks, P tokens of the prompt, M responses of a row.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxbench.lora import layers
 
 
 class Batch(NamedTuple):
-    """Rows of responses behind their prompts."""
+    """Rows of responses, with their prompts' keys and values."""
 
-    stream: Float[Array, "B T D"]  # residual stream in front of the first tuned block
+    stream: Float[Array, "B T D"]  # residual stream before the first tuned block
     keys: Float[Array, "B L K H P"]  # of the prompt, by tuned block
     values: Float[Array, "B L K P H"]
     prompt_positions: Int[Array, "B P"]  # -1 = padding
-    positions: Int[Array, "B T"]  # of the responses' tokens, behind the prompt; -1 = padding
-    segments: Int[Array, "B T"]  # number of the response
+    positions: Int[Array, "B T"]  # of the responses' tokens, after the prompt; -1 = padding
+    segments: Int[Array, "B T"]  # index of the response in its row
     mask: Bool[Array, "B T"]  # True for tokens
     labels: Float[Array, "B T"]  # 1 = hallucinated
 
@@ -85,13 +85,13 @@ def predict(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[A
 
 
 def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
+    """Mean binary cross-entropy of tokens, plus RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
     wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     labels = batch.labels.astype(wide.dtype)
     of_tokens = masked_mean(jax.nn.softplus(wide) - labels * wide, batch.mask)
     member = batch.mask[:, :, None] & (batch.segments[:, :, None] == jnp.arange(MAX_RESPONSES)[None, None])
     is_response = jnp.any(member, axis=1)
-    member = member | ~is_response[:, None]  # a logit for those that are not there, which no mean takes
+    member = member | ~is_response[:, None]  # absent responses get a logit too, which no mean includes
     logits = jax.nn.logsumexp(jnp.where(member, wide[:, :, None], -jnp.inf), axis=1) - 1.0
     logits = jnp.where(is_response, logits, 0.0)
     wrong = jnp.max(jnp.where(member, labels[:, :, None], 0.0), axis=1)
@@ -104,7 +104,7 @@ def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[A
 
 
 def build(config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> TunedReader:
-    """Tuned reader of a configuration holding `params`, cast to dtype.
+    """Build the tuned reader of a configuration with `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
@@ -114,7 +114,7 @@ def build(config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str =
 
 
 def scorer(model: TunedReader) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
-    """Function from rows to token logits in float64, compiled once a size."""
+    """Return a function from rows to token logits in float64, compiled once per size."""
     graph, state = nnx.split(model)
     program = jax.jit(lambda state, batch: predict(nnx.merge(graph, state), batch))
     return lambda arrays: np.asarray(program(state, Batch(*arrays)), np.float64)

@@ -1,6 +1,6 @@
-"""Responses as a tuned reader takes them, and what it says of their tokens (S file).
+"""Prepare responses for a tuned reader, and score their tokens with it (S file).
 
-The backend's modules come in by the name of its package. Axis letters: tuned_inputs.py.
+The backend's modules are imported by the name of its package. Axis letters: tuned_inputs.py.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class Read(NamedTuple):
 
     keys: Float[Array, "L K H P"]
     values: Float[Array, "L K P H"]
-    stream: Float[Array, "T D"]  # of all responses' tokens, one response behind the other
+    stream: Float[Array, "T D"]  # of all responses' tokens, one response after the other
     lengths: Int[Array, " R"]  # tokens of each response
 
     @property
     def slices(self) -> list[slice]:
-        """Where each response's tokens are."""
+        """Where each response's tokens are in `stream`."""
         return layout.places([range(length) for length in self.lengths])
 
     def row(self, members: Sequence[int], labels: Sequence[Array] | None = None) -> Row:
-        """Some of the responses as a row; labels: of each one's tokens, None = nothing is labelled."""
+        """Return some of the responses as a row; labels: of each response's tokens, None = nothing is labelled."""
         parts = [self.stream[self.slices[i]] for i in members]
         labels = [np.zeros(len(part), bool) for part in parts] if labels is None else labels
         return Row(np.concatenate(parts), self.keys, self.values, tuple(map(len, parts)), labels)
 
 
 class LowerReading:
-    """Reads groups below the tuned blocks with one backend's LowerReader; the last prompt is remembered."""
+    """A reader of groups with one backend's LowerReader; it caches the last prompt."""
 
     def __init__(self, reader: Any, tokenizer: Any, window: int, settings: ReaderSettings):
         """window: tokens of prompt and response."""
         self._reader, self._tokenizer, self._window, self._settings = reader, tokenizer, window, settings
-        self._last: tuple[Any, Any] = (None, None)  # the prompt's token ids, what the reader made of it
+        self._last: tuple[Any, Any] = (None, None)  # the prompt's token ids, the reader's result
 
     def read(self, group: Group) -> list[tuple[tuple[int, ...], Read]]:
-        """Responses by number and what was read of them: together, or alone where the context is cut for them.
+        """Read a group; return response numbers with their Read: all together, or one each if the context must be cut.
 
         Raises:
           ValueError: as encoding.encode_prompt and encode_response.
@@ -64,7 +64,7 @@ class LowerReading:
             alone = [group._replace(responses=(each,)) for each in group.responses]
             return [((i,), read) for i, one in enumerate(alone) for _, read in self.read(one)]
         ids = tuple(prompt.text.ids)
-        last = self._last  # threads may share this
+        last = self._last  # in a local variable: threads may share this object
         if last[0] != ids:
             whole = layout.Text([*ids, 0], prompt.text.context)  # read_prompt leaves out a prompt's last token
             last = self._last = (ids, self._reader.read_prompt(layout.prompt_arrays([whole], share=1.0)))
@@ -80,7 +80,7 @@ class LowerReading:
 
 
 def _every_token(prompt: int, responses: Sequence[Sequence[int]]) -> layout.ResponseArrays:
-    """One row in which every token of the responses is read, the last ones too."""
+    """Build a row in which every token of the responses is read, including the last ones."""
     size = layout.bucket(sum(map(len, responses)), layout.RESPONSE_SIZES)
     tokens, segments = np.zeros((2, 1, size), np.int32)
     positions, is_token = np.full((1, size), -1, np.int32), np.zeros((1, size), bool)
@@ -94,7 +94,7 @@ class TokenReader:
     """A tuned reader with the blocks below it: from texts to log-odds of tokens."""
 
     def __init__(self, lower: LowerReading, score: Any, row_tokens: int):
-        """score: a backend's tuned_reader.scorer."""
+        """score: what a backend's tuned_reader.scorer returns."""
         self._lower, self._score, self._row_tokens = lower, score, row_tokens
 
     def __call__(self, group: Group) -> list[Float[Array, " T"]]:
@@ -116,9 +116,9 @@ class TokenReader:
 
 
 def load_lower(settings: ReaderSettings, first: int, stop: int, *, package: str, where: Where | None = None) -> Any:
-    """The blocks of settings' model below the tuned ones and those themselves, plain, as a LowerReading.
+    """Load the blocks of settings' model up to the last tuned one, without adapters, as a LowerReading.
 
-    first, stop: the first tuned block and the one behind the last.
+    first, stop: the first tuned block and the one after the last.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
@@ -141,7 +141,7 @@ def load_reader(
     settings: ReaderSettings, config: TunedConfig, trained: Mapping[str, Array], *, package: str,
     where: Where | None = None,
 ) -> TokenReader:  # fmt: skip
-    """The tuned reader of settings' model; trained: adapters and head alone."""
+    """Load the tuned reader of settings' model; trained: adapters and head only."""
     from jaxbench.pretrained import weights
 
     lower = load_lower(settings, config.first, config.blocks.stop, package=package, where=where)

@@ -1,7 +1,7 @@
-"""A folder's responses below the tuned blocks, one file a prompt, and a reader tuned to some of them; resumable.
+"""Read a folder's responses below the tuned blocks, one file per prompt, and tune a reader to some; resumable.
 
-Data's way: texts -> LowerReading, in processes -> files named by all that decides them -> tuning.fit on three quarters
-of the sources -> what the tuned reader says of the last quarter, and of whatever else is wanted.
+Data flow: texts -> LowerReading, in processes -> files named by the hash of what determines them -> tuning.fit on three
+quarters of the sources -> the tuned reader's token log-odds of the last quarter, and of others as requested.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from jaxbench.hallucination.tuning import Tuning
 from jaxbench.pretrained import weights
 
 Array = np.ndarray
-INNER = 4  # one of so many parts of the sources weighs members, the others tune
-CODE = ("encoding.py", "layout.py", "reader.py", "lower_reader.py", "tuned_reading.py")  # that decide a file
+INNER = 4  # folds of the sources: one weighs members, the others tune
+CODE = ("encoding.py", "layout.py", "reader.py", "lower_reader.py", "tuned_reading.py")  # that determine a file
 
 
 class Lower(NamedTuple):
-    """Files of what is below the tuned blocks."""
+    """The files written by the blocks below the tuned ones, one per prompt."""
 
     folder: Path
     settings: ReaderSettings
     tuning: Tuning
     blocks: range  # the tuned ones
     model_sha256: str
-    code: str  # version of what decides a file
+    code: str  # hash of the code that determines a file
 
     @classmethod
     def of(cls, folder: Path, settings: ReaderSettings, tuning: Tuning) -> Lower:
-        """Files of a reader's model.
+        """Return the files of a reader's model.
 
         Raises:
           ValueError: the reader's weights are integers, or it has no such blocks.
@@ -52,7 +52,7 @@ class Lower(NamedTuple):
         return cls(folder, settings, tuning, blocks, weights.checksum(settings.model), code)
 
     def path(self, group: Group) -> Path:
-        """A group's file; the keys of its responses do not count."""
+        """Return the path of a group's file, which does not depend on the keys of its responses."""
         reads = self.settings.model_dump(include={"dtype", "style", "window", "row_tokens"})
         where = [reads, self.blocks.start, self.blocks.stop, self.model_sha256, self.code]
         texts = [group.context, group.question, *group.responses]
@@ -60,7 +60,7 @@ class Lower(NamedTuple):
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def groups(self, data: Data) -> dict[Path, tuple[Group, tuple[int, ...]]]:
-        """Each source's file, its responses, and their numbers among all."""
+        """Return for each source its file, its responses, and their indices in the data."""
         by_source: dict[str, list[int]] = {}
         for number, response in enumerate(data.responses):
             by_source.setdefault(response.source_id, []).append(number)
@@ -73,20 +73,20 @@ class Lower(NamedTuple):
         return found
 
     def places(self, data: Data, wanted: Array) -> list[tuning.Place]:
-        """Rows of the sources all of whose responses are wanted."""
+        """Return the rows of those sources whose responses are all wanted."""
         kept = set(wanted.tolist())
         mine = [(path, each) for path, (_, each) in self.groups(data).items() if kept.issuperset(each)]
         return [row for path, numbers in mine for row in tuning.places(path, numbers, self.tuning)]
 
 
 class LowerWorker:
-    """Writes groups' files; each process loads its model at the first."""
+    """A worker that writes groups' files; every process loads the model at its first group."""
 
     def __init__(self, lower: Lower):
         self._lower, self._reading = lower, None
 
     def __call__(self, work: tuple[Path, Group]) -> int:
-        """Write a group's file; the number of its responses."""
+        """Write a group's file; return the number of its responses."""
         path, mine = work
         settings, blocks = self._lower.settings, self._lower.blocks
         if self._reading is None:
@@ -96,7 +96,7 @@ class LowerWorker:
 
 
 def read(lower: Lower, data: Data, *, processes: int, bar: Callable[[int], Any]) -> None:
-    """Write the files that are not there yet, the longest first; bar: a progress context of a number of responses."""
+    """Write the missing files, the longest context first; bar: returns a progress context for a number of responses."""
     work = [(path, group) for path, (group, _) in lower.groups(data).items() if not path.is_file()]
     work.sort(key=lambda each: -len(each[1].context))
     worker = LowerWorker(lower)
@@ -106,14 +106,14 @@ def read(lower: Lower, data: Data, *, processes: int, bar: Callable[[int], Any])
 
 
 class Split(NamedTuple):
-    """Responses by number."""
+    """Responses by index."""
 
     train: Array  # the reader is tuned to these
-    weigh: Array  # and weighed on these
+    weigh: Array  # and is weighed on these
 
 
 def split(labels: Labels, among: Array) -> Split:
-    """The one inner split of some responses, by source."""
+    """Return the inner split of some responses by source, which is always the same."""
     fold = linear.folds(labels.source[among], INNER, seed=0)
     return Split(among[fold != 0], among[fold == 0])
 
@@ -121,7 +121,7 @@ def split(labels: Labels, among: Array) -> Split:
 def tune(
     lower: Lower, data: Data, labels: Labels, parts: Split, others: Array, *, bar: Callable[[int], Any]
 ) -> tuple[Heard, dict[int, Array]]:
-    """A reader tuned to parts.train, what it says of parts.weigh, whose numbers stay, and of others' tokens.
+    """Tune a reader to parts.train; return its scores of parts.weigh, and token log-odds of `others` by index.
 
     Raises:
       ValueError: no token or every token is labelled, or as tuning.fit.
@@ -141,7 +141,7 @@ def tune(
 
 
 def said(lower: Lower, data: Data, tuned: detector.Tuned) -> tuple[Array, ...]:
-    """Log-odds of the tokens of all responses by a tuned reader, behind `read`."""
+    """Token log-odds of all responses by a tuned reader; `read` must have written the files."""
     params = tuned_inputs.with_trained(
         tuned.config, weights.load_checkpoint(lower.settings.model).params, tuned.trained
     )
@@ -151,6 +151,6 @@ def said(lower: Lower, data: Data, tuned: detector.Tuned) -> tuple[Array, ...]:
 
 
 def of_detector(folder: Path, settings: ReaderSettings, tuned: detector.Tuned) -> Lower:
-    """Files that a detector's tuned reader stands on."""
+    """Return the files that a detector's tuned reader needs."""
     blocks = {"first": tuned.config.first, "num_blocks": tuned.config.num_blocks}
     return Lower.of(folder, settings, Tuning(lora=tuned.config.lora, **blocks))

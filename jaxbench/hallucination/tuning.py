@@ -1,7 +1,7 @@
-"""Tune a reader's upper blocks to labelled tokens: adapters and head trained on what was read once below them.
+"""Tune a reader's upper blocks to labelled tokens: train adapters and head on stored outputs of the blocks below.
 
-A group's file holds the prompt's keys and values of the tuned blocks and the residual stream in front of them of all
-its responses (tuned_reading.py), so that an epoch costs the tuned blocks alone.
+A group's file holds the tuned blocks' keys and values of the prompt, and the residual stream before these blocks of all
+its responses (tuned_reading.py), so that an epoch runs only the tuned blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tuning(config.Base):
     epochs: int = pydantic.Field(default=2, ge=1)
     batch_rows: int = pydantic.Field(default=2, ge=1)  # rows of row_tokens
     row_tokens: int = pydantic.Field(default=512, ge=1)  # responses to one prompt share a row
-    learning_rate: float = pydantic.Field(default=5e-4, gt=0)  # highest; falls linearly to 0
+    learning_rate: float = pydantic.Field(default=5e-4, gt=0)  # peak; falls linearly to 0
     weight_decay: float = pydantic.Field(default=0.01, ge=0)
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of products
@@ -54,18 +54,18 @@ class Tuning(config.Base):
 
 
 class Place(NamedTuple):
-    """A row of responses: where its numbers are."""
+    """Where a row of responses is stored."""
 
     path: Path  # of the group's file
-    part: int  # of it
+    part: int  # index of the part in that file
     prompt: int  # tokens of the prompt
-    members: tuple[int, ...]  # numbers of its responses among all
+    members: tuple[int, ...]  # indices of its responses in the data
     rows: tuple[int, ...]  # and in the part
     lengths: tuple[int, ...]  # tokens of each
 
 
 def write(path: Path, read: Sequence[tuple[tuple[int, ...], Read]], tuning: Tuning) -> None:
-    """Keep what LowerReading.read found of a group, whole or not at all; bfloat16 as the bits of uint16."""
+    """Write what LowerReading.read returned for a group, atomically; bfloat16 as the bits of uint16."""
     arrays = {}
     for part, (numbers, each) in enumerate(read):
         bits = {
@@ -78,7 +78,7 @@ def write(path: Path, read: Sequence[tuple[tuple[int, ...], Read]], tuning: Tuni
 
 
 def load(path: Path) -> list[tuple[tuple[int, ...], Read]]:
-    """What `write` kept.
+    """Read what `write` wrote.
 
     Raises:
       ValueError: the file is damaged.
@@ -97,7 +97,7 @@ def load(path: Path) -> list[tuple[tuple[int, ...], Read]]:
 
 
 def places(path: Path, members: Sequence[int], tuning: Tuning) -> list[Place]:
-    """Rows of a group's responses; members: their numbers among all, in the group's order."""
+    """Pack a group's responses into rows; members: their indices in the data, in the group's order."""
     found = []
     for part, (numbers, read) in enumerate(load(path)):
         prompt = read.keys.shape[-1]
@@ -108,13 +108,13 @@ def places(path: Path, members: Sequence[int], tuning: Tuning) -> list[Place]:
 
 
 def _row(place: Place, labels: Sequence[np.ndarray] | None) -> Row:
-    """A row's numbers and the labels of its responses' tokens; labels: of all responses, None = nothing is labelled."""
+    """Load a row with the labels of its responses' tokens; labels: of all responses, None = nothing is labelled."""
     read = load(place.path)[place.part][1]
     return read.row(place.rows, None if labels is None else [labels[i] for i in place.members])
 
 
 def batches(rows: Sequence[Place], size: int, random: np.random.Generator | None) -> Iterator[tuple[int, list[Place]]]:
-    """Yield rows by the size that their prompts are padded to, `size` at a time or fewer; shuffled, or in order."""
+    """Yield batches of at most `size` rows and the size that their prompts are padded to; shuffled, or in order."""
     by_size: dict[int, list[Place]] = {}
     for row in rows:
         by_size.setdefault(layout.bucket(row.prompt, PROMPT_SIZES), []).append(row)
@@ -126,7 +126,7 @@ def batches(rows: Sequence[Place], size: int, random: np.random.Generator | None
 
 
 def _batch(prompt: int, rows: Sequence[Place], labels: Sequence[np.ndarray] | None, tuning: Tuning) -> Arrays:
-    """A batch of a full number of rows: those that are missing have no token."""
+    """Load a batch, filled up to batch_rows with rows that have no token."""
     loaded = [_row(row, labels) for row in rows]
     longest = max(sum(row.lengths) for row in loaded)
     made = tuned_inputs.padded(loaded, prompt_size=prompt, size=max(tuning.row_tokens, longest))
@@ -136,7 +136,7 @@ def _batch(prompt: int, rows: Sequence[Place], labels: Sequence[np.ndarray] | No
 
 
 def num_steps(rows: Sequence[Place], tuning: Tuning) -> int:
-    """Steps that `fit` takes on rows."""
+    """Number of steps that `fit` takes on rows."""
     return tuning.epochs * sum(1 for _ in batches(rows, tuning.batch_rows, None))
 
 
@@ -144,7 +144,7 @@ def fit(
     tuned: TunedConfig, start: Mapping[str, np.ndarray], rows: Sequence[Place], labels: Sequence[np.ndarray],
     tuning: Tuning, *, progress: Callable[[], Any] = lambda: None,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Adapters and head, trained on rows; start: of tuned_inputs.starting_params.
+    """Train adapters and head on rows, and return them; start: from tuned_inputs.starting_params.
 
     Raises:
       ValueError: a step's loss or gradient is not finite.
@@ -164,7 +164,7 @@ def fit(
             state, metrics = step_fn(state, batch, jnp.float32(now), key)
             done += 1
             progress()
-    if missed := int(metrics.skipped):  # from the first step that is not finite on, nothing changes
+    if missed := int(metrics.skipped):  # from the first non-finite step on, every step is skipped
         raise ValueError(
             f"tuning: the loss or its gradient is not finite in step {done - missed + 1} of {done}; lower "
             f"learning_rate={tuning.learning_rate}"
@@ -176,7 +176,7 @@ def fit(
 def logits(
     tuned: TunedConfig, params: Mapping[str, np.ndarray], rows: Sequence[Place], tuning: Tuning
 ) -> dict[int, np.ndarray]:
-    """Log-odds of the tokens of every response of some rows, by its number."""
+    """Token log-odds of every response of some rows, by its index in the data."""
     score = tuned_reader.scorer(tuned_reader.build(tuned, params, dtype=tuning.dtype))
     found = {}
     for prompt, mine in batches(rows, tuning.batch_rows, None):

@@ -1,4 +1,4 @@
-"""What each token of an answer, or each chunk, took from its context and from the reader's memory (S file).
+"""How much each token or chunk of an answer draws on its context and on the reader's own knowledge (S file).
 
 scorer = Scorer()
 tokens = scorer.tokens(context, question, response)
@@ -7,10 +7,10 @@ tokens.external[token, layer, head], tokens.parametric[token, layer], tokens.tex
 A unit is a token or a chunk. A chunk is a sentence of the answer or a fixed number of tokens; both of its scores are
 the means over its tokens. Axis letters: U units, L layers, N heads.
 
-Source: Sun et al. 2025, arXiv:2410.11414, equations 2, 3 and 5. Differs from the paper: the external score of its
-chunks is the cosine of two embeddings by a model of its own (BGE), of the chunk and of the chunk of the prompt that a
-head attends to most; here the reader is the only model. The parametric score of a chunk is the paper's, a mean; its
-released code sums, so that long chunks score high.
+Source: Sun et al. 2025, arXiv:2410.11414, equations 2, 3 and 5. Differs from the paper: there, the external score of
+a chunk is the cosine of two embeddings by a separate model (BGE): of the chunk, and of the chunk of the prompt that a
+head attends to most. Here the reader is the only model. The parametric score of a chunk is a mean as in the paper; the
+paper's released code sums, so that long chunks score high.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class UnitScores(NamedTuple):
 
     external: Float32[np.ndarray, "U L N"]  # external context score of every head, -1 to 1
     parametric: Float32[np.ndarray, "U L"]  # parametric knowledge score of every layer, nats, 0 to ln 2; NaN = no lens
-    spans: Int[np.ndarray, "U 2"]  # characters of the response, from and to
+    spans: Int[np.ndarray, "U 2"]  # characters of the response, start and end
     num_tokens: Int[np.ndarray, " U"]  # of the unit
     token_ids: Int[np.ndarray, " U"] | None  # of tokens; None = chunks
     num_cut: int  # tokens of the context, from its end, that did not fit the reader's window
 
     def texts(self, response: str) -> list[str]:
-        """The unit's pieces of the response; a letter that several tokens share is in each of them."""
+        """Return the text of each unit; a character that several tokens share is in each of them."""
         return [response[start:end] for start, end in self.spans]
 
 
 class Scorer:
-    """A reader that hands out its scores of one answer at a time."""
+    """A reader that scores one answer at a time."""
 
     def __init__(
         self, settings: ReaderSettings = EVERY_TOKEN, *, package: str = "jaxbench", where: Where | None = None
     ):
-        """package: whose modules read, those of JAX or of PyTorch; where: None = the backend's own choice.
+        """package: whose modules run, JAX's or PyTorch's; where: None = the backend's choice.
 
-        With lens_tokens other than None the parametric scores of other tokens are NaN.
+        Unless settings.lens_tokens is None, tokens without a lens have NaN as parametric scores.
         """
         self.settings, self._how = settings, {"package": package, "where": where}
 
@@ -72,7 +72,7 @@ class Scorer:
         return of_tokens(features, encoding.encode_response(self.reader[1], response).ids)
 
     def chunks(self, context: str, question: str, response: str, *, chunk_tokens: int | None = None) -> UnitScores:
-        """The same of every chunk: external [U L N], parametric [U L].
+        """Scores of every chunk of a response: external [U L N], parametric [U L].
 
         Raises:
           ValueError: as `tokens` and `of_chunks`.
@@ -83,7 +83,7 @@ class Scorer:
 def of_tokens(features: Mapping[str, np.ndarray], token_ids: Sequence[int]) -> UnitScores:
     """Scores of a response's tokens.
 
-    features: of group.read_group, which keeps external scores as float16: a step is 0.0005 at most.
+    features: from group.read_group, which stores external scores as float16, in steps of 0.0005 at most.
     """
     external = np.moveaxis(features["external"], -1, 0).astype(np.float32)
     parametric = np.full((len(external), features["parametric"].shape[1]), np.nan, np.float32)
@@ -95,10 +95,10 @@ def of_tokens(features: Mapping[str, np.ndarray], token_ids: Sequence[int]) -> U
 
 
 def of_chunks(tokens: UnitScores, response: str, *, chunk_tokens: int | None = None) -> UnitScores:
-    """Means over the tokens of each chunk; a sentence in which no token begins is none.
+    """Mean scores over the tokens of each chunk; a sentence without a token is left out.
 
-    tokens: of `of_tokens`. chunk_tokens: tokens of a chunk, the last one may have fewer; None = chunks are sentences.
-    A chunk's parametric score is the mean over those of its tokens that have one, and NaN where none has.
+    tokens: from `of_tokens`. chunk_tokens: tokens per chunk, the last one may have fewer; None = chunks are sentences.
+    A chunk's parametric score is the mean over those of its tokens that have one, or NaN if none has.
 
     Raises:
       ValueError: the response has no letter and no digit, or chunk_tokens is not positive.
@@ -124,6 +124,6 @@ def of_chunks(tokens: UnitScores, response: str, *, chunk_tokens: int | None = N
 
 
 def _mean_of_known(scores: Float32[np.ndarray, "U L"]) -> np.ndarray:
-    """Mean over the tokens that have scores [L], NaN where none has."""
+    """Mean over the tokens that have scores [L], NaN if none has."""
     known = scores[np.isfinite(scores).all(1)]
     return known.mean(0, dtype=np.float64) if len(known) else np.full(scores.shape[1], np.nan)

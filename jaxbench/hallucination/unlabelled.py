@@ -1,8 +1,8 @@
-"""A detector that needs no labels: fixed signs, columns standardised on responses nobody has judged (S file).
+"""A detector that needs no labels: fixed signs on columns standardised over unlabelled responses (S file).
 
-What counts was decided by what the columns mean: words that the context does not have count for a hallucination;
-attention that rests on the context, its share in lookback, and what the context takes off the loss count against it.
-Each of the four weighs the same. Its numbers order responses; as probabilities they mean nothing.
+The signs follow from what the columns mean: words absent from the context count for a hallucination; attention to the
+context, the lookback ratio, and the reduction of the loss by the context count against it. Each of the four has the
+same weight. The scores rank responses; as probabilities they mean nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEMBERS = {"response": Member(FAMILIES, False, 0.0), "sentence": Member(FAMILIES
 
 
 def fit(inputs: Inputs, *, rate: float) -> Detector:
-    """Detector of responses without labels; it flags the share `rate` of these, and of their sentences.
+    """Fit a detector to responses without labels; it flags the share `rate` of these, and of their sentences.
 
     Raises:
       ValueError: rate is not between 0 and 1.
@@ -30,14 +30,14 @@ def fit(inputs: Inputs, *, rate: float) -> Detector:
     fitted = {name: _fixed(detector.columns(inputs, member), inputs, member) for name, member in MEMBERS.items()}
     heard = detector.said(MEMBERS, fitted, inputs)
     zero, one = np.zeros(heard.shape[1]), np.ones(heard.shape[1])
-    stack = Linear(zero, one, np.eye(len(zero))[0], np.array(0.0))  # the first column: of the whole response
+    stack = Linear(zero, one, np.eye(len(zero))[0], np.array(0.0))  # only the first column: the whole response's
     scores = special.expit(stack.logit(heard))
     parts = detector.of_parts(MEMBERS, fitted, inputs)
     return Detector(MEMBERS, fitted, stack, *(float(np.quantile(each, 1 - rate)) for each in (scores, parts)))
 
 
 def _fixed(x: np.ndarray, inputs: Inputs, member: Member) -> Linear:
-    """Weights of standardised columns: one a family, with its sign, shared out among its heads."""
+    """Weights of standardised columns: 1 per family, with its sign, divided evenly among its heads."""
     source = inputs.parts if member.of_parts else inputs.whole
     weights = []
     for name in FAMILIES:

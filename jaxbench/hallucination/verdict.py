@@ -1,4 +1,4 @@
-"""What is said of an answer, its sentences, and the passages of the context that these should rest on (S file)."""
+"""Verdicts on an answer and its sentences, with the context passages that should support them (S file)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Sentence(NamedTuple):
     start: int  # characters
     end: int
     text: str
-    probability: float  # that it says what the context does not
+    probability: float  # that the context does not support it
     is_flagged: bool
-    passage: Passage | None  # what it should rest on: the sentence of the context that shares most with it
+    passage: Passage | None  # the context sentence that shares most with it, which should support it
 
     def to_dict(self) -> dict[str, Any]:
-        """The sentence as JSON has it."""
+        """Return the sentence as a dict for JSON."""
         return self._asdict() | {"passage": None if self.passage is None else self.passage._asdict()}
 
 
@@ -38,31 +38,31 @@ class Span(NamedTuple):
     end: int
     text: str
     probability: float  # of its most suspicious token
-    sentence: int  # number of the sentence that it begins in
-    passage: Passage | None  # what it should rest on: its sentence's
+    sentence: int  # index of the sentence that it begins in
+    passage: Passage | None  # that of its sentence
 
     def to_dict(self) -> dict[str, Any]:
-        """The span as JSON has it."""
+        """Return the span as a dict for JSON."""
         return self._asdict() | {"passage": None if self.passage is None else self.passage._asdict()}
 
 
 class Verdict(NamedTuple):
-    """What a detector says of a response."""
+    """A detector's verdict on a response."""
 
     probability: float  # that some of it is hallucinated
     is_hallucinated: bool
     sentences: tuple[Sentence, ...]
-    spans: tuple[Span, ...]  # none where the detector has no token classifier
+    spans: tuple[Span, ...]  # empty if the detector has no token classifier
     num_cut: int  # tokens of the context, from its end, that did not fit the reader's window
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON has it."""
+        """Return the verdict as a dict for JSON."""
         parts = {name: [each.to_dict() for each in getattr(self, name)] for name in ("sentences", "spans")}
         return self._asdict() | parts
 
 
 class Passages:
-    """A context's sentences, by the words they are known by."""
+    """A context's sentences, indexed by their content words."""
 
     def __init__(self, context: str):
         self._spans = [Passage(a, b, context[a:b]) for a, b in sentences.sentences(context)]
@@ -71,7 +71,7 @@ class Passages:
         self._weight = {word: math.log(1 + len(self._spans) / number) for word, number in count.items()}
 
     def nearest(self, text: str) -> Passage | None:
-        """The sentence that shares most content words with a text, rare ones counting more; None where none does."""
+        """Return the sentence sharing most content words with a text, rare words weighing more; None if none does."""
         words = _content(text)
         shared = [sum(self._weight[word] for word in sorted(words & mine)) for mine in self._words]
         best = max(shared, default=0.0)

@@ -1,6 +1,6 @@
-"""Where a reader runs: kind and number of devices, blocks in the host's memory; the flags that say so (S file).
+"""Where a reader runs: kind and number of devices, blocks in host memory; and the flags for it (S file).
 
-Nothing here decides a feature: it is no part of what features are named by.
+Nothing here affects features, so it is not part of their cache key.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Where(NamedTuple):
     """Where a reader runs."""
 
     device: str = "cpu"  # or gpu, tpu
-    devices: int | None = None  # of this process, each with all weights and with responses of its own; None = all
-    offload_layers: int = 0  # last blocks whose weights lie in the host's memory and come to the device for their calls
+    devices: int | None = None  # of this process, each with all weights and its own responses; None = all
+    offload_layers: int = 0  # last blocks whose weights stay in host memory and go to the device for their calls
 
 
 def define() -> None:
@@ -32,10 +32,10 @@ def define() -> None:
 
 
 def chosen() -> tuple[Where, int]:
-    """What the flags say, and the number of processes: one where it has several devices or an accelerator.
+    """Return the flags' choice, and the number of processes: one with several devices or an accelerator.
 
     Raises:
-      ValueError: several processes, or Ray's, were asked for there.
+      ValueError: several processes, or Ray, were asked for with these.
     """
     is_shared = VALUES.device != "cpu" or (VALUES.devices or 1) > 1
     for name, plain in (("processes", 1), ("engine", "local")):
@@ -47,10 +47,10 @@ def chosen() -> tuple[Where, int]:
 
 
 def start(package: str = "jaxbench") -> None:
-    """Start this process anew as --device needs it, once; package: whose modules run, those of JAX or of PyTorch.
+    """Restart this process, once, as --device needs it; package: whose modules run, JAX's or PyTorch's.
 
     Raises:
-      ValueError: they see no such device.
+      ValueError: the library sees no such device.
     """
     library = "PyTorch" if package == "torch_ref" else "XLA"
     process_environment.ensure(VALUES.device, library=library)

@@ -1,1 +1,1 @@
-"""Bulk work in a queue that survives its workers: commands of experiments/, run one after another."""
+"""Bulk jobs in a queue that survives its workers: commands of experiments/, run one after another."""

@@ -1,9 +1,9 @@
-"""A queue of bulk work in a folder: what is waiting, running, ended; nothing is lost with a process (S file).
+"""A queue of bulk jobs in a folder: waiting, running, ended; nothing is lost when a process dies (S file).
 
-A job is a folder of its own: job.json (what to run), state.json (how far it is), log.txt (what it said). Who runs it
-holds a lock of the operating system, which goes with the process: a job that is `running` without one has lost its
-worker and is claimed again. What is run can go on where it stopped (the bulk commands of experiments/), so it is run by
-the same words.
+Each job has its own folder: job.json (what to run), state.json (its progress), log.txt (its output). The process that
+runs it holds a lock of the operating system, which is released when it dies: a job that is `running` without a lock has
+lost its worker and is claimed again. The bulk commands of experiments/ resume where they stopped, so a job is run again
+by the same command line.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class Job(Base):
     id: str
     words: tuple[str, ...]  # of the command: a file of experiments/, then its arguments
     cwd: str  # folder that relative paths of the words are in
-    kind: str = ""  # whose it is, where several share the queue: a server's own jobs have one
+    kind: str = ""  # owner, where several share the queue: a server's own jobs have one
     title: str = ""
     submitted: float  # seconds since 1970
-    priority: int = 0  # higher is run first
-    most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that breaks, or whose worker dies
+    priority: int = 0  # higher runs first
+    most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that fails, or whose worker dies
 
 
 class Progress(Base):
-    """How far a job is."""
+    """The state of a job."""
 
     state: State = "waiting"
-    attempts: int = 0  # begun
-    not_before: float = 0.0  # seconds since 1970: a command that broke is run again later
+    attempts: int = 0  # started
+    not_before: float = 0.0  # seconds since 1970: a command that failed is run again later
     started: float | None = None  # the last attempt
     ended: float | None = None
     exit_code: int | None = None
     note: str = ""  # why it ended as it did
-    worker: str = ""  # who runs it, or did
+    worker: str = ""  # which runs it, or did
 
 
 class Entry(Base):
-    """A job of a queue, and where it is."""
+    """A job of a queue, with its folder."""
 
     job: Job
     progress: Progress
@@ -68,19 +68,19 @@ class Entry(Base):
 
     @property
     def log(self) -> Path:
-        """What the command wrote, of all attempts."""
+        """Output of the command, of all attempts."""
         return self.folder / "log.txt"
 
     def as_dict(self) -> dict[str, Any]:
-        """For people and clients: what it is, and how far."""
+        """Return job and progress as a dictionary, for people and clients."""
         return self.job.model_dump(mode="json") | self.progress.model_dump(mode="json")
 
 
 class Queue:
-    """The jobs of a folder; any number of processes may use one at a time, on machines that share it too."""
+    """The jobs of a folder; any number of processes may use it at once, also on machines that share the folder."""
 
     def __init__(self, folder: str | Path):
-        """Args: folder: is made with the first job."""
+        """Args: folder: created with the first job."""
         self.folder = Path(folder).absolute()
 
     def submit(
@@ -92,10 +92,10 @@ class Queue:
         Args:
           words: of the command; HERE stands for the job's folder.
           fill: writes files into the job's folder before anybody sees it.
-          cwd: folder that the command runs in, HERE too; None = the one that this process is in.
+          cwd: folder that the command runs in, may have HERE; None = this process's.
 
         Raises:
-          ValueError: the command is none of experiments/.
+          ValueError: the command is not one of experiments/.
         """
         check_words(words)
         now = time.time()
@@ -112,20 +112,20 @@ class Queue:
         return self.find(id)
 
     def ids(self) -> list[str]:
-        """Ids of all jobs, the damaged ones too, by the second that they were submitted in."""
+        """Return the ids of all jobs, damaged ones too, ordered by the second of their submission."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(name for name in names if ID.fullmatch(name))
 
     def entries(self) -> list[Entry]:
-        """All jobs, the oldest first; damaged ones, and folders that hold none, are passed over."""
+        """Return all jobs, the oldest first; damaged ones, and folders without a job, are skipped."""
         found = []
         for name in self.ids():
             with contextlib.suppress(FileNotFoundError, ValueError):  # removed meanwhile, or damaged
                 found.append(_read(self.folder / name))
-        return sorted(found, key=lambda each: each.job.submitted)  # ids are alike within a second
+        return sorted(found, key=lambda each: each.job.submitted)  # ids do not order jobs within a second
 
     def find(self, id: str) -> Entry:
-        """A job.
+        """Return a job.
 
         Raises:
           ValueError: there is none of that id, or its files are damaged.
@@ -138,7 +138,7 @@ class Queue:
         return self.folder / id
 
     def cancel(self, id: str) -> Entry:
-        """End a job: at once where it waits, soon where it runs.
+        """Cancel a job: at once if it waits, soon if it runs.
 
         Raises:
           ValueError: as `find`; or it has ended.
@@ -155,10 +155,10 @@ class Queue:
         return self.find(id)
 
     def retry(self, id: str) -> Entry:
-        """Run a job again that failed or was cancelled, its attempts counted anew.
+        """Run a failed or cancelled job again, with its attempts counted anew.
 
         Raises:
-          ValueError: as `find`; or it has done neither.
+          ValueError: as `find`; or the job has neither failed nor been cancelled.
         """
         entry = self.find(id)
         with holding(entry.folder) as is_mine:
@@ -170,7 +170,7 @@ class Queue:
         return self.find(id)
 
     def remove(self, id: str) -> None:
-        """Remove a job that has ended, or is damaged and run by nobody, with all its files.
+        """Remove a job that has ended, or is damaged and not running, with all its files.
 
         Raises:
           ValueError: there is none of that id, or it has not ended.
@@ -179,17 +179,17 @@ class Queue:
             raise ValueError(f"jobs: {id} is {_read(folder).progress.state}; cancel it first")
 
     def remove_older(self, seconds: float) -> list[str]:
-        """Remove the jobs that ended longer ago; their ids."""
+        """Remove the jobs that ended more than `seconds` ago; return their ids."""
         limit = time.time() - seconds
         old = [each for each in self.entries() if each.progress.state in ENDED and (each.progress.ended or 0) < limit]
         return [entry.job.id for entry in old if _removed(entry.folder)]
 
     @contextlib.contextmanager
     def claimed(self, worker: str) -> Iterator[Entry | None]:
-        """The job to run next, which nobody else gets while the block lasts; None = there is none.
+        """Claim the next job for the duration of the block, so that nobody else gets it; None = there is none.
 
-        First the highest priority, then the oldest. A job whose worker died is one of them; after its last attempt it
-        has failed, which is written, and it is handed out in that state: there is nothing to run.
+        The highest priority goes first, then the oldest. Jobs whose worker died are included. If that was the last
+        attempt, the job is marked as failed and handed out in that state: there is nothing to run.
         """
         now = time.time()
         for entry in sorted(self.entries(), key=lambda each: (-each.job.priority, each.job.submitted)):
@@ -213,7 +213,7 @@ class Queue:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Check that words are a command of experiments/.
+    """Check that words are the command line of a command of experiments/.
 
     Raises:
       ValueError: they are not.
@@ -228,7 +228,7 @@ def check_words(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[bool]:
-    """Hold a job for this process, where nobody else does: True or False; a process that dies lets go."""
+    """Lock a job for this process; False if another one holds it. The lock is released when the process dies."""
     with contextlib.ExitStack() as stack:
         try:
             is_mine = stack.enter_context(store.taken(folder / ".lock"))
@@ -238,18 +238,18 @@ def holding(folder: Path) -> Iterator[bool]:
 
 
 def end(entry: Entry, state: State, *, exit_code: int | None = None, note: str = "") -> None:
-    """Write that a job has ended; only who holds it may."""
+    """Record that a job has ended; only its holder may."""
     changed = {"state": state, "ended": time.time(), "exit_code": exit_code, "note": note}
     _write(entry.folder, entry.progress.model_copy(update=changed))
 
 
 def postpone(entry: Entry, seconds: float, *, attempts: int, note: str = "") -> None:
-    """Let a job wait, so many attempts of which count; only who holds it may."""
+    """Let a job wait for `seconds`; attempts: how many count. Only its holder may."""
     _write(entry.folder, Progress(attempts=attempts, not_before=time.time() + seconds, note=note))
 
 
 def _removed(folder: Path) -> bool:
-    """Remove the folder of a job that has ended, unless it was begun anew meanwhile; True where it is gone."""
+    """Remove the folder of a job that has ended, unless it was started again meanwhile; True if it is gone."""
     with holding(folder) as is_mine:
         if is_mine and not _may_run(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -257,18 +257,18 @@ def _removed(folder: Path) -> bool:
 
 
 def _may_run(folder: Path) -> bool:
-    """True where a job has not ended; one whose files are damaged is never run."""
+    """Return whether a job has not ended; one with damaged files is never run."""
     try:
         return _read(folder).progress.state not in ENDED
     except ValueError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-            raise  # nothing is known of it: a file that cannot be read now may be well
+            raise  # its state is unknown: a file that cannot be read now may be intact
         return False
 
 
 def _read(folder: Path) -> Entry:
-    """A job's files.
+    """Read a job's files.
 
     Raises:
       ValueError: one is missing or damaged.

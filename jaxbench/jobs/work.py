@@ -1,4 +1,4 @@
-"""Workers of a queue: each runs one job at a time as a process of its own, and hears of its end (S file)."""
+"""Workers of a queue: each runs one job at a time in its own process, and records how it ends (S file)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from jaxbench.measure import process
 
 log = logging.getLogger("jaxbench.jobs")
 
-POLL_S = 0.2  # between looks at a command that runs
-BROKEN = -1  # exit code of what could not be started
-GRACE_S = 10.0  # that a command has to end by itself
+POLL_S = 0.2  # between checks of a running command
+BROKEN = -1  # exit code of a command that could not be started
+GRACE_S = 10.0  # for a command to end by itself
 PAUSE_S = 5.0  # before a command that broke is run again, twice as long each time
 HOUR_S = 3600.0
-FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which the same would end alike,
-# but for these endings of what was said: an error that no command expects, a full disk, too little memory
+FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which a retry would end alike,
+# unless the log has one of these texts: an error that no command expects, a full disk, too little memory
 PASSING = (
     "Traceback (most recent call last)", "error: cannot write", "error: out of memory", f"error: {worker_pool.KILLED}",
 )  # fmt: skip
-TAIL_BYTES = 2**16  # of what a command said that are read back
-# A process that ends with its worker, however that ends: prctl(PR_SET_PDEATHSIG, SIGKILL), where there is one.
+TAIL_BYTES = 2**16  # of a command's log that are read back
+# A process that ends with its worker, however that ends: by prctl(PR_SET_PDEATHSIG, SIGKILL), where available.
 WITH_PARENT = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -44,7 +44,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 class Workers:
-    """So many workers of a queue, threads of this process, until they are told to end or nothing is left."""
+    """Workers of a queue, as threads of this process, until they are told to end or no job is left."""
 
     def __init__(
         self, held: Queue, *, count: int = 1, poll_s: float = 1.0, niceness: int = 0, keep_s: float | None = None,
@@ -53,29 +53,29 @@ class Workers:
         """Prepare them.
 
         Args:
-          poll_s: between looks for a new job.
-          niceness: of what they run, 0 to 19; 19 lets everything else go first.
+          poll_s: between checks for a new job.
+          niceness: of the jobs' processes, 0 to 19; 19 yields to everything else.
           keep_s: remove jobs that ended longer ago; None = none.
           until_empty: end when no job waits or runs, here or elsewhere.
         """
         self._queue, self._poll_s, self._niceness, self._keep_s = held, poll_s, niceness, keep_s
         self._until_empty, self._stop, self._cleaned = until_empty, threading.Event(), float("-inf")
         self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(count)]
-        self.failed = 0  # jobs that did here
+        self.failed = 0  # jobs that failed here
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Take nothing new; what runs is ended and waits again, its attempt not counted."""
+        """Take no new job; running ones are ended and wait again, and their attempt is not counted."""
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for their end."""
+        """Wait for the workers to end."""
         for thread in self._threads:
-            while thread.is_alive():  # in parts, so that a signal is heard
+            while thread.is_alive():  # with a timeout, so that signals are handled
                 thread.join(0.2)
 
     def _work(self, number: int) -> None:
@@ -83,7 +83,7 @@ class Workers:
         while not self._stop.is_set():
             try:
                 is_idle = self._turn(name)
-            except Exception:  # a full disk, a folder that went: the next turn may go well
+            except Exception:  # a full disk, a folder that is gone: the next turn may succeed
                 log.exception("worker", extra={"fields": {"worker": name}})
                 is_idle = True
             if is_idle and self._until_empty and not self._left():
@@ -122,7 +122,7 @@ class Workers:
                     command(entry), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     cwd=cwd, start_new_session=True,
                 )  # fmt: skip
-            except OSError as error:  # its folder went
+            except OSError as error:  # its folder is gone
                 output.write(f"it cannot be started: {error}\n".encode(errors="replace"))
             else:
                 if self._niceness:
@@ -134,7 +134,7 @@ class Workers:
         self._ended(entry, code, asked, said(entry.log, begin), about)
 
     def _wait(self, child: subprocess.Popen[bytes], marker: Path) -> str:
-        """Wait for a command's end; "stop" or "cancel" where it was asked for."""
+        """Wait for a command's end; return "stop" or "cancel" if that was asked for, else ""."""
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
@@ -146,7 +146,7 @@ class Workers:
 
     def _ended(self, entry: Entry, code: int, asked: str, text: str, about: dict[str, Any]) -> None:
         attempts, last = entry.progress.attempts, process.last_line(text, "it said nothing")
-        if code == 0:  # also where it was asked to end too late
+        if code == 0:  # also if it was asked to end too late
             state, note = "done", ""
         elif asked == "cancel":
             state, note = "cancelled", "cancelled while it ran"
@@ -166,23 +166,23 @@ class Workers:
 
 
 def command(entry: Entry) -> list[str]:
-    """The words of the process that runs a job."""
+    """Return the command line of the process that runs a job."""
     first, *rest = (word.replace(HERE, str(entry.folder)) for word in entry.job.words)
     return tied([str(COMMANDS / Path(first).name), *rest])
 
 
 def tied(words: Sequence[str]) -> list[str]:
-    """The words of a Python process, script first, that ends with the thread that starts it, by SIGKILL (Linux)."""
+    """Return the command line of a Python script, killed (Linux: SIGKILL) when the thread that starts it ends."""
     return [sys.executable, "-c", WITH_PARENT, str(os.getpid()), *words]
 
 
 def is_final(code: int, text: str) -> bool:
-    """True where the same words would end alike; text: what the command said."""
+    """Return whether the same command would end alike again; text: the end of its log."""
     return code in FINAL and not any(word in text for word in PASSING)
 
 
 def said(path: Path, begin: int = 0) -> str:
-    """The end of what a command wrote into its log from a byte on."""
+    """Return the end of what a command wrote to its log, from byte `begin` on."""
     with open(path, "rb") as file:
         file.seek(max(begin, path.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace")

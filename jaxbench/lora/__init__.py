@@ -1,1 +1,1 @@
-"""Low-rank adapters: a few parameters beside frozen projections."""
+"""Low-rank adapters: a few parameters added to frozen projections."""

@@ -18,7 +18,7 @@ PARAMETERS = r"layers\.\d+\.(attention|mlp)\.\w+\.lora_[ab]\.kernel"  # names of
 
 
 class LoraConfig(Base):
-    """Adapters: what is added to x W is alpha / rank * dropout(x) A B."""
+    """Adapters: they add alpha / rank * dropout(x) A B to x W."""
 
     rank: int = pydantic.Field(default=8, gt=0)
     alpha: float = pydantic.Field(default=16.0, gt=0)
@@ -28,7 +28,7 @@ class LoraConfig(Base):
 
     @property
     def scale(self) -> float:
-        """What the adapters' output is multiplied by."""
+        """Factor on the adapters' output."""
         return self.alpha / self.rank
 
     @pydantic.field_validator("targets")
@@ -37,7 +37,7 @@ class LoraConfig(Base):
         known = (*ATTENTION, *FEED_FORWARD)
         if not targets or not set(targets) <= set(known) or len(set(targets)) < len(targets):
             raise ValueError(f"lora: targets={list(targets)} must be different ones of {', '.join(known)}")
-        return tuple(sorted(targets, key=known.index))  # no order of names decides anything
+        return tuple(sorted(targets, key=known.index))  # the order of names does not matter
 
 
 class LoraTransformerConfig(TransformerConfig):
@@ -66,17 +66,17 @@ class LoraTransformerConfig(TransformerConfig):
         return "lora"
 
     def layer_counts(self) -> dict[int, int]:
-        """Number of layers with adapters and without, by the index of one of them."""
+        """Number of layers with adapters and without, keyed by the index of one of them."""
         chosen = [i for i in range(self.num_layers) if self.has_adapter(i)]
         others = [i for i in range(self.num_layers) if not self.has_adapter(i)]
         return {each[0]: len(each) for each in (chosen, others) if each}
 
     def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Parameter shapes of a layer, its adapters' beside the plain ones."""
+        """Parameter shapes of a layer, including its adapters'."""
         return plain | (self.adapter_shapes(plain) if self.has_adapter(index) else {})
 
     def adapter_shapes(self, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of a layer's adapters by name inside it."""
+        """Shapes of a layer's adapters, keyed by name within it."""
         found = {}
         for target in self.lora.targets:
             name = f"{'attention' if target in ATTENTION else 'mlp'}.{target}"
@@ -85,7 +85,7 @@ class LoraTransformerConfig(TransformerConfig):
         return found
 
     def own_params(self, seed: int, *, distinct: bool, std: float) -> dict[str, np.ndarray]:
-        """Initial values: A uniform within 1 / sqrt(in), as PEFT draws it, B zero; the decoder computes what it did."""
+        """Initial values: A uniform within 1 / sqrt(in), as in PEFT, B zero: the decoder's function is unchanged."""
         from jaxbench import initial
 
         shapes, params = initial.parameter_shapes(self), {}
@@ -101,7 +101,7 @@ class LoraTransformerConfig(TransformerConfig):
 
 
 def with_lora(model: TransformerConfig, lora: LoraConfig | None) -> TransformerConfig:
-    """Decoder's shape with adapters; without any, as it is.
+    """Add adapters to a decoder's configuration; lora=None leaves it as it is.
 
     Raises:
       ValueError: the adapters do not fit the decoder, or its layers are of another kind already.
@@ -118,12 +118,12 @@ def with_lora(model: TransformerConfig, lora: LoraConfig | None) -> TransformerC
 
 
 def plain(config: LoraTransformerConfig) -> TransformerConfig:
-    """Shape of the decoder without its adapters."""
+    """Configuration of the decoder without its adapters."""
     return TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.model_fields})
 
 
 def merged(config: LoraTransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Parameters of the plain decoder that computes the same: adapters multiplied out and added to their kernels."""
+    """Parameters of the plain decoder that computes the same: adapters are multiplied out and added to kernels."""
     found = {name: value for name, value in params.items() if ".lora_" not in name}
     for name in params:
         if name.endswith(".lora_a.kernel"):

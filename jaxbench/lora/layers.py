@@ -26,7 +26,7 @@ _stream: ContextVar[tuple | None] = ContextVar("dropout of adapters", default=No
 
 
 class LoraLinear(nn.Linear):
-    """Affine map with an adapter beside it."""
+    """Affine map with a low-rank adapter."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig, name: str, *, dtype: str):
         self.kernel, self.bias, self.scales = base.kernel, base.bias, base.scales
@@ -54,19 +54,19 @@ class LoraBlock(transformer.Block):
     def attend(
         self, x: Float[Array, "B T D"], context: Context, site: int | Array, cached: tuple | None = None
     ) -> tuple[Float[Array, "B T D"], tuple]:
-        """Residual stream between the block's branches, and the layer's entry of the cache."""
+        """Residual stream between the block's two branches, and the layer's cache entry."""
         with _dropping(context):
             return super().attend(x, context, site, cached)
 
     def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
-        """Residual stream behind the block, from that between its branches."""
+        """Residual stream after the block, given the one between its branches."""
         with _dropping(context):
             return super().feed(x, context, site)
 
 
 @contextlib.contextmanager
 def _dropping(context: Context) -> Iterator[None]:
-    """Adapters called inside draw their masks from the call's stream."""
+    """Make adapters called inside draw their dropout masks from the call's stream."""
     token = _stream.set(context.dropout)
     try:
         yield
@@ -78,7 +78,7 @@ def make_layer(config: LoraTransformerConfig, index: int, compute: Compute) -> t
     """Layer of a decoder with adapters.
 
     Raises:
-      ValueError: projections are fused, which adapters are not part of.
+      ValueError: projections are fused, which adapters do not support.
     """
     if compute.projection_groups:
         raise ValueError(f"lora: adapters need projection_groups=0, got {compute.projection_groups}")
@@ -86,11 +86,11 @@ def make_layer(config: LoraTransformerConfig, index: int, compute: Compute) -> t
 
 
 def build(config: Any, params: Mapping[str, np.ndarray], **compute: Any) -> transformer.Transformer:
-    """Decoder of a configuration, with adapters where it has any."""
+    """Build the decoder of a configuration, with adapters if it has any."""
     chosen = make_layer if config.layer_kind == "lora" else None
     return transformer.build(config, params, make_layer=chosen, **compute)
 
 
 def extension(lora: LoraConfig | None) -> Extension:
-    """What adapters add to the decoder in training; nothing without any."""
+    """What adapters add to the decoder in training; nothing if lora is None."""
     return Extension() if lora is None else Extension(make_layer=make_layer, add_rules=placement.with_adapters)

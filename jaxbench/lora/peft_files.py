@@ -1,6 +1,6 @@
-"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors, both ways (S file).
+"""Read and write adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors (S file).
 
-Module names are transformers'; A and B lie there as (rank, in) and (out, rank).
+Module names are those of transformers; A and B are stored as (rank, in) and (out, rank).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, plain, with_
 from jaxbench.pretrained import assets, families, hf_config
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# First values that leave the decoder's own weights as they are; PiSSA, OLoRA, CorDA, LoftQ and others change those as
-# PEFT opens the folder, so that A and B beside the decoder's own weights would be another function.
+# Initialisations that leave the decoder's own weights unchanged; PiSSA, OLoRA, CorDA, LoftQ and others change them when
+# PEFT opens the folder, so that A and B with the decoder's own weights would be another function.
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-# What adds or changes something in the forward pass, where it is set.
+# Settings that, if set, add or change something in the forward pass.
 NOT_READ = (
     "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication", "alora_invocation_tokens",
     "target_parameters", "trainable_token_indices", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
@@ -38,7 +38,7 @@ def save(
     base: name or folder of the decoder without them, as PEFT keeps it; "default" is written as its id on the hub.
 
     Raises:
-      ValueError: the folder has content, or transformers joins an adapted projection with others.
+      ValueError: the folder has content, or transformers fuses an adapted projection with others.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -66,10 +66,10 @@ def save(
 
 
 def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformerConfig, dict[str, np.ndarray]]:
-    """A decoder's shape with the adapters of a folder, and their parameters, bfloat16 ones widened to float32.
+    """Configuration of a decoder with a folder's adapters, and their parameters, bfloat16 ones widened to float32.
 
     Raises:
-      ValueError: a file is missing or damaged, adapters of another kind, or of another decoder.
+      ValueError: a file is missing or damaged, or the adapters are of another kind or for another decoder.
     """
     from safetensors.numpy import load_file
 
@@ -99,13 +99,13 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
         module, _, part = name.partition(".lora_")
         if module not in names or part not in ("A.weight", "B.weight"):
             raise ValueError(f"{folder / WEIGHTS}: {name} is no adapter of this decoder")
-        value = value.astype(np.float32) if value.dtype.name == "bfloat16" else value  # PyTorch takes no array of it
+        value = value.astype(np.float32) if value.dtype.name == "bfloat16" else value  # PyTorch cannot take such arrays
         params[f"{names[module]}.lora_{part[0].lower()}.kernel"] = np.ascontiguousarray(value.T)
     return shape, params
 
 
 def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise where adapters do something that these have not."""
+    """Raise ValueError if adapters use a feature that is not implemented here."""
     wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
     for name, value in wanted.items():
         if values.get(name, value) != value:
@@ -133,7 +133,7 @@ def _modules(config: TransformerConfig) -> dict[str, str]:
     """transformers' name of each projection.
 
     Raises:
-      ValueError: the family joins projections, as GPT-2 does.
+      ValueError: the family fuses projections, as GPT-2 does.
     """
     family = families.HF_FAMILIES[hf_config.config_to_hf(plain(config))["model_type"]]
     found = {}

@@ -1,4 +1,4 @@
-"""Where adapters live on a mesh: a rule beside those of the decoder (sharding.py)."""
+"""Where adapters live on a mesh: a rule in addition to those of the decoder (sharding.py)."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from jaxbench.sharding import Rule
 
 
 def with_adapters(rules: tuple[Rule, ...], config: LoraTransformerConfig, **axes: Any) -> tuple[Rule, ...]:
-    """Decoder's sharding rules, and one for its adapters: whole on every device, small as they are."""
+    """Decoder's sharding rules, and one that replicates its adapters, which are small, on every device."""
     return (*rules, (PARAMETERS, P()))

@@ -1,1 +1,1 @@
-"""What measures any workload: records, environment, worker processes, verdicts, costs, pages; it knows none of them."""
+"""Measurement tools independent of any workload: records, environment, worker processes, verdicts, costs, pages."""

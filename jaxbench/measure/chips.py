@@ -1,7 +1,7 @@
-"""Published rates of TPU chips and the topologies that can be compiled for without one (S file).
+"""Published rates of TPU chips, and the topologies that a program can be compiled for without a TPU (S file).
 
-Rates are per chip and peak. Sources, read in November 2026: the "key specifications" tables of the Cloud TPU
-documentation (docs.cloud.google.com/tpu/docs/<page>). Where a page was revised, the value of its latest text stands.
+Rates are peak rates per chip. Sources, read in November 2026: the "key specifications" tables of the Cloud TPU
+documentation (docs.cloud.google.com/tpu/docs/<page>). Where a page was revised, its latest value is used.
 `ici_bytes_per_s` is what one chip can send over all its links at once: half of the published bidirectional figure.
 """
 
@@ -49,11 +49,11 @@ TOPOLOGIES = tuple(
 
 
 def least_seconds(chip: Chip, *, flops: float, traffic: float, sent: float) -> tuple[dict[str, float], str]:
-    """What a program takes at least at a chip's peak rates, each alone, and the longest: compute, memory, interconnect.
+    """Return the least seconds of compute, memory and interconnect, each alone at its peak rate, and the bottleneck.
 
     Args:
-      flops: of one chip.
-      traffic: bytes that cross its memory.
+      flops: FLOPs of one chip.
+      traffic: bytes moved to and from its memory.
       sent: bytes that it sends to other chips.
     """
     times = {
@@ -78,7 +78,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(name: str) -> Topology:
-    """Slice of this name.
+    """Return the slice of this name.
 
     Raises:
       ValueError: the name is not in TOPOLOGIES; the message gives the nearest name and all of them.

@@ -1,7 +1,7 @@
 """Energy counters of the machine: processor packages (RAPL) and NVIDIA GPUs (S file).
 
-Counters belong to the whole machine, so that a difference is one workload's energy only while nothing else runs. Where
-there is no counter, or it may not be read, there is no figure: never 0.
+Counters cover the whole machine, so a difference is one workload's energy only while nothing else runs. A counter that
+is missing or unreadable yields no figure, never 0.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-RAPL = Path("/sys/class/powercap")  # Linux; its counters are root's alone on many systems
-PLATFORM = "psys"  # Intel's name of the counter of processor, memory and board together
+RAPL = Path("/sys/class/powercap")  # Linux; on many systems only root may read its counters
+PLATFORM = "psys"  # Intel's name for the counter of processor, memory and board together
 
 
 class Reading(NamedTuple):
     """One counter."""
 
     joules: float
-    wraps_at: float  # joules at which it begins again at 0
+    wraps_at: float  # joules at which it wraps around to 0
 
 
 def readings(rapl: Path = RAPL) -> dict[str, Reading]:
-    """Every counter that can be read, by name; parts of a package (cores, memory controller) are in their package's.
+    """Return every readable counter by name; a package's counter includes its parts (cores, memory controller).
 
-    The whole platform's counter (psys), which some machines have, holds the packages and is left out; so is that of
-    memory modules (dram), which some packages show among their parts though it is not in theirs.
+    The platform counter (psys), which some machines have, includes the packages and is left out. So is the counter of
+    the memory modules (dram): some packages list it among their parts, but their own counter does not include it.
     """
     found = {}
-    for folder in sorted(rapl.glob("intel-rapl:*")):  # AMD's processors have this name too
+    for folder in sorted(rapl.glob("intel-rapl:*")):  # AMD processors use this name too
         if folder.name.count(":") > 1:
             continue
         try:
@@ -42,7 +42,7 @@ def readings(rapl: Path = RAPL) -> dict[str, Reading]:
 
 
 def _name(folder: Path) -> str:
-    """What the kernel calls a counter: package-0, psys; empty where it does not say."""
+    """Return the kernel's name of a counter, such as package-0 or psys; empty if it has none."""
     try:
         return (folder / "name").read_text().strip()
     except OSError:
@@ -50,7 +50,7 @@ def _name(folder: Path) -> str:
 
 
 def spent(before: Mapping[str, Reading], after: Mapping[str, Reading]) -> float | None:
-    """Joules between two readings, over the counters that both have; None without any."""
+    """Return the joules between two readings, summed over the counters in both; None if they share none."""
     differences = [
         (after[name].joules - start.joules) % start.wraps_at for name, start in before.items() if name in after
     ]
@@ -58,7 +58,7 @@ def spent(before: Mapping[str, Reading], after: Mapping[str, Reading]) -> float 
 
 
 def _gpus() -> dict[str, Reading]:
-    """Energy of NVIDIA GPUs since their driver was loaded (Volta and newer)."""
+    """Return the energy of NVIDIA GPUs since their driver was loaded (Volta and newer)."""
     try:
         import pynvml
 

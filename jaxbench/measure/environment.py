@@ -1,4 +1,4 @@
-"""What machine and settings a result came from (S file: neither JAX nor PyTorch)."""
+"""The machine and settings that a result came from (S file: neither JAX nor PyTorch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def describe(*, threads: int) -> dict:
-    """Everything a reader needs to judge or repeat a measurement, as plain JSON."""
+    """Return everything needed to judge or repeat a measurement, as plain JSON."""
     return {
         "host": fingerprint(),
         "cpu": cpu_model(),
@@ -38,7 +38,7 @@ def describe(*, threads: int) -> dict:
 
 
 def fingerprint() -> str:
-    """Hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
+    """Return a hashed id of this machine: 12 hex digits, the same on every run here, without the host name in clear."""
     parts = [platform.node(), platform.machine(), cpu_model(), str(os.cpu_count()), str(total_memory_bytes() >> 30)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
@@ -57,7 +57,7 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be given out, the control group's limit included."""
+    """Memory that can still be allocated, in bytes, within the control group's limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -71,7 +71,7 @@ def available_memory_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version of those installed, and python."""
+    """Return package -> version for python and the packages that are installed."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -82,9 +82,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Version of the code: the short git commit; + and a hash of the changes where the code differs from it.
+    """Return the version of the code: the short git commit, then + and a hash of the changes if the code differs.
 
-    A changed document or configuration is no other code. Outside git it is `sources-` and a hash of the Python files.
+    Changes to documents or configurations do not count. Outside git: `sources-` and a hash of the Python files.
     """
     if not (ROOT / ".git").exists():
         return f"sources-{_hash(_sources())}"
@@ -108,7 +108,7 @@ def _hash(parts: list[bytes]) -> str:
 
 
 def pressure() -> dict[str, float]:
-    """Share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
+    """Return the share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
     shares = {}
     for kind in ("cpu", "memory", "io"):
         try:
@@ -120,5 +120,5 @@ def pressure() -> dict[str, float]:
 
 
 def _git(*arguments: str) -> bytes:
-    command = ["git", "--no-optional-locks", *arguments]  # killed by the timeout, git would leave its lock
+    command = ["git", "--no-optional-locks", *arguments]  # git killed by the timeout would leave its lock behind
     return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=10, check=True).stdout

@@ -1,11 +1,11 @@
 """Analytic FLOPs and memory traffic of the decoder (S file: neither JAX nor PyTorch).
 
 One multiply-add is two FLOPs. Only matrix products are counted: norms, rotary embedding, softmax, activations and the
-optimiser are elementwise and left out (measured against the compiler's count in tests/measure/test_flops.py).
+optimiser are elementwise and left out (checked against the compiler's count in tests/measure/test_flops.py).
 Attention is counted as the dense reference computes it: queries of a whole sequence against the keys up to the end of
 their part (prompts.query_parts), masked or not; a decoded token against every cache slot.
-Prefill needs the head at the last position only. Bytes are the least that memory must move when nothing but weights,
-key-value cache and logits crosses it: a lower bound, so that a share of the roofline is never above one by accounting.
+Prefill needs the head at the last position only. Bytes count only weights, key-value cache and logits: a lower bound
+on memory traffic, so that the accounting never pushes a share of the roofline above one.
 
 Axis letters: B batch, T query positions, S key slots, D model width, F feed-forward, V vocabulary, L layers.
 """
@@ -25,7 +25,7 @@ class Cost(NamedTuple):
     """FLOPs and bytes of one program run."""
 
     flops: int  # FLOP, matrix products only
-    bytes: int  # bytes moved to and from memory at least
+    bytes: int  # least bytes moved to and from memory
     parts: dict[str, int]  # FLOP by part: projections, scores, mlp, head
 
 
@@ -42,7 +42,7 @@ def parameter_bytes(config: TransformerConfig, dtype: str) -> int:
 
 
 def kv_cache_bytes(config: TransformerConfig, *, batch: int, length: int, dtype: str) -> int:
-    """Bytes of keys and values of `length` slots (positions, 4 bytes a slot, left out)."""
+    """Bytes of keys and values of `length` slots (positions, 4 bytes per slot, are left out)."""
     slots = batch * length * config.num_layers
     return 2 * slots * config.num_kv_heads * config.head_dim * dtype_bytes(dtype)
 
@@ -59,9 +59,9 @@ def prefill_cost(
     """Cost of filling the cache from a prompt; the head runs at the last position only.
 
     Args:
-      batch: rows, of one chip where weights are split.
+      batch: rows; those of one chip where weights are sharded.
       cache_length: key slots that every query reads (unset: its part of the prompt).
-      weight_bytes: of the weights that are read (unset: all).
+      weight_bytes: bytes of the weights that are read (unset: all).
     """
     pairs = _ordered_pairs(prompt_tokens) if cache_length is None else prompt_tokens * cache_length
     parts = _forward_flops(config, batch=batch, tokens=prompt_tokens, pairs=pairs, head_tokens=1)
@@ -92,15 +92,15 @@ def train_cost(
     used_parameters: int | None = None,
     vocab_chips: int = 1,
 ) -> Cost:
-    """Cost of forward, backward and an AdamW update: three forward passes' matrix products, nothing computed again.
+    """Cost of forward, backward and an AdamW update: the matrix products of three forward passes, no rematerialisation.
 
-    Used weights are read in forward and backward; stored ones are rewritten, their gradient written and read, both
-    float32 moments read and written; the logits are written and read once each way.
+    The weights used are read in forward and backward. The weights stored are rewritten, their gradient is written and
+    read, and both float32 moments are read and written. The logits are written and read once each way.
 
     Args:
-      batch: rows, of one chip where weights are split.
-      stored_parameters: those that the chip stores and updates (unset: all).
-      used_parameters: those that it computes with (unset: all).
+      batch: rows; those of one chip where weights are sharded.
+      stored_parameters: parameters that the chip stores and updates (unset: all).
+      used_parameters: parameters that it computes with (unset: all).
       vocab_chips: chips that share the logits.
     """
     pairs = _ordered_pairs(seq_len) if config.is_causal else seq_len**2
@@ -114,7 +114,7 @@ def train_cost(
 
 
 def _ordered_pairs(length: int) -> int:
-    """Query-key pairs of one row whose queries are attended part by part."""
+    """Count the query-key pairs of one row whose queries are attended part by part."""
     return sum((end - start) * end for start, end in prompts.query_parts(length))
 
 
@@ -135,7 +135,7 @@ def _forward_flops(
 
 
 def _weight_bytes(config: TransformerConfig, lookups: int, dtype: str) -> int:
-    """Bytes of weights one forward pass reads: all once; an untied or position table only its rows."""
+    """Bytes of weights that one forward pass reads: all once, but only the rows used of an untied or position table."""
     size, count = dtype_bytes(dtype), num_parameters(config)
     rows = 0
     if not config.tie_embeddings:

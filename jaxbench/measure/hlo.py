@@ -6,13 +6,14 @@ reduce-scatter (n-1)/n of the full size, all-reduce twice that, all-to-all (n-1)
 once, at its start; so does a TPU collective that is spread over several fusions (they share chain_id and channel_id).
 An all-reduce inside a fusion called all-reduce-scatter is the TPU's form of reduce-scatter. The body of a `while`
 counts as often as the loop runs (its `known_trip_count`, else the constant that its condition counts up to from 0),
-and once where that is unknown; those are reported. Of a conditional every branch counts, so that its bytes are a bound.
+and once where that is unknown; those are reported. Every branch of a conditional counts, so its bytes are an upper
+bound.
 
-A collective is asynchronous where the schedule has its start and its end apart: a -start and its -done, or a chain of
-fusions. It is overlapped where a product (dot, convolution, or a kernel of tpu_custom_call) stands between the two, or
-is computed in one of the chain's fusions between its first and last. These are counts of what the compiler scheduled:
-how long either takes is not known, and work other than products is not counted. A pair split over a loop's rounds is
-not overlapped.
+A collective is asynchronous if the schedule separates its start from its end: a -start and its -done, or a chain of
+fusions. It is overlapped if a product (dot, convolution, or a kernel of tpu_custom_call) is scheduled between the two,
+or is computed in one of the chain's fusions between its first and last. These are counts of what the compiler
+scheduled: how long either takes is not known, and work other than products is not counted. A pair split over a loop's
+iterations is not overlapped.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Collective(NamedTuple):
     count: int  # executions
     result_bytes: int  # bytes of the results
     sent_bytes: int  # bytes one chip must send
-    unknown_loops: int  # of those, inside a loop whose trip count is not known (counted once)
-    asynchronous: int = 0  # executions with start and end apart
-    overlapped: int = 0  # of those, with a product between start and end
-    overlapped_bytes: int = 0  # of sent_bytes, those of overlapped executions
+    unknown_loops: int  # collectives inside a loop whose trip count is not known (counted once)
+    asynchronous: int = 0  # executions whose start and end are separate
+    overlapped: int = 0  # asynchronous executions with a product between start and end
+    overlapped_bytes: int = 0  # the part of sent_bytes that overlapped executions send
 
 
 class _Instruction(NamedTuple):
@@ -55,12 +56,12 @@ class _Instruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name that others refer to it by, without the percent sign."""
+        """Name that other instructions refer to it by, without the percent sign."""
         return _INSTRUCTION.match(self.line).group(1)
 
 
 def collectives(text: str, num_chips: int) -> dict[str, Collective]:
-    """Collectives of one run of the program by kind; kinds that do not occur are left out."""
+    """Return the collectives of one run of the program by kind; kinds that do not occur are left out."""
     computations, entry = _parse(text)
     totals: dict[str, Collective] = {}
     chains: set[tuple[str, str]] = set()
@@ -94,7 +95,7 @@ def collectives(text: str, num_chips: int) -> dict[str, Collective]:
 
 
 def shape_bytes(shape: str) -> list[int]:
-    """Bytes of every array of an HLO shape, a tuple's in order."""
+    """Bytes of every array of an HLO shape; for a tuple, in order."""
     return [math.prod(int(d) for d in dims.split(",") if d) * _bits(kind) // 8 for kind, dims in _SHAPE.findall(shape)]
 
 
@@ -109,7 +110,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
                 current = head.group(2)
                 computations[current] = []
                 entry = current if head.group(1) else entry
-        elif line.rstrip() == "}":  # a kernel's metadata may go over several lines, one of which begins so too
+        elif line.rstrip() == "}":  # exact: a line of a kernel's multi-line metadata may also begin with a brace
             current = None
         elif match := _INSTRUCTION.match(line):
             shape = next(_split(match.group(2), " "))
@@ -140,7 +141,7 @@ def _walk(
             yield instruction, times, is_unknown, name
             continue
         if instruction.opcode in ("async-update", "async-done"):
-            continue  # they name the computation that their async-start already ran
+            continue  # they name the computation that their async-start already counted
         inner_times, inner_unknown = times, is_unknown
         if instruction.opcode == "while":
             trips = _trip_count(computations, instruction.line)
@@ -152,17 +153,17 @@ def _walk(
 
 
 def _spans(computations: dict[str, list[_Instruction]]) -> dict[Any, bool]:
-    """Asynchronous collectives, by chain or else by name, and whether a product stands between start and end."""
+    """Map each asynchronous collective, by chain or else by name, to whether a product is between start and end."""
     works, found = _holding_products(computations), {}
     for instructions in computations.values():
         ends: dict[Any, list[int]] = {}
-        owner: dict[str, list[Any]] = {}  # keys of what an instruction that starts something has started
+        owner: dict[str, list[Any]] = {}  # instruction -> keys of the collectives that it starts or continues
         for index, instruction in enumerate(instructions):
             for key in _keys(computations, instruction):
                 ends.setdefault(key, []).append(index)
                 owner.setdefault(instruction.name, []).append(key)
             if instruction.opcode in _ENDS:
-                # The operand's name stands alone, or behind its shape.
+                # The operand is printed as its name alone, or as its shape and name.
                 line = re.sub(r"/\*index=\d+\*/", "", instruction.line)  # counts of a long tuple's shapes
                 started = re.search(r"-(?:done|update)\((?:[^=%]*%)?([\w.\-]+)", line)
                 for key in owner.get(started.group(1), []) if started else ():
@@ -176,7 +177,7 @@ def _spans(computations: dict[str, list[_Instruction]]) -> dict[Any, bool]:
 
 
 def _keys(computations: dict[str, list[_Instruction]], instruction: _Instruction) -> list[Any]:
-    """Collectives that an instruction starts or goes on with: chains of a fusion, names of a start."""
+    """Return keys of the collectives that an instruction starts or continues: chains of a fusion, names of a start."""
     if instruction.opcode.removesuffix("-start") in KINDS and instruction.opcode.endswith("-start"):
         return [instruction.name]
     if instruction.opcode not in ("fusion", "async-start"):
@@ -188,7 +189,7 @@ def _keys(computations: dict[str, list[_Instruction]], instruction: _Instruction
 
 
 def _holding_products(computations: dict[str, list[_Instruction]]) -> Callable[[_Instruction], bool]:
-    """Test of whether an instruction computes a product, itself or in what it calls."""
+    """Return a test of whether an instruction computes a product, itself or in a computation that it calls."""
 
     @functools.cache
     def holds(name: str) -> bool:
@@ -209,7 +210,7 @@ def _called(line: str) -> list[str]:
 
 
 def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int | None:
-    """Trip count of a loop: what the compiler says, else the one bound its condition compares with."""
+    """Return a loop's trip count: the compiler's, else the only bound in its condition; None if unknown."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(known.group(1))
     name = re.search(r"condition=%?([\w.\-]+)", line)
@@ -220,7 +221,7 @@ def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int |
 
 
 def _chain(line: str) -> tuple[str, str] | None:
-    """The ids that the parts of one spread collective share; None for a whole one."""
+    """Return the ids that the parts of one collective spread over fusions share; None for a whole collective."""
     chain, channel = re.search(r'chain_id="(\d+)"', line), re.search(r"channel_id=(\d+)", line)
     return (chain.group(1), channel.group(1)) if chain and channel else None
 
@@ -228,7 +229,7 @@ def _chain(line: str) -> tuple[str, str] | None:
 def _result_bytes(instruction: _Instruction) -> int:
     """Bytes of the result; a start's tuple is (operands, results, contexts)."""
     result = instruction.shape
-    # An all-reduce's shape is the result's alone, a tuple only when several arrays are reduced together.
+    # An all-reduce-start's shape is the result's alone; it is a tuple only if several arrays are reduced together.
     if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start" and result.startswith("("):
         parts = list(_split(result[1:-1], ","))
         result = parts[1] if len(parts) > 1 else result

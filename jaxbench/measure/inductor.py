@@ -1,4 +1,4 @@
-"""Whether torch.compile can build code on this machine (S file: PyTorch is looked for, not imported)."""
+"""Check whether torch.compile can build code on this machine (S file: PyTorch is looked for, not imported)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def unusable(device: str) -> str:
-    """Why Inductor cannot build code for a device, or an empty string.
+    """Return why Inductor cannot build code for a device, or an empty string.
 
-    For CPUs it calls a C++ compiler with command lines in which it quotes no path (PyTorch 2.13), so that a space in
-    the folder of PyTorch, of its cache or of temporary files ends every compilation.
+    For CPUs it calls a C++ compiler without quoting paths on the command line (PyTorch 2.13), so every compilation
+    fails if the folder of PyTorch, of its cache or of temporary files has a space in its path.
     """
     if device != "cpu":
         return ""

@@ -1,6 +1,6 @@
-"""Lines against a length or a distance as SVG, for pages that show no HTML (S file).
+"""Draw lines over a length or a distance as SVG, for pages that show no HTML (S file).
 
-Drawn by hand on the card of svg_card.py, which says why.
+The SVG is written by hand on the card of svg_card.py, which says why.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from jaxbench.measure.svg_card import GAP, MARGIN, WIDTH, card, element
 
 HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its axis
 HEAD, FOOT = 30, 46
-LABEL = 52  # width left of a panel's lines, for numbers
-LEGEND = 22  # height of a row of names
+LABEL = 52  # width left of a panel's lines, for the numbers of the y axis
+LEGEND = 22  # height of a row of the legend
 GREY, BLUE, PINK, GREEN, BROWN = "#6e7781", "#0969da", "#bf3989", "#1a7f37", "#9a6700"  # lines' colours
 GRID = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 
 
 class Point(NamedTuple):
-    """A value and, where it is known, its interval."""
+    """A value and, if known, its interval."""
 
     x: float
     y: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What is drawn in one colour; lines of one name stand once among the names, as the first of them looks."""
+    """One line of a chart; lines of the same name share one legend entry, in the style of the first."""
 
     name: str
     color: str
@@ -38,17 +38,17 @@ class Line(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An axis from its first tick to its last; ticks: value -> what stands there."""
+    """An axis from its first tick to its last; ticks: value -> label."""
 
     title: str
     ticks: Mapping[float, str]
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1 between the outer ticks; what lies outside is moved to the edge.
+        """Return a value's position from 0 to 1 between the outer ticks; a value outside is clamped to the edge.
 
         Raises:
-          ValueError: there is no tick, the value is none, or a tick of a logarithmic axis is not positive.
+          ValueError: there is no tick, the value is NaN, or a tick of a logarithmic axis is not positive.
         """
         if not self.ticks or math.isnan(value) or (self.is_log and min(self.ticks) <= 0):
             raise ValueError(f"picture: {value} has no place on axis {self.title!r} with ticks {list(self.ticks)}")
@@ -71,7 +71,7 @@ class Panel(NamedTuple):
 
 
 def powers(values: Sequence[float], base: int) -> list[float]:
-    """Powers of `base`, from at or below the smallest positive value to at or above the largest.
+    """Return powers of `base`, from at or below the smallest positive value to at or above the largest.
 
     Raises:
       ValueError: no value is positive, or one is not finite.
@@ -85,7 +85,7 @@ def powers(values: Sequence[float], base: int) -> list[float]:
 
 
 def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
-    """The picture's text: two panels side by side, and the names of all lines below."""
+    """Return the SVG text: panels two to a row, and a legend of all lines below."""
     width = (WIDTH - 2 * MARGIN - GAP) / 2
     body, top = [], 84
     for start in range(0, len(panels), 2):
@@ -101,7 +101,7 @@ def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
-    """Draw one chart: grid, numbers, lines with their intervals."""
+    """Draw one chart: grid, tick labels, lines with their intervals."""
     start, end, above, below = left + LABEL, left + width - 8, top + HEAD, top + HEIGHT - FOOT
 
     def at_x(value: float) -> float:
@@ -132,7 +132,7 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
 
 
 def _legend(lines: Sequence[Line], top: float) -> list[str]:
-    """Draw the names of lines, four in a row."""
+    """Draw the legend, four lines to a row."""
     column, elements = (WIDTH - 2 * MARGIN) / 4, []
     for index, line in enumerate(lines):
         x, y = MARGIN + index % 4 * column, top + LEGEND * (index // 4)

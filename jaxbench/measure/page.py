@@ -1,8 +1,8 @@
-"""A page that opens offline, in one shell: page.html, whose parts are in parts.html (S file).
+"""Render self-contained HTML pages from one base template: page.html, with macros in parts.html (S file).
 
-A page is sections of text, tables and plotly charts under one style, with plotly's script inside. Its own template says
-`{% extends "page.html" %}` and fills the blocks; everything that it shows is escaped. Where plotly is not installed, as
-on a machine that only measures, a sentence stands for the charts.
+A page opens offline: sections of text, tables and plotly charts in one style, with plotly's script inlined. A page's
+own template says `{% extends "page.html" %}` and fills the blocks; everything that it shows is escaped. Where plotly is
+not installed, as on a machine that only measures, a sentence replaces the charts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Figure = dict[str, Any]  # plotly's data and layout, with a height; "line": x of
 
 
 class Section(NamedTuple):
-    """A part of a page with a place in its contents."""
+    """A section of a page, listed in its table of contents."""
 
     name: str  # the anchor
     title: str
@@ -38,17 +38,17 @@ def render(
     filters: Mapping[str, Callable[..., Any]] = {},
     **values: Any,
 ) -> str:
-    """A whole page.
+    """Render a whole page.
 
     Args:
       title: its heading.
-      sections: in order; those that are not there are left out of the contents and of the template's `sections`.
-      figures: id of a chart -> what it draws. The shell alone shows the chart `chart-NAME` in each section, and the
-        value `lead` above them.
+      sections: in order; those without `is_there` are left out of the contents and of the template's `sections`.
+      figures: id of a chart -> what it draws. Without a template of its own, a page shows the chart `chart-NAME` in
+        each section, and the value `lead` above them.
       name: the browser's title (unset: the heading).
-      template: of the page; unset: the shell.
-      filters: the template's own.
-      values: what else it shows.
+      template: the page's template (unset: the shell page.html).
+      filters: additional filters of the template.
+      values: further values that the template shows.
     """
     script = _plotly()
     drawn = {} if script is None else figures
@@ -64,7 +64,7 @@ def render(
 
 
 def _plotly() -> str | None:
-    """Plotly's script; None where it is not installed: what was measured is worth a page without charts."""
+    """Return plotly's script; None if it is not installed, as a page without charts still shows what was measured."""
     try:
         from plotly import offline
     except ImportError:

@@ -1,7 +1,7 @@
-"""The parent's side of a worker: start it, send one request, wait for one answer (S file).
+"""The parent's side of a worker process: start it, send one request, wait for one answer (S file).
 
 Requests and answers are JSON lines over the worker's stdin and a private copy of its stdout; whatever libraries print
-goes to the worker's log file. A worker that dies or hangs becomes a `WorkerError` that the caller turns into a record.
+goes to the worker's log file. A worker that dies or hangs raises a `WorkerError`, which the caller turns into a record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxbench import process_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venvs"  # made by `make peers`
-END_S = 3.0  # that a worker has to end once it is asked, and again once it is killed
+END_S = 3.0  # seconds that a worker has to end after SIGTERM, and again after SIGKILL
 
 
 class WorkerError(RuntimeError):
@@ -34,17 +34,17 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One live worker process; as a context it is closed at the end.
+    """One live worker process; as a context manager it closes the process on exit.
 
     Args:
-      name: what it measures, in messages and as the module's first argument.
+      name: what it measures; used in messages and passed as the module's first argument.
       module: dotted name of the module that calls worker.serve, or a script that does.
-      environment: its variables, as `environment` gives them.
+      environment: its environment variables, as `environment` returns them.
       log: file that its stderr is appended to.
       threads: the module's second argument.
-      timeout_s: seconds that a request may take where it names no limit of its own.
-      python: the interpreter; that of a peer where it needs an environment of its own.
-      root: folder that the process runs in, where -m finds its module.
+      timeout_s: seconds that a request may take unless the request sets its own limit.
+      python: the interpreter; a peer's own where the peer needs a separate environment.
+      root: working folder of the process, where -m finds its module.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Worker:
         """Send one request and return its answer.
 
         Raises:
-          WorkerError: it fails, dies or takes longer than `timeout_s`.
+          WorkerError: the worker fails, dies or takes longer than `timeout_s`.
         """
         line = json.dumps({"operation": operation, **arguments}) + "\n"
         try:
@@ -142,14 +142,14 @@ class Worker:
 
 
 def end(process: subprocess.Popen, *, grace_s: float, killed_s: float | None = None) -> None:
-    """End a process that leads a session, and what it started: asked first, killed where it does not.
+    """End a session leader and its process group: SIGTERM first, then SIGKILL if it does not end.
 
     Args:
-      grace_s: that it has to end by itself.
-      killed_s: wait for its end once it is killed, no longer than that; None = until it has ended.
+      grace_s: seconds that it has to end by itself.
+      killed_s: most seconds to wait for its end after SIGKILL; None = until it has ended.
     """
     for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, killed_s)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of the ended may not be asked
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError once the group ended
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -157,20 +157,20 @@ def end(process: subprocess.Popen, *, grace_s: float, killed_s: float | None = N
 
 
 def last_line(text: str | None, otherwise: str = "no message") -> str:
-    """Last line that is not blank of what a command said, 300 letters of it; `otherwise` where there is none."""
+    """Return the last non-blank line of a command's output, cut to 300 characters; `otherwise` if there is none."""
     lines = [line for line in (text or "").splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else otherwise
 
 
 def environment(device: str, *, threads: int, library: str = "XLA") -> dict[str, str]:
-    """Variables of a worker: jaxbench's own for the device and the library that computes, and the number of threads."""
+    """Return a worker's environment variables: jaxbench's own for device and array library, and the thread count."""
     dropped = ["PYTHONWARNINGS"] + [process_environment.ARENAS] * (library == "PyTorch")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return inherited | process_environment.environment(device, library=library) | {"OMP_NUM_THREADS": str(threads)}
 
 
 def peer_python(peer: str) -> Path:
-    """The interpreter of a peer's own environment.
+    """Return the interpreter of a peer's own environment.
 
     Raises:
       ValueError: it is not installed.
@@ -182,10 +182,10 @@ def peer_python(peer: str) -> Path:
 
 
 def turn(names: Sequence[str], shift: int) -> list[str]:
-    """Order of the names in launch number `shift`, a row of a Williams square.
+    """Return the order of the names in launch number `shift`, a row of a Williams square.
 
-    Over as many launches as names each comes first as often as the others; for an even number of names each also
-    follows each other once, for an odd number where half of the rounds run in reverse.
+    Over as many launches as names, each name comes first equally often. With an even number of names, each also
+    directly follows every other once; with an odd number, that holds where half of the rounds run in reverse.
 
     Source: Williams 1949, Australian Journal of Scientific Research A 2(2):149-168.
     """

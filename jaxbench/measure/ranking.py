@@ -1,4 +1,4 @@
-"""How well scores tell two classes apart (S file)."""
+"""Area under the ROC curve: how well scores separate two classes (S file)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scipy import stats
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Probability that a positive has the higher score, ties half; NaN where one class is missing.
+    """Return the probability that a positive scores above a negative (ties count half); NaN if a class is missing.
 
     Raises:
       ValueError: a label is neither 0 nor 1.
@@ -22,7 +22,7 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 def booleans(labels: np.ndarray) -> np.ndarray:
-    """Labels as booleans: as whole numbers they would pick rows 0 and 1 in place of the positives."""
+    """Return labels as booleans: integer labels would index rows 0 and 1 instead of selecting the positives."""
     labels = np.asarray(labels)
     bad = labels[(labels != 0) & (labels != 1)]
     if bad.size:

@@ -1,7 +1,7 @@
 """Results as JSON lines (S file: neither JAX nor PyTorch).
 
-One record is one metric of one arm in one launch, one line of `results.jsonl`. The file is only ever appended to
-(store.py), so an interrupt or a full disk never harms a finished line. When a key occurs twice (a launch that was
+One record is one metric of one arm in one launch: one line of `results.jsonl`. The file is only ever appended to
+(store.py), so an interrupt or a full disk never damages a finished line. When a key occurs twice (a launch that was
 interrupted and run again), the later line wins.
 """
 
@@ -21,9 +21,9 @@ from jaxbench.config import Base
 
 RESULTS_NAME = "results.jsonl"
 SUITE_ARM = "suite"  # the arm of records that belong to the whole run: roofline, control, parity, TPU, launch marks
-LAUNCH_BEGUN = "launch_begun"  # the metric that marks a launch's start: what an interrupted one left no longer counts
+LAUNCH_BEGUN = "launch_begun"  # marks a launch's start: records that an interrupted try left no longer count
 LAUNCH_DONE = "launch_done"  # the metric that marks a finished launch (`--resume` skips it)
-RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and what else is its key
+RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and the rest of its key
 
 
 class Workload(Base):
@@ -34,11 +34,11 @@ class Workload(Base):
     )
     dtype: str = ""  # float32, bfloat16, float64
     batch: int = pydantic.Field(default=0, ge=0)  # rows
-    prompt_tokens: int = pydantic.Field(default=0, ge=0)  # tokens a row before generation (train: sequence length)
-    new_tokens: int = pydantic.Field(default=0, ge=0)  # tokens generated a row
+    prompt_tokens: int = pydantic.Field(default=0, ge=0)  # tokens per row before generation (train: sequence length)
+    new_tokens: int = pydantic.Field(default=0, ge=0)  # tokens generated per row
 
     def label(self) -> str:
-        """Short unique name used in tables, for example `decode float32 b8 p64 n48`."""
+        """Return the short unique name used in tables, for example `decode float32 b8 p64 n48`."""
         sizes = {"b": self.batch, "p": self.prompt_tokens, "n": self.new_tokens}
         parts = (self.kind, self.dtype, *(f"{letter}{size}" for letter, size in sizes.items() if size))
         return " ".join(filter(None, parts))
@@ -48,9 +48,9 @@ class Record(Base):
     """One metric of one arm in one launch."""
 
     metric: str  # e.g. decode_tokens_per_s, compile_s, peak_memory_bytes, read_bandwidth_bytes_per_s
-    value: float | None = None  # the launch's median over rounds; None when skipped or failed
+    value: float | None = None  # the launch's median over samples; None when skipped or failed
     unit: str = ""  # s, tokens/s, bytes, FLOP, bytes/s, FLOP/s, ratio, count
-    samples: tuple[float, ...] = ()  # one value a round, in time order
+    samples: tuple[float, ...] = ()  # one value per measurement, in time order
     arm: str = SUITE_ARM  # the arm that was measured, or suite
     workload: Workload = Workload()
     launch: int = 0  # 1, 2, ...; 0 = belongs to no launch
@@ -68,7 +68,7 @@ class Record(Base):
     time_utc: str = ""  # ISO 8601
 
     def key(self) -> tuple:
-        """The fields that make a record unique; a later record with the same key replaces an earlier one."""
+        """Return the fields that make a record unique; a later record with the same key replaces an earlier one."""
         return (self.run_id, self.config_id, self.metric, self.arm, self.workload, self.launch, self.device)
 
 
@@ -80,14 +80,14 @@ class RecordFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def set_aside(self) -> None:
-        """Rename the file of an earlier run, whose launches would stand beside the coming ones, to NAME.1, .2, ..."""
+        """Rename the file of an earlier run to NAME.1, .2, ..., so that its launches do not mix with the new ones."""
         if self.path.exists():
             stem, suffix = self.path.stem, self.path.suffix
             names = (self.path.with_name(f"{stem}.{count}{suffix}") for count in itertools.count(1))
             self.path.rename(next(path for path in names if not path.exists()))
 
     def append(self, *records: Record) -> None:
-        """Write the records as whole lines; a full disk is an OSError that says what was kept."""
+        """Write the records as whole lines; a full disk raises an OSError that says what was kept."""
         if not records:
             return
         text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
@@ -102,9 +102,9 @@ class RecordFile:
             ) from error
 
     def read(self) -> list[Record]:
-        """All records, the later of two with the same key; a torn last line is dropped.
+        """Return all records, the later of two with the same key; a torn last line is dropped.
 
-        Of a launch that was begun twice only the second counts: its arms are one set of processes.
+        If a launch was begun twice, only the second counts: a launch's arms are one set of processes.
         """
         latest: dict[tuple, Record] = {}
         for record in read_lines(self.path):
@@ -120,11 +120,11 @@ class RecordFile:
         return [record for record in self.read() if record.run_id == run_id]
 
     def finished_launches(self, run_id: str) -> set[int]:
-        """Numbers of the launches of this run that ran to their end."""
+        """Return the numbers of this run's launches that ran to their end."""
         return {record.launch for record in self.of_run(run_id) if record.metric == LAUNCH_DONE}
 
     def left_aside(self, run_id: str, origin: Mapping[str, object]) -> str:
-        """One sentence about the records of other runs, and in what each run differs; empty without any."""
+        """Return one sentence on the records of other runs and how each run differs; empty if there are none."""
         others = [record for record in self.read() if record.run_id != run_id]
         known = {record.run_id: record.detail for record in others if record.metric == RUN}
         reasons = {
@@ -137,7 +137,7 @@ class RecordFile:
 
 
 def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Keys in which two origins differ, with both values."""
+    """Describe the keys in which two origins differ, with both values."""
     flat = []
     for origin in (before, now):
         versions = origin.get("versions")
@@ -148,7 +148,7 @@ def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 
 def read_lines(path: str | os.PathLike) -> list[Record]:
-    """Read every record of a file in order; a torn last line (a crash while writing) is dropped, others are errors."""
+    """Read every record of a file in order; drop a torn last line (a crash while writing), raise for any other one."""
     path = Path(path)
     if not path.exists():
         return []

@@ -1,8 +1,8 @@
-"""What this machine can do at most: read bandwidth and matmul rate, measured in the same run as the arms (S file).
+"""The machine's limits: read bandwidth and matmul rate, measured in the same run as the arms (S file).
 
-The two rates come from the workers themselves (the arms' own array library), the best of XLA and PyTorch wins, so that
-a share of the roofline never flatters one of them. A share compares the least work a program must do (analytic FLOPs,
-or bytes read; flops.py) per second with that rate.
+The workers themselves measure both rates, with their arm's array library. The better of XLA and PyTorch is used for
+all arms, so that a share of the roofline favours neither. A share compares the least work per second that a program
+must do (analytic FLOPs, or bytes read; flops.py) with that rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rates(NamedTuple):
 
 
 def rate(work: float, seconds: Sequence[float]) -> float:
-    """Work a second (bytes read, FLOPs of a product) of the fastest of several runs.
+    """Return the work per second (bytes read, FLOPs of a product) of the fastest of several runs.
 
     Raises:
       ValueError: there is no run, or one took no time.
@@ -42,10 +42,10 @@ def share(
     *,
     weight_bytes: int | None = None,
 ) -> float | None:
-    """Share of the machine's rate that a workload reached; None where the rate was not measured.
+    """Return the share of the machine's rate that a workload reached; None if the rate was not measured.
 
-    Prefill and the train step against the matmul rate; decode against the read bandwidth. weight_bytes: what a decode
-    step reads of weights that are not of the workload's type.
+    Prefill and the train step are compared with the matmul rate, decode with the read bandwidth. weight_bytes: bytes of
+    weights that a decode step reads, where they are not of the workload's type.
     """
     if workload.kind == "decode":
         if not rates.read_bytes_per_s:

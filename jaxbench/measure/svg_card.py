@@ -1,7 +1,7 @@
-"""The card that SVG pictures are drawn on, by hand: no dependency, and the same bytes from the same numbers (S file).
+"""The background card of SVG pictures, written by hand: no dependency, same numbers give the same bytes (S file).
 
-README pages show a picture on white and on black, so it brings its own card and follows the reader's colour scheme,
-which a plotting library's file does not.
+README pages show a picture on white and on black, so the SVG has its own background and follows the reader's colour
+scheme, which a plotting library's file does not.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ STYLE = """
 
 
 def element(tag: str, words: str = "", **attributes: float | str) -> str:
-    """One SVG element; words are escaped, floats shown to a tenth, and `_` in an attribute's name stands for `-`."""
+    """Return one SVG element: words are escaped, floats rounded to a tenth, `_` in an attribute's name becomes `-`."""
     shown = {name: f"{value:.1f}" if isinstance(value, float) else value for name, value in attributes.items()}
     named = " ".join(f'{name.strip("_").replace("_", "-")}="{value}"' for name, value in shown.items())
     return f"<{tag} {named}>{escape(words)}</{tag}>" if words else f"<{tag} {named}/>"
 
 
 def card(title: str, note: str, body: Sequence[str], *, height: float, style: str = "") -> str:
-    """A whole SVG file: title and note on a card of WIDTH x `height`, and the elements of `body`."""
+    """Return a whole SVG file: title and note on a card of WIDTH x `height`, and the elements of `body`."""
     heading = element("text", title, class_="title", x=MARGIN, y=44)
     content = "\n".join([heading, element("text", note, class_="note", x=MARGIN, y=66), *body])
     return (

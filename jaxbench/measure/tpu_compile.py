@@ -1,7 +1,7 @@
-"""Compile a program for a TPU slice that is not attached, and read what the compiler says of it.
+"""Compile a program for a TPU slice that is not attached, and read the compiler's figures for it.
 
-The real TPU compiler (libtpu) is called with abstract arguments, in a process of its own: `start_anew` comes first.
-Bytes are those of one chip. The compiler's `optimal_seconds` is never used.
+The real TPU compiler (libtpu) is called with abstract arguments, in its own process: call `start_anew` first. Bytes are
+per chip. The compiler's `optimal_seconds` is never used.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from jaxbench.measure import hlo
 from jaxbench.measure.chips import Topology
 from jaxbench.measure.records import Record, now_utc
 
-# libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
+# Without these, libtpu asks the cloud's metadata server, waits, and complains on stderr if there is none.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused over its lock file
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else libtpu's lock file refuses a second compiling process
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "JAX_PLATFORMS": "cpu",  # the compiler is called directly, no TPU is looked for
+    "JAX_PLATFORMS": "cpu",  # the compiler is called directly; JAX must not look for a TPU
 }
 MEMORY = ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
 
 
 class DoesNotFitError(RuntimeError):
-    """A program needs more memory than a chip has: `str()` is the compiler's sentence."""
+    """A program needs more memory than a chip has; `str()` is the compiler's sentence."""
 
 
 class Compiled(NamedTuple):
-    """What the compiler said about one program, per chip."""
+    """The compiler's figures for one program, per chip."""
 
     compile_s: float
     memory: dict[str, int]  # argument, output, alias, temp, code, host_argument, host_temp: bytes
@@ -46,7 +46,7 @@ class Compiled(NamedTuple):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the chip's memory while the program runs."""
+        """Bytes of the chip's memory in use while the program runs."""
         return sum(self.memory[name] for name in ("argument", "output", "temp", "code")) - self.memory["alias"]
 
     @property
@@ -56,19 +56,19 @@ class Compiled(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a chip sends to others."""
+        """Bytes that a chip sends to other chips."""
         return sum(kind.sent_bytes for kind in self.collectives.values())
 
 
 def unavailable() -> str:
-    """Why nothing can be compiled for TPUs here, or an empty string."""
+    """Return why nothing can be compiled for TPUs here, or an empty string."""
     if importlib.util.find_spec("libtpu") is None:
         return "tpu: libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
     return ""
 
 
 def devices(topology: Topology) -> list[Any]:
-    """The slice's devices, for a mesh.
+    """Return the slice's devices, for a mesh.
 
     Raises:
       ValueError: libtpu is not installed.
@@ -81,7 +81,7 @@ def devices(topology: Topology) -> list[Any]:
 
 
 def compile_program(lower: Callable[[], Any], topology: Topology) -> Compiled:
-    """Compile what `lower` returns, a jax.stages.Lowered for the slice's devices; the time includes the lowering.
+    """Compile the jax.stages.Lowered that `lower` returns for the slice's devices; the time includes lowering.
 
     Raises:
       DoesNotFitError: the program needs more memory than a chip has.
@@ -106,11 +106,11 @@ def compile_program(lower: Callable[[], Any], topology: Topology) -> Compiled:
 
 
 def make_records(figures: Sequence[tuple[str, float, str, dict]], shape: dict, **common: Any) -> list[Record]:
-    """Records of a compiled program.
+    """Return the records of a compiled program.
 
     Args:
-      figures: (metric, value, unit, facts) of each.
-      shape: facts that all of them share.
+      figures: (metric, value, unit, facts) of each record.
+      shape: facts that all records share.
       common: further fields of the records: workload, device.
     """
     return [
@@ -120,7 +120,7 @@ def make_records(figures: Sequence[tuple[str, float, str, dict]], shape: dict, *
 
 
 def refusal(error: DoesNotFitError, shape: dict, **common: Any) -> Record:
-    """Record of a program that does not fit."""
+    """Return the record of a program that does not fit."""
     reason, detail = str(error), shape | {"fits": False}
     return Record(
         metric="tpu_memory_bytes", unit="bytes", status="error", reason=reason, detail=detail, time_utc=now_utc(),
@@ -129,13 +129,13 @@ def refusal(error: DoesNotFitError, shape: dict, **common: Any) -> Record:
 
 
 def start_anew() -> None:
-    """Start this process anew, once, where libtpu's variables are not set yet; leave the compile cache out."""
+    """Restart this process once if libtpu's variables are not set yet, then disable the compilation cache."""
     wanted = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | {"JAX_PLATFORMS": "cpu"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
     import jax
 
-    # Programs for a device that is not there cannot be read back from the cache.
+    # A program for a device that is not attached cannot be loaded from the cache.
     jax.config.update("jax_enable_compilation_cache", False)
 
 

@@ -1,7 +1,7 @@
 """Verdicts that hold on a noisy machine (S file: numpy and scipy only).
 
 The unit of replication is a launch: one set of fresh worker processes, one per arm, run in turn. A launch gives one
-log ratio an arm (arm over baseline, oriented so that > 0 is better), and the interval is a t-interval over launches.
+log ratio per arm (arm over baseline, oriented so that > 0 is better), and the interval is a t-interval over launches.
 More rounds inside a launch never narrow it, because each process has its own offset that rounds do not average out.
 A percentile is given only where its 95 % bound exists.
 """
@@ -17,14 +17,14 @@ import numpy as np
 from scipy import special
 
 Verdict = Literal["faster", "slower", "undecided"]
-# Upper over lower end of a ratio's interval: what is wider allows both ten times faster and ten times slower, more than
-# any two arms here were ever apart.
+# Upper over lower end of a ratio's interval: a wider one allows both ten times faster and ten times slower, more than
+# any two arms here have ever differed.
 MOST_WIDTH = 100.0
-POWER = 0.9  # share of cases in which a ratio that is called decidable is decided
+POWER = 0.9  # share of cases in which a ratio called decidable gets a verdict
 
 
 class Interval(NamedTuple):
-    """A mean of log ratios with its confidence interval; infinite where one launch cannot tell."""
+    """A mean of log ratios with its confidence interval, which is infinite for a single launch."""
 
     mean: float  # mean log ratio
     low: float
@@ -35,19 +35,19 @@ class Interval(NamedTuple):
     error: float  # standard error of the mean
 
     def ratio(self) -> tuple[float, float, float]:
-        """(point, low, high) as plain ratios."""
+        """Return (point, low, high) as plain ratios."""
         return _exp(self.mean), _exp(self.low), _exp(self.high)
 
 
 def median(samples: Sequence[float]) -> float:
-    """Median; the mean is 2-5 times noisier on a shared machine and is never used for a verdict."""
+    """Return the median; the mean is 2-5 times noisier on a shared machine and is never used for a verdict."""
     if not len(samples):
         raise ValueError(f"verdicts: the median of {len(samples)} samples is undefined")
     return float(np.median(np.asarray(samples, dtype=np.float64)))
 
 
 def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_better: bool) -> float:
-    """One launch's log ratio of medians, oriented so that > 0 means the arm is better."""
+    """Return one launch's log ratio of medians, oriented so that > 0 means the arm is better."""
     top, bottom = median(arm), median(baseline)
     if not (top > 0 and bottom > 0):
         raise ValueError(f"verdicts: a ratio needs positive medians, got {top} against {bottom}")
@@ -56,9 +56,9 @@ def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_bett
 
 
 def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> Interval:
-    """T-interval over launches of per-launch log ratios.
+    """Return the t-interval over launches of per-launch log ratios.
 
-    `margin` is the share of difference that does not count (0.05 = 5 %); it enters the p-value only.
+    `margin` is the relative difference that does not count (0.05 = 5 %); it affects the p-value only.
     """
     if not 0.5 < confidence < 1:
         raise ValueError(f"verdicts: confidence={confidence} must lie between 0.5 and 1")
@@ -75,8 +75,8 @@ def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin:
 def interval(
     mean: float, error: float, df: float, num_launches: int, *, confidence: float = 0.95, margin: float = 0.0
 ) -> Interval:
-    """T-interval around a mean with its standard error and degrees of freedom."""
-    half = float(special.stdtrit(df, 0.5 + confidence / 2)) * error  # what stats.t.ppf calls, without its checks
+    """Return the t-interval around a mean with its standard error and degrees of freedom."""
+    half = float(special.stdtrit(df, 0.5 + confidence / 2)) * error  # as stats.t.ppf, without its argument checks
     excess = max(abs(mean) - math.log1p(margin), 0.0)
     if error == 0:
         p_value = 0.0 if excess > 0 else 1.0
@@ -86,18 +86,18 @@ def interval(
 
 
 class Judgement(NamedTuple):
-    """What a family of rows says about one of them."""
+    """Verdict on one row of a family."""
 
     verdict: Verdict
     p_value: float  # after Holm's correction
-    decidable: float  # smallest ratio above 1 that such launches decide in nine of ten cases; infinite from one launch
+    decidable: float  # smallest ratio above 1 that such launches decide in nine of ten cases; infinite for one launch
 
 
 def judge(intervals: Sequence[Interval], *, confidence: float = 0.95, margin: float = 0.0) -> list[Judgement]:
-    """Verdicts of a family of rows, of which with the given confidence all hold together (Holm)."""
+    """Return the verdicts of a family of rows; all hold together with the given confidence (Holm)."""
     alpha = 1 - confidence
     p_values = holm([interval.p_value for interval in intervals])
-    share = alpha / max(1, int((p_values > alpha).sum()))  # of each row that is left when Holm stops
+    share = alpha / max(1, int((p_values > alpha).sum()))  # alpha of each row that is left when Holm stops
     judged = []
     for interval, p_value in zip(intervals, p_values, strict=True):
         verdict: Verdict = "undecided"
@@ -115,9 +115,9 @@ def _decidable(interval: Interval, *, alpha: float, margin: float) -> float:
 
 
 def is_informative(low: float, high: float) -> bool:
-    """Tell whether an interval of a ratio says anything: it leaves out 1, or is no wider than a factor of MOST_WIDTH.
+    """Tell whether a ratio's interval is informative: it excludes 1, or is no wider than a factor of MOST_WIDTH.
 
-    Few launches far apart give t-intervals such as [0.00, 456864.72]: true, and no reader learns anything from them.
+    A few launches that differ widely give t-intervals such as [0.00, 456864.72]: correct, but of no use to a reader.
     """
     if not (0 < low and high < math.inf):
         return False
@@ -125,9 +125,9 @@ def is_informative(low: float, high: float) -> bool:
 
 
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Holm's step-down p-values [.. K] of families of K tests; by hand, as scipy has none.
+    """Return Holm's step-down p-values [.. K] of families of K tests (scipy has no such function).
 
-    Those at or below alpha are rejected with a family-wise error of at most alpha, under any dependence; they are never
+    Rejecting those at or below alpha has a family-wise error of at most alpha, under any dependence. They are never
     above Bonferroni's. Source: Holm 1979, Scandinavian Journal of Statistics 6(2):65-70.
     """
     p = np.asarray(p_values, np.float64)
@@ -138,7 +138,7 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
-    """Least n at which a distribution-free upper bound of the percentile exists: share**n <= 1 - confidence.
+    """Return the least n with a distribution-free upper bound of the percentile: share**n <= 1 - confidence.
 
     299 for p99 at 95 %, 59 for p95, 29 for p90.
     """
@@ -148,7 +148,7 @@ def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
 
 
 def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0.95, 0.99)) -> dict[str, float | None]:
-    """{"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
+    """Return {"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
     values = np.asarray(samples, dtype=np.float64)
     bounded: dict[str, float | None] = {}
     for share in shares:
@@ -158,9 +158,9 @@ def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0
 
 
 def drift(control: Sequence[Sequence[float]]) -> float:
-    """Share by which the control loop's launch medians differ: slowest over fastest, minus one.
+    """Return the share by which the control loop's launch medians differ: slowest over fastest, minus one.
 
-    The control is a fixed numpy loop that no backend touches; when it moves, the machine moved.
+    The control is a fixed numpy loop that no backend touches: if its time changes, the machine's speed changed.
     """
     medians = [median(samples) for samples in control if len(samples)]
     if not medians:

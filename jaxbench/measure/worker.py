@@ -1,9 +1,9 @@
-"""A worker process, whatever it measures: one loop that answers requests, its clocks and its memory (S file).
+"""A generic worker process: the loop that answers requests, clocks and memory readings (S file).
 
 Started by process.py with its environment already set (malloc, platform, compile cache). The answers go to a private
-copy of stdout; file descriptor 1 is pointed at stderr first, so that no library can break the protocol.
+copy of stdout; file descriptor 1 is redirected to stderr first, so that no library can break the protocol.
 
-Standard library only: workers of peers run it in environments where nothing that jaxbench needs is installed.
+Standard library only: peers' workers run it in environments where jaxbench's dependencies are not installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def serve(make: Callable[[str, int], Any]) -> None:
     """Answer requests until stdin closes.
 
     Args:
-      make: argv's name and number of threads -> the session, whose public methods are the operations: they take a
+      make: (name, number of threads) from argv -> the session. Its public methods are the operations: they take a
         request's fields and return plain JSON.
     """
     name, threads = sys.argv[1], int(sys.argv[2])
@@ -54,7 +54,7 @@ def answer_to(session: Any, operation: str, request: dict[str, Any]) -> dict[str
 
 
 def timed(call: Callable[[], Any], repeats: int, *, warmup: int = 1) -> dict[str, list[float]]:
-    """Wall and CPU seconds of every call, after `warmup` calls that are not counted."""
+    """Return the wall and CPU seconds of every call, after `warmup` calls that are not counted."""
     for _ in range(warmup):
         call()
     wall, cpu = [], []
@@ -67,7 +67,7 @@ def timed(call: Callable[[], Any], repeats: int, *, warmup: int = 1) -> dict[str
 
 
 def limit_cores(threads: int) -> None:
-    """Bind this process to its first `threads` cores, so that XLA and PyTorch size their pools alike."""
+    """Bind this process to its first `threads` cores, so that XLA and PyTorch size their thread pools alike."""
     if not hasattr(os, "sched_getaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -76,17 +76,17 @@ def limit_cores(threads: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident set of this process."""
+    """Resident set size of this process."""
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Highest resident set since `reset_peak` (since the start where the system cannot reset it)."""
+    """Highest resident set size since `reset_peak` (since the start where the system cannot reset it)."""
     return _status_bytes("VmHWM")
 
 
 def reset_peak() -> None:
-    """Set the peak back to the present resident set (Linux; elsewhere the peak stays that of the whole process)."""
+    """Reset the peak to the current resident set (Linux; elsewhere the peak stays that of the whole process)."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -95,7 +95,7 @@ def reset_peak() -> None:
 
 
 def release_memory() -> None:
-    """Hand freed memory back to the system (the malloc settings keep it otherwise), so that stages do not add up."""
+    """Return freed memory to the system (the malloc settings would keep it), so that stages do not add up."""
     import ctypes
 
     try:

@@ -1,11 +1,11 @@
 """A bank of recent and compressed states with a gated read, in Flax NNX. Twin: torch_ref/memory/bank.py.
 
 Every block of C tokens attends to the bank as it was before the block. Then the block is written: it joins the recent
-blocks, and the oldest recent block is compressed into C / ratio slots, which push out the oldest slots; with
-min_surprise, only states that differ from those before them get a slot of their own. Blocks are counted in a row's own
-tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1 (recent and
-compressed memory, compression functions, attention-reconstruction loss); Chen et al. 2024, arXiv:2410.03156 (sigmoid
-gate of each head and width). Differs from the former: within a call gradients flow through what was written.
+blocks, and the oldest recent block is compressed into C / ratio slots, which evict the oldest slots. With min_surprise,
+a compressed state that is close to the one before it shares its slot. Blocks count a row's own tokens, not padding; the
+state carries an unfinished block. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1 (recent and compressed
+memory, compression functions, attention-reconstruction loss); Chen et al. 2024, arXiv:2410.03156 (sigmoid gate for each
+head and channel). Differs from Rae et al.: within a call, gradients flow through what was written.
 Axis letters: R recent states, M slots, S = R + M entries, C tokens of a block, K slots it becomes, P = K of a page.
 """
 
@@ -37,16 +37,16 @@ class BankState(NamedTuple):
     num_slots: Int[Array, " B"]
     use: Float[Array, "B S"]  # attention mass from the current block: sum over its tokens, mean over heads
     mass: Float[Array, "B S"]  # exponential moving average over blocks of use / C
-    age: Int[Array, "B M"]  # blocks written since the slot was
+    age: Int[Array, "B M"]  # blocks written since the slot was written
     evicted: Int[Array, " B"]  # slots dropped so far
-    cosine: Float[Array, " B"]  # of attention outputs: last compressed block against the same block uncompressed
+    cosine: Float[Array, " B"]  # of attention outputs: last compressed block versus the same block uncompressed
     pending: Float[Array, "B C D"]  # tokens of an unfinished block
     count: Int[Array, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Array, " B"]  # tokens compressed so far
 
     @property
     def penalised(self) -> tuple[Float[Array, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return (self.slots,)
 
 
@@ -58,10 +58,10 @@ def attend(
     *,
     page: int,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
-    """Softmax attention to the filled entries: outputs and attention weights, zeros where no entry is filled.
+    """Attend to the filled entries with softmax: outputs and attention weights, zeros where no entry is filled.
 
-    Sums run page after page of `page` entries (S is a multiple of it), so that unfilled pages behind the others change
-    no bit of the result.
+    Sums run over one page of `page` entries after another (S is a multiple of it), so that unfilled pages after the
+    others leave the result bit-identical.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     query, key, value = (x.astype(wide) for x in (query, key, value))
@@ -91,7 +91,7 @@ def append(
 ) -> Shaped[Array, "B S ..."]:
     """Append a block to a first-in, first-out queue of S entries, which drops its oldest where the block does not fit.
 
-    The queue is filled from the left; of the block, the first num_added entries are appended, None = all.
+    The queue is filled from the left; the block's first num_added entries are appended, None = all.
     """
     capacity = entries.shape[1]
     num_added = block.shape[1] if num_added is None else num_added
@@ -133,18 +133,18 @@ class Bank(nnx.Module):
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = an empty bank, whose read-outs are zeros.
-          attention_out: heads of the tokens' own attention, None = zeros; the output projection gets
+          state: the state after earlier tokens; None = an empty bank, whose read-outs are zeros.
+          attention_out: output per head of the tokens' own attention, None = zeros; the output projection gets
             gate * read-out + (1 - gate) * attention_out, with gate in (0, 1).
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
 
         Returns:
-          The output at each token, the state behind the last one, and the attention-reconstruction loss: the mean
-          squared difference between attention to a compressed block and attention to the block itself, whose gradient
-          reaches the compression alone (Rae et al. 2019, algorithm 2).
+          The output at each token, the state after the last one, and the attention-reconstruction loss: the mean
+          squared difference between attention to a compressed block and attention to the block itself. Its gradient
+          reaches only the compression (Rae et al. 2019, algorithm 2).
 
         Raises:
-          ValueError: x, attention_out or is_token has another shape, or the state is of another model or batch size.
+          ValueError: x, attention_out or is_token has another shape, or the state is for another model or batch size.
         """
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"bank: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
@@ -219,10 +219,10 @@ class Bank(nnx.Module):
     def _read_blocks(
         self, x: Float[Array, "B T D"], state: BankState, num_tokens: Int[Array, " B"], num_blocks: int
     ) -> tuple[Float[Array, "B T N H"], BankState, Float[Array, ""]]:
-        """Read the first num_tokens of each row, block after block, and write every block that is full.
+        """Read the first num_tokens of each row, block by block, and write every block that is full.
 
         A row is laid out as its pending tokens, then the new ones, then zeros, and cut into blocks of C tokens. Each
-        block reads the bank as it was before the block. What is left of the last block is pending afterwards.
+        block reads the bank as it was before the block. The tokens of an unfinished last block are pending afterwards.
         """
         size, length, num_pending = self.block_size, x.shape[1], state.count
         end = (num_pending + num_tokens)[:, None]
@@ -256,7 +256,7 @@ class Bank(nnx.Module):
     def _read(
         self, x: Float[Array, "B T D"], is_query: Bool[Array, "B T"], state: BankState
     ) -> tuple[Float[Array, "B T N H"], BankState]:
-        """Attention read-out of the bank, zeros where a token is no query; its weights are added to the state's use."""
+        """Attend to the bank, zeros where a token is not a query; add the attention weights to the state's use."""
         entries = jnp.concatenate([state.recent, state.slots], axis=1).astype(x.dtype)
         parts = zip(self.capacities, (state.num_recent, state.num_slots), strict=True)
         is_filled = [jnp.arange(capacity)[None, :] < num_filled[:, None] for capacity, num_filled in parts]
@@ -272,19 +272,19 @@ class Bank(nnx.Module):
     def _write(
         self, state: BankState, block: Float[Array, "B C D"], is_full: Bool[Array, " B"]
     ) -> tuple[BankState, Float[Array, " 2"]]:
-        """Write a block in the rows where it is full: it joins the recent blocks, whose oldest becomes slots.
+        """Write a block in the rows where it is full; if the recent blocks are full, compress the oldest into slots.
 
-        Beside the state come (sum, number) of the reconstruction losses of the blocks that were compressed.
+        Also return (sum, number) of the reconstruction losses of the blocks that were compressed.
         """
         size, (num_recent, num_slots) = self.block_size, self.capacities
-        # Attention mass: moving average over blocks of what an entry got from each token of this block.
+        # Attention mass: moving average over blocks of the attention that an entry got per token of this block.
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
         # Compression of the oldest recent block, in rows whose recent blocks leave no room for another.
         oldest, oldest_mass = state.recent[:, :size], mass[:, :size]
         slots, num_added = self._allocate_slots(self._compress(oldest, oldest_mass))
         loss, cosine = self._reconstruction(block, oldest, oldest_mass)
         is_compressed = is_full & (state.num_recent == num_recent)
-        num_needed = state.num_slots + num_added  # slots, were there no limit
+        num_needed = state.num_slots + num_added  # slots, if there were no limit
 
         def pushed(queue: Shaped[Array, "B M ..."], new: Shaped[Array, "B K ..."]) -> Shaped[Array, "B M ..."]:
             return layout.select_rows(is_compressed, append(queue, state.num_slots, new, num_added), queue)
@@ -311,9 +311,9 @@ class Bank(nnx.Module):
     def _allocate_slots(self, fine: Float[Array, "B K D"]) -> tuple[Float[Array, "B K D"], Int[Array, " B"]]:
         """Slots of a compressed block, filled from the left, and their number in each row.
 
-        Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
-        where its surprise, 1 - cosine to the state before it, is above min_surprise by more than rounding; a slot is
-        the mean of its run.
+        Without min_surprise, every compressed state is a slot. With it (adaptive compression), a state starts a new
+        slot where its surprise, 1 - cosine to the state before it, exceeds min_surprise by more than rounding error; a
+        slot is the mean of its run of states.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -349,8 +349,8 @@ class Bank(nnx.Module):
     ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         """Attention-reconstruction loss of each row, and the cosine of the attention outputs that it compares.
 
-        A block's queries attend to the oldest recent block, and to the slots that it becomes. Queries, states and
-        projections get no gradient, so that the loss trains the compression alone.
+        The block's queries attend to the oldest recent block and, separately, to the slots made from it. Queries,
+        states and projections get no gradient, so that the loss trains only the compression.
         """
         block, oldest = lax.stop_gradient((block, oldest))
         kernels = lax.stop_gradient([proj.kernel[...] for proj in (self.q_proj, self.k_proj, self.v_proj)])

@@ -15,7 +15,7 @@ from jaxbench.config import Base
 from jaxbench.memory import config
 from jaxbench.memory.config import Arrays
 
-# Limit of a cosine's rounding, in units of the type's eps: those of equal states of width 2,048 were up to 5 from 1.
+# Bound of a cosine's rounding error, in units of eps: cosines of equal states of width 2,048 were up to 5 from 1.
 ROUNDING = 16
 AGE_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # blocks; the last bin is open
 
@@ -31,9 +31,9 @@ class BankConfig(Base):
     memory_slots: int = Field(gt=0)  # compressed states kept, a multiple of block_size / ratio
     ratio: int = Field(ge=1)  # tokens a slot stands for; divides block_size
     compression: Literal["mean", "max", "conv", "most_used", "learned"] = "conv"
-    mass_decay: float = Field(default=0.9, ge=0, lt=1)  # decay, a block, of an entry's moving average of attention mass
-    min_surprise: float | None = Field(default=None, ge=0, lt=2)  # 1 - cosine that takes a slot of its own; None = all
-    initial_match: bool = False  # keys' projection starts as the queries'
+    mass_decay: float = Field(default=0.9, ge=0, lt=1)  # decay per block of an entry's moving average of attention mass
+    min_surprise: float | None = Field(default=None, ge=0, lt=2)  # 1 - cosine that starts a new slot; None = any
+    initial_match: bool = False  # the key projection starts equal to the query projection
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> BankConfig:
@@ -68,8 +68,9 @@ def initial_params(
 ) -> dict[str, np.ndarray]:
     """Initial values in float64 by name, drawn from Philox with the parameter's name as site.
 
-    Kernels are normal with standard deviation std, gates half open (0), a convolution starts as the mean; with
-    initial_match the keys' projection is the queries'. With distinct=True every tensor is random.
+    Kernels are normal with standard deviation std; a convolution's are centred on the mean of its tokens. Gates start
+    half open (0). With initial_match the key projection equals the query projection. With distinct=True every tensor
+    is random.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():
@@ -90,31 +91,32 @@ def parity_arrays(bank: BankConfig, *, batch: int, length: int, seed: int, step:
 
 
 class MemoryStats(NamedTuple):
-    """Statistics of each row's slots; arrays [B] unless they say otherwise."""
+    """Statistics of each row's slots; arrays are [B] unless noted."""
 
     occupancy: np.ndarray  # filled slots / capacity
     utilisation: np.ndarray  # share of filled slots that are not dead
     effective_slots: np.ndarray  # exp(entropy) of the attention mass over filled slots
-    dead_slots: np.ndarray  # filled slots with less than dead_share of an even share of the attention mass
+    dead_slots: np.ndarray  # filled slots with at most dead_share of an even share of the attention mass
     age_histogram: np.ndarray  # [B A] filled slots by age in blocks, edges AGE_EDGES
     evictions: np.ndarray  # slots dropped for newer ones
     compression_ratio: np.ndarray  # measured: tokens compressed / slots that they became; 0 before the first
-    reconstruction_cosine: np.ndarray  # of attention outputs: last compressed block against the block uncompressed
+    reconstruction_cosine: np.ndarray  # of attention outputs: last compressed block versus the block uncompressed
 
 
 def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
-    """Statistics of a bank's state, a BankState of either backend, of any type, with gradients or without.
+    """Compute statistics of a BankState of either backend, of any dtype, with or without gradients.
 
-    A slot is dead when its share of the attention mass is below dead_share of an even one, 0 < dead_share < 1.
+    A slot is dead if its share of the attention mass is at most dead_share of an even share, 0 < dead_share < 1, and
+    its age is not 0.
     """
-    # numpy reads no tensor with gradients, on a GPU or in bfloat16; PyTorch's own double() is the one that knows it.
+    # numpy cannot read a tensor with gradients, on a GPU or in bfloat16; PyTorch's double() converts bfloat16.
     plain = (x.detach().cpu().double() if hasattr(x, "detach") else x for x in state)
     values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, plain, strict=True)}
     capacity, num_slots = values["slots"].shape[1], values["num_slots"]
     filled = np.arange(capacity)[None] < num_slots[:, None]
     mass = np.where(filled, values["mass"][:, -capacity:], 0.0)
     total = mass.sum(axis=1, keepdims=True)
-    # Before any attention all filled slots count alike.
+    # Before any attention, all filled slots have equal shares.
     even = filled / np.maximum(num_slots, 1)[:, None]
     share = np.where(total > 0, mass / np.where(total > 0, total, 1.0), even)
     is_used = filled & ((share > dead_share * even) | (values["age"] == 0))  # the newest slots were not attended to yet
@@ -135,7 +137,7 @@ def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
 
 
 def scalars(states: Mapping[int, Any]) -> dict[str, float]:
-    """Statistics of layers' banks by name, means over rows, for TensorBoard; states: BankState by layer, as numpy."""
+    """Compute statistics of banks for TensorBoard by name, means over rows; states: BankState by layer, as numpy."""
     values = {}
     ends = [*(f"below_{edge}" for edge in AGE_EDGES[1:]), f"from_{AGE_EDGES[-1]}"]
     for layer, state in states.items():

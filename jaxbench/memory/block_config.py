@@ -27,13 +27,13 @@ class BlockConfig(Base):
     d_model: int = Field(gt=0)  # width of the residual stream
     num_heads: int = Field(gt=0)  # query heads of the attention
     num_kv_heads: int = Field(gt=0)  # its key-value heads; divides num_heads
-    head_dim: int = Field(gt=0)  # its heads' width, even
-    window: int = Field(gt=0)  # tokens that attention sees, itself included; mac: length of a segment
-    num_persistent: int = Field(default=0, ge=0)  # learned tokens that attention always sees, not of lmm
+    head_dim: int = Field(gt=0)  # width of a head, even
+    window: int = Field(gt=0)  # tokens that a query sees, itself included; mac: length of a segment
+    num_persistent: int = Field(default=0, ge=0)  # learned tokens that attention always sees; not for lmm
     rope_theta: float = Field(default=10000.0, gt=0)  # rotary base wavelength parameter
     norm_eps: float = Field(default=1e-5, gt=0)
-    neural: NeuralMemoryConfig | None = None  # of mac, mag, mal, lmm
-    bank: BankConfig | None = None  # of bank; lmm takes either
+    neural: NeuralMemoryConfig | None = None  # for mac, mag, mal, lmm
+    bank: BankConfig | None = None  # for bank; lmm takes either
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> BlockConfig:
@@ -73,7 +73,7 @@ class BlockConfig(Base):
 
     @property
     def has_attention(self) -> bool:
-        """False where the memory is alone."""
+        """False if the block is a memory alone."""
         return self.kind != "lmm"
 
 
@@ -94,7 +94,7 @@ def _attention_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     query_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"attention.q_proj.kernel": (c.d_model, query_width)}
     shapes |= {f"attention.{x}_proj.kernel": (c.d_model, kv_width) for x in "kv"}
-    if c.kind != "bank":  # the bank's output projection stands in its place
+    if c.kind != "bank":  # the bank's output projection replaces it
         shapes["attention.o_proj.kernel"] = (query_width, c.d_model)
     if c.num_persistent:
         shapes["attention.persistent"] = (c.num_persistent, c.d_model)
@@ -113,8 +113,8 @@ def initial_params(
 ) -> dict[str, np.ndarray]:
     """Initial values in float64 by name, drawn from Philox.
 
-    Kernels are normal with standard deviation std, persistent tokens with 1, scales are 1; the memory's are those of
-    its own file. With distinct=True every tensor is random.
+    Kernels are normal with standard deviation std, persistent tokens with 1; scales are 1. The memory's own values are
+    those of its configuration module. With distinct=True every tensor is random.
     """
     name, source, memory = _memory(config)
     values = source.initial_params(memory, seed, distinct=distinct, std=std)

@@ -2,12 +2,12 @@
 
 Twin: torch_ref/memory/blocks.py.
 
-A block takes the normalised residual stream [B T D], and its output is added to the stream. All have one interface:
-`output, state, loss = block(x, state)`; the state has one size and goes on at any token, the loss trains a bank's
-compression and is 0 elsewhere. docs/memory.md draws a segment's way through memory as context. Source: Behrouz
-et al. 2024, arXiv:2501.00663. Differs from it: in `mac` a segment's token sees only its own and earlier
-tokens' recalled states, and reads the memory as it is behind itself, so that no token depends on a later one; in `mal`
-the memory's outputs are added to its inputs and normalised before the attention (eq. 30 hands on the outputs alone).
+A block takes the normalised residual stream [B T D], and its output is added to the stream. All kinds share one
+interface, `output, state, loss = block(x, state)`. The state has a fixed size and can be resumed at any token; the loss
+trains a bank's compression and is 0 elsewhere. docs/memory.md draws the data flow of a segment in memory as context.
+Source: Behrouz et al. 2024, arXiv:2501.00663. Differs from it: in `mac`, a token sees only its own and earlier tokens'
+recalled states, and reads the memory after its own write, so that no token depends on a later one; in `mal`, the
+memory's outputs are added to its inputs and normalised before the attention (eq. 30 passes on the outputs alone).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class BlockState(NamedTuple):
 
     @property
     def penalised(self) -> tuple[Float[Array, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return tuple(x for x in jax.tree.leaves(self) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-Answer = tuple[Stream, BlockState]  # a block's output, and the state behind it
+Answer = tuple[Stream, BlockState]  # a block's output, and the state after it
 
 
 class Block(nnx.Module):
@@ -72,19 +72,19 @@ class Block(nnx.Module):
         is_token: Bool[Array, "B T"] | None = None,
         learn: bool = True,
     ) -> tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]]:
-        """Output of the block at each token, which is added to the residual stream.
+        """Compute the block's output at each token, which is added to the residual stream.
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = nothing was read.
+          state: the state after earlier tokens; None = there are none.
           is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
-          learn: False = a neural memory is read only; a bank is written all the same.
+          learn: False = a neural memory is read only; a bank is still written.
 
         Returns:
-          The output, the state behind the last token, and the bank's reconstruction loss, 0 without a bank.
+          The output, the state after the last token, and the bank's reconstruction loss, 0 without a bank.
 
         Raises:
-          ValueError: x or is_token has another shape, or the state is of another model or batch size.
+          ValueError: x or is_token has another shape, or the state is for another model or batch size.
         """
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"block: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
@@ -155,14 +155,14 @@ class Block(nnx.Module):
         return attention_out * jax.nn.sigmoid(self.memory_norm(memory_out).astype(wide)).astype(attention_out.dtype)
 
     def _as_context(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
-        """Memory as context (Titans, eq. 21 to 25), segment after segment."""
+        """Memory as context (Titans, eq. 21 to 25), segment by segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
         if x.shape[1] == 0:
             return self.memory(x, state.memory)[0], state
         tokens, num_tokens = layout.left_align(x, is_token)
-        # A segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
+        # Each segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
         graph, params = nnx.split(self)
         persistent = self.attention.persistent_keys_values()
 
@@ -209,7 +209,7 @@ class Block(nnx.Module):
         # Eq. 24 and 25: M_t = M_(t-1)(y) is written and read at once, o = y * M_t(y).
         memory_out, memory = self.memory(attention_out, memory, is_token=is_token, learn=learn, within_chunk=True)
         local = attention.advance(local, is_new)
-        # Where the memory did not learn all of a segment, its chunk ends with the segment all the same.
+        # The memory's chunk ends with the segment, even where the memory did not learn all of it.
         is_done = local.count == 0
         anchor = layout.select_rows(is_done, memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=jnp.where(is_done, 0, memory.count))

@@ -1,7 +1,7 @@
 """One chunk of Titans' neural memory in closed form: pure functions of arrays. Twin: torch_ref/memory/chunk.py.
 
-A memory is a network M_W: one matrix, or layers with an activation between them. Each token moves its weights by the
-gradient of the associative loss ||M_W(k) - v||^2, taken at the weights A of the chunk's start (Titans, eq. 16):
+A memory is a network M_W: one matrix, or layers with an activation between them. Each token updates the weights by
+the gradient of the associative loss ||M_W(k) - v||^2, taken at the weights A at the chunk's start (Titans, eq. 16):
 
     u_t = grad loss(A; k_t, v_t)      S_t = eta_t S_(t-1) - theta_t u_t      W_t = (1 - alpha_t) W_(t-1) + S_t
 
@@ -11,10 +11,10 @@ and token t reads y_t = M_(W_t)(q_t). Unrolled, with beta_t = prod (1 - alpha), 
 
     W_t = beta_t W_0 + f_t S_0 - sum_i C[t, i] theta_i u_i          S_t = P_t S_0 - sum_i E[t, i] theta_i u_i
 
-A token's gradient by a kernel is a_i delta_i^T (the layer's input, and the gradient at its output), so the sums at the
-chunk's end are two weighted products of the same a and delta, and a read at W_t is an attention over the chunk's
-tokens in every layer: no W_t is formed. docs/memory.md derives this. Axis letters: E memories, a row's heads side by
-side (B * N); T tokens of the chunk; I and O a kernel's in and out.
+A token's gradient with respect to a kernel is a_i delta_i^T (the layer's input, and the gradient at its output). So the
+sums at the chunk's end are two weighted products of the same a and delta, and a read at W_t is attention over the
+chunk's tokens in every layer: no W_t is formed. docs/memory.md derives this. Axis letters: E memories, rows and heads
+merged (B * N); T tokens of the chunk; I and O a kernel's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Rule(NamedTuple):
 
 
 class Surprise(NamedTuple):
-    """Gradients of each token's associative loss, as factors: that by kernel l is inputs[l]^T deltas[l]."""
+    """Gradients of each token's associative loss, as factors: for kernel l, inputs[l]^T deltas[l]."""
 
     inputs: tuple[Float[Array, "E T I"], ...]  # of each layer
     deltas: tuple[Float[Array, "E T O"], ...]  # gradients at each layer's output
-    gain: Float[Array, "E T H"] | None  # gradient by the residual norm's gain
+    gain: Float[Array, "E T H"] | None  # gradient with respect to the residual norm's gain
 
 
 class Coefficients(NamedTuple):
@@ -81,10 +81,10 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
-    """Coefficients beta, f, P, C and E of a chunk's tokens, from their decay gates.
+    """Compute coefficients beta, f, P, C and E of a chunk's tokens from their decay gates.
 
-    They are those of every token, or with read = "chunk" of the last one alone, [E 1 ...] each. Ratios are exponentials
-    of differences of cumulative sums of logarithms, so they never over- or underflow.
+    They cover every token, or with read = "chunk" only the last one, [E 1 ...] each. Ratios are exponentials of
+    differences of cumulative sums of logarithms, so they never over- or underflow.
     """
     tokens = _without_padding(tokens)
     length, dtype = tokens.theta.shape[1], tokens.theta.dtype
@@ -92,7 +92,7 @@ def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
     beta, retained = _cumulative_products(tokens.log_keep, first, length, dtype)
     retained = jnp.broadcast_to(retained, (len(tokens.theta), *retained.shape[1:]))
     if tokens.is_token is not None:
-        # W_t takes in S_t at tokens, never at padding.
+        # W_t adds S_t at tokens, never at padding.
         retained = jnp.where(tokens.is_token[:, None, :], retained, jnp.zeros((), dtype))
     if tokens.log_eta is None:
         last = (jnp.arange(length) == length - 1).astype(dtype)
@@ -137,7 +137,7 @@ def activate(kind: str, z: Float[Array, "E T I"]) -> Float[Array, "E T I"]:
 
 
 def activation_derivative(kind: str, z: Float[Array, "E T I"]) -> Float[Array, "E T I"]:
-    """Derivative of `activate` by its input."""
+    """Derivative of `activate` with respect to its input."""
     if kind == "silu":
         gate = jax.nn.sigmoid(z)
         return gate * (1.0 + z * (1.0 - gate))
@@ -172,7 +172,7 @@ def recall(weights: Weights, query: Float[Array, "E T H"], rule: Rule) -> Float[
 def surprise(
     weights: Weights, key: Float[Array, "E T H"], value: Float[Array, "E T H"], rule: Rule
 ) -> tuple[Surprise, Float[Array, "E T"]]:
-    """Gradient of each token's associative loss ||M_W(k) - v||^2 by W (Titans, eq. 12 and 16), and its squared norm."""
+    """Gradient in W of each token's associative loss ||M_W(k) - v||^2 (Titans, eq. 12 and 16), and its squared norm."""
     inputs, hidden = [key], []
     for i, kernel in enumerate(weights.kernels):
         if i:
@@ -187,7 +187,7 @@ def surprise(
         scale = 1.0 + weights.gain[:, None, :]
         error = factor * (normal * scale + key - value)
         gain, scaled = error * normal, error * scale
-        # The part of the gradient along the mean and along the normalised output, which LayerNorm takes away.
+        # The part of the gradient along the mean and along the normalised output, which LayerNorm removes.
         projected = jnp.mean(scaled, axis=-1, keepdims=True) + normal * jnp.mean(
             scaled * normal, axis=-1, keepdims=True
         )
@@ -224,7 +224,7 @@ def learn(
       coeffs: the tokens' coefficients; None = computed here.
 
     Returns:
-      Each token's read-out, and the weights and the momentum behind the last token.
+      Each token's read-out, and the weights and the momentum after the last token.
     """
     gradients, squared_norm = surprise(anchor, tokens.key, tokens.value, rule)
     coeffs = coefficients(tokens, read=rule.read) if coeffs is None else coeffs
@@ -270,7 +270,7 @@ def _write(
     shares: tuple[Float[Array, "E T"], Float[Array, "E T"]],
     last: Coefficients,
 ) -> tuple[Float[Array, "E I O"], Float[Array, "E I O"]]:
-    """One kernel and its momentum behind the chunk's last token T: W_T and S_T of the module's formulas.
+    """One kernel and its momentum after the chunk's last token T: W_T and S_T of the module's formulas.
 
     shares: C[T, i] theta_i and E[T, i] theta_i, the weights in W_T and S_T of the gradient u_i = inputs_i^T deltas_i;
     last: the coefficients of token T, [E] each.
@@ -290,7 +290,7 @@ def _weighted_gradients(
 ) -> tuple[Float[Array, "E I O"], Float[Array, "E I O"]]:
     """Sums over tokens of the gradients inputs_i^T deltas_i under two weightings.
 
-    Both sums are one product: the narrower operand holds its two weighted copies side by side.
+    Both sums are one product, whose narrower operand is the concatenation of its two weighted copies.
     """
     if inputs.shape[2] <= deltas.shape[2]:
         weighted = jnp.concatenate([inputs * share[:, :, None] for share in shares], axis=2)

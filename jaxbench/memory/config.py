@@ -20,30 +20,30 @@ from jaxbench.config import Base
 class NeuralMemoryConfig(Base):
     """Shape of a neural memory: a small network whose weights are trained, token by token, on what it reads."""
 
-    d_model: int = Field(gt=0)  # width of the residual stream that it reads and adds to
-    num_heads: int = Field(gt=0)  # memories side by side
+    d_model: int = Field(gt=0)  # width of the residual stream that it reads from and adds to
+    num_heads: int = Field(gt=0)  # parallel memories
     head_dim: int = Field(gt=0)  # width of keys, values and queries of one memory
     chunk_size: int = Field(default=64, gt=0)  # tokens whose gradients are taken at the same weights; 1 = recurrence
-    depth: int = Field(default=2, ge=0, le=4)  # layers of the network; 1 = a matrix; 0 = none: queries are read out
+    depth: int = Field(default=2, ge=0, le=4)  # layers of the network; 1 = a matrix; 0 = none: queries are the read-out
     hidden_factor: int = Field(default=2, gt=0)  # width of its hidden layers / head_dim
-    activation: Literal["gelu", "gelu_erf", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
+    activation: Literal["gelu", "gelu_erf", "silu"] = "gelu"  # between layers; gelu is the tanh approximation
     residual_norm: bool = False  # M(x) = LayerNorm(network(x)) (1 + gain) + x, of Sun et al. 2024; the paper is silent
-    loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean = a learning rate / head_dim
+    loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean acts as a learning rate / head_dim
     read: Literal["token", "before", "chunk"] = "token"  # token t is read out at M_t, M_(t-1), M before its chunk
     momentum: bool = True  # False: eta = 0
     forgetting: bool = True  # False: alpha = 0
     max_theta: float = Field(default=1.0, gt=0)  # theta lies in (0, max_theta)
-    max_update_norm: float | None = Field(default=None, gt=0)  # longest gradient of one token and head; None = any
+    max_update_norm: float | None = Field(default=None, gt=0)  # clips a token's gradient per head; None = no clipping
     conv_size: int = Field(default=4, ge=1)  # taps of the depthwise convolutions of q, k and v; 1 = none
     qkv_activation: Literal["silu", "none"] = "silu"
-    qk_norm: bool = True  # queries and keys of length 1
+    qk_norm: bool = True  # queries and keys are normalised to length 1
     output: Literal["gated", "linear"] = "gated"  # gated = RMSNorm of each head, times SiLU of a projection of x
     num_persistent: int = Field(default=0, ge=0)  # learned tokens read before every sequence
     norm_eps: float = Field(default=1e-5, gt=0)
     initial_eta: float = Field(default=0.5, gt=0, lt=1)  # decay of momentum where the gate's projection is 0
     initial_theta: float = Field(default=0.005, gt=0)  # inner learning rate there; below max_theta
     initial_alpha: float = Field(default=0.01, gt=0, lt=1)  # decay of the weights at each token there
-    initial_match: bool = False  # keys' projection starts as the queries', so that a query finds its like
+    initial_match: bool = False  # key projection starts as the query's, so that a query finds similar keys
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> NeuralMemoryConfig:
@@ -61,7 +61,7 @@ class NeuralMemoryConfig(Base):
 
     @property
     def streams(self) -> str:
-        """Projections by letter: queries, keys and values; without a network queries alone."""
+        """Projections by letter: queries, keys and values; without a network, queries only."""
         return "qkv" if self.depth else "q"
 
     @property
@@ -92,7 +92,7 @@ def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
 
 
 def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
-    """Gates that a configuration has, of eta, theta and alpha; without a network none."""
+    """Names of the gates that a configuration has, of eta, theta and alpha; none without a network."""
     used = {"eta": config.momentum, "theta": True, "alpha": config.forgetting}
     return tuple(name for name, is_used in used.items() if is_used and config.depth)
 
@@ -104,8 +104,8 @@ def initial_params(
 
     Projections are normal with standard deviation std, the network's kernels with fan-in scaling, persistent tokens
     with 1, like the normalised stream that they join; convolutions start as the identity, gates at the
-    configured values. With initial_match the keys' projection is the queries', and their convolution the mean of its
-    tokens. distinct = every tensor random, so that a swapped or ignored one shows.
+    configured values. With initial_match the key projection equals the query projection, and the key convolution is
+    the mean of its tokens. With distinct=True every tensor is random, so that a swapped or ignored one shows.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():

@@ -15,22 +15,22 @@ from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 
-PARAMETERS = r"layers\.\d+\.(block\..*|gate)"  # names of a decoder's parameters that are its memory's
+PARAMETERS = r"layers\.\d+\.(block\..*|gate)"  # names of a decoder's memory parameters
 
 
 class DecoderMemory(Base):
     """Which layers of a decoder have memory, and what kind."""
 
-    kind: Literal["mac", "mag", "mal", "lmm", "bank"]  # of block; it stands in place of the layer's attention
+    kind: Literal["mac", "mag", "mal", "lmm", "bank"]  # of block; without insert, it replaces the layer's attention
     layers: tuple[int, ...] | None = None  # which layers, from 0; None = all
-    insert: bool = False  # lmm beside the layer's own attention, through a gate that is 0 at the start: identity
-    window: int | None = Field(default=None, gt=0)  # tokens that the block's attention sees, not of lmm; mac: a segment
-    num_persistent: int = Field(default=0, ge=0)  # learned tokens that it always sees, not of lmm
-    neural: NeuralMemoryConfig | None = None  # of mac, mag, mal, lmm
-    bank: BankConfig | None = None  # of bank; lmm takes either
-    max_documents: int = Field(default=1, ge=1)  # in a row; each has a memory of its own, and costs as much as a row
+    insert: bool = False  # lmm in parallel to the layer's attention, with a gate that starts at 0: identity
+    window: int | None = Field(default=None, gt=0)  # tokens that the block's attention sees, not for lmm; mac: segment
+    num_persistent: int = Field(default=0, ge=0)  # learned tokens that it always sees; not for lmm
+    neural: NeuralMemoryConfig | None = None  # for mac, mag, mal, lmm
+    bank: BankConfig | None = None  # for bank; lmm takes either
+    max_documents: int = Field(default=1, ge=1)  # per row; each has its own memory and costs as much as a row
     loss_weight: float = Field(default=1.0, ge=0)  # of the loss that trains a bank's compression
-    learn: bool = True  # False: neural memories answer from their first weights; a bank goes on keeping what it reads
+    learn: bool = True  # False: neural memories keep their initial weights; a bank is still written
 
 
 class MemoryTransformerConfig(TransformerConfig):
@@ -64,7 +64,7 @@ class MemoryTransformerConfig(TransformerConfig):
         return self
 
     def _check_attention(self) -> None:
-        """Refuse what the decoder's attention has and the blocks' own has not."""
+        """Refuse settings of the decoder's attention that the block's own attention does not have."""
         names = ("use_bias", "qkv_bias", "attention_softcap", "global_every")
         others: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.query_scale != 1.0:
@@ -79,7 +79,7 @@ class MemoryTransformerConfig(TransformerConfig):
             )
 
     def _check_parts(self) -> None:
-        """Refuse settings of parts that the memory has not."""
+        """Refuse settings of parts that the memory does not have."""
         m = self.memory
         if m.kind == "lmm" and (m.window is not None or m.num_persistent):
             raise ValueError(
@@ -90,7 +90,7 @@ class MemoryTransformerConfig(TransformerConfig):
             raise ValueError(f"memory: loss_weight={m.loss_weight} is of a bank's compression, and bank is unset")
 
     def has_memory(self, index: int) -> bool:
-        """True where the layer of this index has memory."""
+        """True if the layer of this index has memory."""
         return self.memory.layers is None or index in self.memory.layers
 
     def block(self) -> BlockConfig:
@@ -105,7 +105,7 @@ class MemoryTransformerConfig(TransformerConfig):
         return self.memory.kind
 
     def layer_counts(self) -> dict[int, int]:
-        """Number of layers with memory and without, by the index of one of them."""
+        """Number of layers with and without memory, each by the index of one of them."""
         if (chosen := self.memory.layers) is None:
             return {0: self.num_layers}
         counts = {chosen[0]: len(chosen)}
@@ -114,7 +114,7 @@ class MemoryTransformerConfig(TransformerConfig):
         return counts
 
     def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Parameter shapes of a layer; without insert, a memory layer has the block's in place of attention's."""
+        """Parameter shapes of a layer; in a memory layer without insert, the block's replace the attention's."""
         if not self.has_memory(index):
             return plain
         kept = {n: shape for n, shape in plain.items() if self.memory.insert or not n.startswith("attention.")}
@@ -124,7 +124,7 @@ class MemoryTransformerConfig(TransformerConfig):
     def own_params(self, seed: int, *, distinct: bool, std: float) -> dict[str, np.ndarray]:
         """Initial values of the memories, each layer's drawn from its own seed.
 
-        A memory that is inserted starts with a gate of 0: the decoder computes what it did without.
+        An inserted memory starts with a gate of 0: the decoder computes what it did without it.
         """
         params: dict[str, np.ndarray] = {}
         for i in filter(self.has_memory, range(self.num_layers)):
@@ -151,7 +151,7 @@ class MemoryTransformerConfig(TransformerConfig):
 
 
 def with_memory(model: TransformerConfig, memory: DecoderMemory | None) -> TransformerConfig:
-    """Decoder's shape with memory layers; without a memory, as it is.
+    """Return a decoder's shape with memory layers, or unchanged if memory is None.
 
     Raises:
       ValueError: the memory does not fit the decoder.

@@ -1,6 +1,6 @@
-"""A decoder with memory as a folder: config.json, model.safetensors by our own names, tokenizer (S file).
+"""A decoder with memory as a folder: config.json, model.safetensors with jaxbench's names, tokenizer (S file).
 
-No Hugging Face architecture has such layers. Everything that a decoder computes is in the folder.
+No Hugging Face architecture has such layers. The folder holds everything that determines a decoder's outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TENSORS = "model.safetensors"
 def save(
     folder: str | Path, config: MemoryTransformerConfig, params: Mapping[str, np.ndarray], *, tokenizer: Any = None
 ) -> Path:
-    """Write the folder; all of it appears at once or nothing.
+    """Write the folder atomically: all of it appears, or nothing.
 
     Raises:
       ValueError: the folder has content, or the parameters are not the configuration's.
@@ -44,7 +44,7 @@ def save(
 
 
 def is_memory(spec: str | Path | None) -> bool:
-    """True where a model's name is a folder of a decoder with memory."""
+    """True if a model's name is the folder of a decoder with memory."""
     if spec is None or not (file := Path(spec).expanduser() / "config.json").is_file():
         return False
     return safetensors_files.read_json(file).get("model_type") == MODEL_TYPE

@@ -1,6 +1,6 @@
 """Layout of rows, heads and chunks in arrays; the rematerialised scan over chunks. Twin: torch_ref/memory/layout.py.
 
-Axis letters: E memories, a row's heads side by side (B * N); C token slots of a chunk; L chunks.
+Axis letters: E memories, rows and heads merged (B * N); C token slots of a chunk; L chunks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
-NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
+NESTED_FROM = 32  # from this many chunks on, rematerialisation is nested: groups of chunks, chunks of a group
 
 
 def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
-    """Apply a function to the leaves of trees of one structure; None is no leaf."""
+    """Apply a function to the leaves of trees of the same structure; None is not a leaf."""
     return jax.tree.map(function, *trees)
 
 
 def gathered(x: Shaped[Array, "B T ..."], index: Int[Array, "B S"]) -> Shaped[Array, "B S ..."]:
-    """Gather entries along axis 1, each row by indices of its own."""
+    """Gather entries along axis 1, each row by its own indices."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
@@ -39,7 +39,7 @@ def left_align(
     """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row.
 
     Raises:
-      ValueError: is_token is of other rows or tokens.
+      ValueError: is_token has another number of rows or tokens.
     """
     if is_token is None:
         return x, jnp.full((len(x),), x.shape[1], jnp.int32)
@@ -97,7 +97,7 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     Returns:
       The last carry, and the outputs of all chunks [L ...].
 
-    The backward pass keeps the carry before each chunk and recomputes what lies inside a chunk. From NESTED_FROM chunks
+    The backward pass keeps the carry before each chunk and recomputes values inside a chunk. From NESTED_FROM chunks
     on it keeps the carry before each of about sqrt(L) groups and goes through a group twice (Chen et al. 2016,
     arXiv:1604.06174, section 4).
     """
@@ -111,19 +111,19 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     read_group = functools.partial(rematerialised, functools.partial(lax.scan, read))
     carry, outputs = lax.scan(read_group, carry, groups)
     outputs = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), outputs)
-    if whole == num_chunks:  # a scan over no chunks would be compiled all the same
+    if whole == num_chunks:  # a scan over no chunks would still be compiled
         return carry, outputs
     carry, rest = lax.scan(read, carry, jax.tree.map(lambda x: x[whole:], chunks))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
 
 
 def group_size(num_chunks: int) -> int:
-    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it where one is near."""
+    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it if one is near."""
     root = math.isqrt(num_chunks)
     return next((size for size in range(root, root // 2, -1) if num_chunks % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:
-    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes what lies inside."""
-    # A scan's body is compiled apart from its recomputation, so nothing merges the two.
+    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes the values inside."""
+    # A scan's body is compiled separately from its recomputation, so no CSE merges the two.
     return jax.checkpoint(read, prevent_cse=False)(carry, chunk)

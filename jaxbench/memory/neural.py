@@ -1,10 +1,10 @@
 """Titans' neural memory as a layer, in Flax NNX. Twin: torch_ref/memory/neural.py.
 
-From x come queries, keys and values (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates
-eta, theta and alpha of every token and head; chunk.py writes and reads chunk after chunk; read-outs are normalised,
-gated and projected. Chunks are counted in a row's own tokens, so padding and batch neighbours change nothing, and a
-state carries an unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2
-and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
+x gives queries, keys and values (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates
+eta, theta and alpha per token and head. chunk.py writes and reads chunk by chunk. Read-outs are normalised, gated and
+projected. Chunks count a row's own tokens, so padding and other rows of the batch change nothing; the state carries an
+unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2 and 4.4.
+Axis letters: as in chunk.py; C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
 tokens.
 """
 
@@ -30,7 +30,7 @@ QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2nor
 
 
 class NeuralState(NamedTuple):
-    """Recurrent state of rows' memories, of one size whatever was read; kernels are [B N I O], gains [B N H]."""
+    """Recurrent state of rows' memories, of constant size; kernels are [B N I O], gains [B N H]."""
 
     weights: Weights
     momentum: Weights
@@ -40,7 +40,7 @@ class NeuralState(NamedTuple):
 
     @property
     def penalised(self) -> tuple[Float[Array, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return (*self.weights.kernels, *self.momentum.kernels)
 
 
@@ -52,7 +52,7 @@ class Projections(NamedTuple):
     """Projections of a call's tokens; the fields of Tokens are [B T N ...], not yet cut into chunks."""
 
     tokens: Tokens
-    gate: Float[Array, "B T I"] | None  # output gate; None = none
+    gate: Float[Array, "B T I"] | None  # output gate; None = no gate
     tail: Float[Array, "B J C"]  # last inputs of the convolutions
 
 
@@ -63,7 +63,7 @@ class Conv(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros((size, features), dtype))
 
     def __call__(self, x: Float[Array, "B S I"]) -> Float[Array, "B T I"]:
-        """Convolve x, whose first size - 1 tokens stand before the first output: S = T + size - 1."""
+        """Convolve x, whose first size - 1 tokens precede the first output: S = T + size - 1."""
         size = self.kernel.shape[0]
         length = x.shape[1] - size + 1
         return sum(self.kernel[i][None, None, :] * x[:, i : i + length] for i in range(size))
@@ -95,7 +95,7 @@ class Network(nnx.Module):
 
 
 class NeuralMemory(nnx.Module):
-    """Titans' neural memory: a network whose weights are trained on what it reads, at inference as in training."""
+    """Titans' neural memory: a network whose weights are trained on what it reads, in training and at inference."""
 
     def __init__(self, config: NeuralMemoryConfig, *, dtype: str):
         c, width = config, config.num_heads * config.head_dim
@@ -132,17 +132,17 @@ class NeuralMemory(nnx.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Array, "B T D"], NeuralState]:
-        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state after them.
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = nothing was read but the persistent tokens.
+          state: the state after earlier tokens; None = only the persistent tokens were read.
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
-          learn: False = read only, the weights stay as they are.
-          within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
+          learn: False = read only, the weights do not change.
+          within_chunk: True = the caller knows that no row crosses the end of its chunk, which saves computing one.
 
         Raises:
-          ValueError: x or is_token has another shape, or the state is of another model or batch size.
+          ValueError: x or is_token has another shape, or the state is for another model or batch size.
         """
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"memory: x is {tuple(x.shape)}, wanted (rows, tokens, d_model={self.d_model})")
@@ -164,7 +164,7 @@ class NeuralMemory(nnx.Module):
         return layout.restore_padding(out, is_token), state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
-        """State of rows that have read nothing but the persistent tokens."""
+        """State of rows that have read only the persistent tokens."""
         state = self._blank(batch_size)
         if self.persistent is None:
             return state
@@ -210,7 +210,7 @@ class NeuralMemory(nnx.Module):
             )
 
     def _read_whole(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], NeuralState]:
-        """Read sequences from their start, behind the persistent tokens."""
+        """Read sequences from their start, after the persistent tokens."""
         state = self._blank(len(x))
         if self.persistent is None:
             return self._read_rows(x, state)
@@ -248,12 +248,12 @@ class NeuralMemory(nnx.Module):
     def _learn(
         self, anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, coeffs: chunk.Coefficients | None
     ) -> tuple[Float[Array, "E C H"], Weights, Weights]:
-        """Write a chunk and read it, as chunk.learn; without its gate the momentum stays what it was, zeros."""
+        """Write and read a chunk, as chunk.learn; without the eta gate, momentum stays zero."""
         output, weights, moved = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
         return output, weights, momentum if self.eta is None else moved
 
     def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
-        """Coefficients of all chunks at once, [L E ...]: they depend on the gates alone."""
+        """Coefficients of all chunks at once, [L E ...]: they depend only on the gates."""
         coeffs = chunk.coefficients(layout.tree_map(layout.merge_heads, chunks), read=self.rule.read)
         return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), coeffs)
 
@@ -265,7 +265,7 @@ class NeuralMemory(nnx.Module):
         A row may begin inside a chunk: its tokens are shifted by state.count slots, so that chunks of all rows align.
         """
         length = tokens.theta.shape[1]
-        # Tokens that do not cross the end of a chunk, such as a single one, may lie anywhere in theirs.
+        # Tokens that do not cross the end of a chunk, such as a single one, may be anywhere in theirs.
         size = length if within_chunk else self.chunk_size
         num_chunks = 1 if within_chunk else -(-(length + size - 1) // size)
         offset = jnp.zeros_like(state.count) if within_chunk else state.count
@@ -294,7 +294,7 @@ class NeuralMemory(nnx.Module):
         return read_out, NeuralState(weights, momentum, anchor, count, state.tail)
 
     def _read_only(self, query: Float[Array, "B T N H"], state: NeuralState) -> Float[Array, "B T N H"]:
-        """Read-out of the state's weights as they are; nothing is written."""
+        """Read out the state's weights; nothing is written."""
         weights = state.anchor if self.rule.read == "chunk" else state.weights
         read_out = chunk.recall(layout.tree_map(layout.merge_heads, weights), layout.heads_first(query), self.rule)
         return layout.tokens_first(read_out, self.num_heads)
@@ -329,7 +329,7 @@ class NeuralMemory(nnx.Module):
         self, conv: Conv | None, x: Float[Array, "B T I"], before: Float[Array, "B J I"],
         num_tokens: Int[Array, " B"] | None,
     ) -> tuple[Float[Array, "B T I"], Float[Array, "B J I"]]:  # fmt: skip
-        """Convolve a projection behind the K - 1 inputs before it; also the last K - 1 for the call that follows."""
+        """Convolve a projection after the K - 1 inputs before it; also return the last K - 1 for the next call."""
         if conv is None:
             return x, before
         inputs, length = jnp.concatenate([before.astype(x.dtype), x], axis=1), x.shape[1]
@@ -338,7 +338,7 @@ class NeuralMemory(nnx.Module):
         return conv(inputs), layout.gathered(inputs, num_tokens[:, None] + jnp.arange(before.shape[1])[None, :])
 
     def _output(self, read_out: Float[Array, "B T N H"], gate: Float[Array, "B T I"] | None) -> Float[Array, "B T D"]:
-        """Output projection of the heads' read-outs, normalised and gated first where there is a gate."""
+        """Output projection of the heads' read-outs, normalised and gated first if there is a gate."""
         flat = read_out.astype(self.dtype).reshape(*read_out.shape[:2], -1)
         if gate is not None:
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))

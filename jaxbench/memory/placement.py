@@ -1,4 +1,4 @@
-"""Where the parameters of memory layers live on a mesh: rules beside those of the decoder (sharding.py)."""
+"""Sharding rules for the parameters of memory layers, added to those of the decoder (sharding.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxbench.sharding import Axes, Rule
 def with_memory(
     rules: tuple[Rule, ...], config: MemoryTransformerConfig, *, stored: Axes, heads: Axes, width: Axes
 ) -> tuple[Rule, ...]:
-    """Decoder's table with rules for its memory layers.
+    """Add rules for the memory layers to a decoder's table.
 
-    Heads of a memory are split like those of attention; what no memory of this kind has is left out, and so are the
-    rules of an attention that every layer has given away. Axes: `sharding.decoder_table`.
+    Heads of a memory are sharded like those of attention. Rules that match no parameter are left out: those of other
+    kinds of memory, and those of attention if every layer's is replaced. Axes: `sharding.decoder_table`.
     """
     layer, rows = r"layers\.\d+\.", sharding.joined(width, stored)
     block = layer + r"block\."

@@ -1,8 +1,8 @@
 """Products over the tokens of a chunk, in the forms that XLA:CPU multiplies fast (docs/xla_cpu.md, rule 16).
 
-Its fast path wants the contracted axis last in the left operand. A sum over tokens of outer products (a memory's
+XLA:CPU's fast path needs the contracted axis last in the left operand. A sum over tokens of outer products (a memory's
 update, and the gradient of every kernel) has the contracted axis first in both operands, so one of them is transposed
-in memory. Axis letters: chunk.py's.
+in memory. Axis letters: as in chunk.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 
 def _with_gradients(gradients: Callable[..., tuple[Array, Array]]) -> Callable[..., Callable[..., Array]]:
-    """Decorator of a product of x and y: gradients(x, y, grad) are those by x and by y."""
+    """Decorate a product of x and y: gradients(x, y, grad) returns the gradients with respect to x and y."""
 
     def decorated(product: Callable[..., Array]) -> Callable[..., Array]:
         by_hand = jax.custom_vjp(product)

@@ -1,7 +1,7 @@
 """Grow or shrink the slots of a bank's state, in JAX. Twin: torch_ref/memory/resize.py.
 
-No parameter depends on the number of slots: a model built with another memory_slots and the same parameters goes on
-from the resized state. A state is kept in a checkpoint by its fields' names, `state._asdict()`.
+No parameter depends on the number of slots: a model built with another memory_slots and the same parameters can
+resume from the resized state. A checkpoint stores a state by its field names, `state._asdict()`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxbench.memory.bank import BankState
 
 
 def grow_slots(state: BankState, number: int) -> BankState:
-    """Add `number` empty slots to a bank's state, whose read-outs do not change by a bit.
+    """Add `number` empty slots to a bank's state; its read-outs stay bit-identical.
 
     Raises:
       ValueError: number is negative.
@@ -33,8 +33,8 @@ def grow_slots(state: BankState, number: int) -> BankState:
 def shrink_slots(state: BankState, number: int) -> BankState:
     """Remove `number` slots from a bank's state: empty ones first, then those with the least attention mass.
 
-    The newest, which nothing has attended to yet, go last. While only empty ones are removed, the bank's read-outs do
-    not change by a bit.
+    The newest, which nothing has attended to yet, are removed last. While only empty ones are removed, the bank's
+    read-outs stay bit-identical.
 
     Raises:
       ValueError: number is negative or not below the number of slots.
@@ -45,10 +45,10 @@ def shrink_slots(state: BankState, number: int) -> BankState:
     num_recent, left = state.recent.shape[1], capacity - number
     is_filled = jnp.arange(capacity)[None, :] < state.num_slots[:, None]
     mass = state.mass[:, num_recent:]
-    # Nothing has attended to the newest slots yet, so that their mass of 0 says nothing.
+    # Nothing has attended to the newest slots yet, so their mass of 0 is no evidence against them.
     mass = jnp.where(state.age == 0, jnp.asarray(jnp.inf, mass.dtype), mass)
     mass = jnp.where(is_filled, mass, jnp.asarray(-1.0, mass.dtype))
-    # The slots of the most mass in their old order; of equal mass the later ones.
+    # The slots with the most mass, in their old order; at equal mass, the later ones.
     best = jnp.argsort(mass[:, ::-1], axis=1, stable=True, descending=True)[:, :left]
     kept = jnp.sort(capacity - 1 - best, axis=1)
     # Where slots are empty, the filled ones come first, so that kept slots stay filled from the left.

@@ -1,4 +1,4 @@
-"""Decoders with memory behind the engine: each request's memory lies in its slot, beside keys and values (S file)."""
+"""Serve decoders with memory: a request's memory is in its cache slot, with its keys and values (S file)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class MemoryEngineConfig(EngineConfig):
     """A model and its engine; the model may be a decoder with memory, as a training run exports it."""
 
     def read_config(self, path: str | None) -> TransformerConfig:
-        """As EngineConfig's, also of a decoder with memory."""
+        """As in EngineConfig, also for a decoder with memory."""
         return self.checked(folder.read_config(path)) if folder.is_memory(path) else super().read_config(path)
 
     def build(self) -> Any:
-        """As EngineConfig's, also of a decoder with memory."""
+        """As in EngineConfig, also for a decoder with memory."""
         if not folder.is_memory(self.model):
             return super().build()
         return self.built(folder.load(self.model), "memory.decoder")
 
 
 class MemoryServerConfig(ServerConfig):
-    """What a server lets in, of a model that may have memory."""
+    """Settings of a server whose model may have memory."""
 
     engine: MemoryEngineConfig = MemoryEngineConfig()

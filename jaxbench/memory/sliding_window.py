@@ -1,10 +1,10 @@
-"""Sliding-window attention with a state of one size, in Flax NNX. Twin: torch_ref/memory/sliding_window.py.
+"""Sliding-window attention with a state of fixed size, in Flax NNX. Twin: torch_ref/memory/sliding_window.py.
 
 A row's tokens come in blocks of C = window. A query in slot i attends to the persistent tokens, to slots 0 .. i of its
 own block, and to one other block in the state: to slots i + 1 .. C - 1 of the previous block, which makes a sliding
-window of C tokens, or to slots 0 .. i of what a memory recalled (blocks.py). A state carries an unfinished block; keys
-are kept as projected and rotated where they are used. Axis letters: WORKSPACE.md's; C slots of a block, P persistent
-tokens.
+window of C tokens, or to slots 0 .. i of what a memory recalled (blocks.py). The state carries an unfinished block;
+keys are kept as projected and rotated when they are used. Axis letters: as in WORKSPACE.md; C slots of a block,
+P persistent tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def scan_blocks(
       is_fresh: True = no row has an unfinished block.
 
     Returns:
-      The state behind the last block, and the output at each token.
+      The state after the last block, and the output at each token.
     """
     length = tokens[0].shape[1]
     place = jnp.arange(size)[None, :]
@@ -100,7 +100,7 @@ class LocalAttention(nnx.Module):
         linear = functools.partial(nn.Linear, use_bias=False, dtype=dtype)
         self.q_proj = linear(c.d_model, c.num_heads * c.head_dim)
         self.k_proj, self.v_proj = (linear(c.d_model, c.num_kv_heads * c.head_dim) for _ in range(2))
-        # A bank's gate mixes the heads and projects them itself.
+        # With a bank, the bank mixes the heads and projects them.
         self.o_proj = None if c.kind == "bank" else linear(c.num_heads * c.head_dim, c.d_model)
         self.persistent = nnx.Param(jnp.zeros((c.num_persistent, c.d_model), dtype)) if c.num_persistent else None
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
@@ -114,15 +114,15 @@ class LocalAttention(nnx.Module):
         *,
         is_token: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T ..."], LocalState]:
-        """Attention output at each token: projected [B T D], or the heads [B T N H] beside a bank.
+        """Attention output at each token: projected [B T D], or with a bank the heads [B T N H].
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = there are none. The one behind the last token is returned.
+          state: the state after earlier tokens; None = there are none. The one after the last token is returned.
           is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
 
         Raises:
-          ValueError: the state is of another model or batch size.
+          ValueError: the state is for another model or batch size.
         """
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
@@ -210,13 +210,13 @@ class LocalAttention(nnx.Module):
           query: projected queries, not yet rotated.
           state: keys and values, those of the queries' own tokens included.
           persistent: keys and values of the persistent tokens; None = there are none.
-          is_recalled: True = the other block holds what a memory recalled for this block's tokens, one a slot;
+          is_recalled: True = the other block holds what a memory recalled for this block's tokens, one per slot;
             False = it is the previous block.
         """
         batch_size, length = query.shape[:2]
         slots = jnp.broadcast_to(jnp.arange(self.window)[None, :], (batch_size, self.window))
         query_slots = state.count[:, None] if length == 1 else slots
-        # What a query attends to, [B T C]: its own block causally; of the previous block what the window still covers.
+        # What a query attends to, [B T C]: its own block causally; the previous block as far as the window covers it.
         is_past = slots[:, None, :] <= query_slots[:, :, None]
         is_other = is_past if is_recalled else ~is_past & state.has_other[:, None, None]
         # The previous block has positions 0 .. C - 1, the current one C .. 2 C - 1, a recalled token that of its slot.

@@ -26,7 +26,7 @@ def mean_squared_error(output: Float[Array, "B T D"], batch: Batch) -> Float[Arr
 
 
 def predict(model: Any, batch: Batch, *, dropout: Any = None) -> tuple[Any, ...]:
-    """Outputs [B T D] of a memory on a batch, the state behind it and, where it has one, its own loss; no dropout."""
+    """Outputs [B T D] of a memory on a batch, the state after it and, if it has one, its own loss; no dropout."""
     return model(batch.x.astype(model.dtype), is_token=batch.is_token)
 
 

@@ -1,4 +1,4 @@
-"""What a training run of a decoder with memory is: the model of configs/ltm/*.yaml (S file)."""
+"""Configuration of a training run of a decoder with memory, the schema of configs/ltm/*.yaml (S file)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxbench.training.train_config import TrainConfig
 
 
 class MemoryOptimizerConfig(OptimizerConfig):
-    """An optimiser that may leave a decoder as it is but for its memory."""
+    """An optimiser that may train only a decoder's memory."""
 
-    # memory: a decoder's memory layers learn, the rest stays as it is
+    # memory: only the memory's parameters are trained
     trained: Literal["all", "adapters", "memory"] = "all"
 
     def is_trained(self, name: str) -> bool:
@@ -35,7 +35,7 @@ class MemoryStepConfig(StepConfig):
 
 
 class MemoryTrainConfig(TrainConfig):
-    """One training run of a decoder that may have memory; without one it is any training run."""
+    """One training run of a decoder that may have memory; without one, like any training run."""
 
     step: MemoryStepConfig = MemoryStepConfig()
     memory: DecoderMemory | None = None  # memory layers of the decoder
@@ -58,14 +58,14 @@ class MemoryTrainConfig(TrainConfig):
         return with_memory(super().decoder(vocab_size), self.memory)
 
     def export(self, folder: Path, model: TransformerConfig, params: Mapping[str, np.ndarray], tokenizer: Any) -> None:
-        """Write the trained decoder; one with memory as a folder of our own (folder.py)."""
+        """Write the trained decoder; one with memory in jaxbench's own format (folder.py)."""
         if isinstance(model, MemoryTransformerConfig):
             own_folder.save(folder, model, params, tokenizer=tokenizer)
         else:
             super().export(folder, model, params, tokenizer)
 
     def identity(self) -> dict[str, Any]:
-        """Settings that stay the same from one start of a run to the next; without a memory those of a TrainConfig."""
+        """Settings that stay the same when a run is resumed; without a memory those of a TrainConfig."""
         content = super().identity()
         if self.memory is None:
             del content["memory"]

@@ -10,8 +10,8 @@ from jaxbench.config import TransformerConfig
 
 
 def tables(config: TransformerConfig) -> tuple[Float[np.ndarray, "S h"] | None, Float[np.ndarray, "S h"] | None]:
-    """Cosine beside sine of each position, in float32 from float64: of global layers, and of layers with angles
-    of their own.
+    """Cosine and sine of each position side by side, in float32 from float64: for global layers, and for layers with
+    separate angles.
     """
     plain = local = None
     if config.position == "rotary":

@@ -1,7 +1,7 @@
-"""Builds the native kernels on first use and keeps them in the cache (S file).
+"""Build the native kernels on first use and keep them in the cache (S file).
 
-The library's name holds a hash of what it was made from (sources, XLA's header, instruction set) and one of its bytes:
-a torn file is seen before it is loaded, and processes that build at once each put a whole file in place.
+The library's name holds a hash of its inputs (sources, XLA's header, instruction set) and one of its bytes: a truncated
+file is detected before it is loaded, and processes that build at the same time each put a whole file in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxbench import process_environment
 SOURCES = Path(__file__).parent / "src"
 HEADER = "xla/ffi/api/c_api.h"
 AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c", "bmi2")
-# What each set's file needs of /proc/cpuinfo, the best first; `portable` needs nothing.
+# Flags of /proc/cpuinfo that each set's file needs, the best set first; `portable` needs none.
 NEEDED_FLAGS = {
     "avx512bf16": (*AVX512, "avx512_bf16"),
     "avx512": AVX512,
@@ -41,18 +41,18 @@ BUILD_TIMEOUT_S = 300
 
 
 class NotAvailable(ValueError):
-    """The native kernels cannot be had here; the message says in one line why."""
+    """The native kernels are not available here; the message says why in one line."""
 
 
 class NotCompiled(NotAvailable):
-    """No compiler here makes them; for another instruction set one may."""
+    """No compiler here can build them; for another instruction set one may."""
 
 
 def instruction_sets() -> list[str]:
-    """This machine's instruction sets that there are kernels for, best first; the one that JAXBENCH_INSTRUCTIONS names.
+    """Return this machine's instruction sets that have kernels, best first; or the one in JAXBENCH_INSTRUCTIONS.
 
     Raises:
-      ValueError: the variable names none.
+      ValueError: the variable names no such set.
     """
     named = os.environ.get("JAXBENCH_INSTRUCTIONS")
     if named:
@@ -64,18 +64,18 @@ def instruction_sets() -> list[str]:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's features as Linux names them; empty elsewhere."""
+    """The processor's features by their Linux names; empty on other systems."""
     return frozenset(process_environment.cpuinfo("flags", "Features").partition(":")[2].split())
 
 
 def library_path(instructions: str | None = None) -> Path:
-    """Path of the built library, made first where it is not in the cache.
+    """Return the path of the library, built first if it is not in the cache.
 
     Args:
-      instructions: None takes the best set that the compiler knows too.
+      instructions: None takes the best set that the compiler also supports.
 
     Raises:
-      NotAvailable: no compiler made it, or no folder takes it.
+      NotAvailable: no compiler could build it, or no folder is writable.
     """
     problems = []
     for name in [instructions] if instructions else instruction_sets():
@@ -93,7 +93,7 @@ def _library_path(instructions: str) -> Path:
         try:
             whole = (path for path in sorted(folder.glob(f"{key}-*.so")) if _content_hash(path) == path.stem[-16:])
             path = next(whole, None) or _build(folder, key, instructions)
-            ctypes.CDLL(str(path))  # a folder may forbid to run what it holds, or hold what another system built
+            ctypes.CDLL(str(path))  # a folder may be noexec, or hold another system's build
             return path
         except OSError as error:
             problems.append(f"{folder}: {error.strerror or str(error).splitlines()[0]}")
@@ -101,7 +101,7 @@ def _library_path(instructions: str) -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """Where a library may lie: the cache, else the folder for temporary files, one in it that nobody else writes to."""
+    """Folders for the library: the cache, else a folder in the temporary folder to which nobody else can write."""
     yield process_environment.cache_dir() / "native"
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir()) / f"jaxbench-{user}"
@@ -114,7 +114,7 @@ def _folders() -> Iterator[Path]:
 
 
 def include_folder() -> Path | None:
-    """Folder of jaxlib's headers, found without importing it; None where jaxlib is not installed."""
+    """Folder of jaxlib's headers, found without importing it; None if jaxlib is not installed."""
     spec = importlib.util.find_spec("jaxlib")
     places = list(spec.submodule_search_locations or []) if spec else []
     return next((Path(p) / "include" for p in places if (Path(p) / "include" / HEADER).is_file()), None)
@@ -143,7 +143,7 @@ def compilers() -> list[list[str]]:
 
 
 def compile_command(compiler: list[str], output: Path, instructions: str) -> list[str]:
-    """Command that makes a library."""
+    """Command that builds a library."""
     files = [f"{instructions}.c", "team.c", "common.c", "plain.c"]
     include = include_folder()
     flags = [*FLAGS, f"-DINSTRUCTION_SET=kernels_{instructions}"]
@@ -154,7 +154,7 @@ def compile_command(compiler: list[str], output: Path, instructions: str) -> lis
 
 
 def _build(folder: Path, key: str, instructions: str) -> Path:
-    """Path of a library made now; OSError where the folder does not take it, NotCompiled where no compiler makes it."""
+    """Build a library, return its path; OSError if the folder is not writable, NotCompiled if no compiler builds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as made:
         problems, output = [], Path(made) / "kernels.so"

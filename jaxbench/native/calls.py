@@ -24,7 +24,7 @@ from jaxbench.prompts import SamplingParams
 
 
 def _static() -> Any:
-    """A field of a pytree that programs are compiled for."""
+    """Static field of a pytree: programs are compiled for its value."""
     return dataclasses.field(metadata={"static": True})
 
 
@@ -42,7 +42,7 @@ class PackedWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockWeights:
-    """A layer's arrays as the block call takes them; an array of size 0 stands for none."""
+    """A layer's arrays as the block call takes them; an array of size 0 means there is none."""
 
     norms: tuple[Float[Array, " size"], ...]  # scale and bias of attention, mlp and both post-norms; q_norm, k_norm
     matrices: tuple[UInt8[Array, " bytes"], ...]  # in the order of MATRICES
@@ -52,10 +52,10 @@ class BlockWeights:
 
 @functools.cache
 def register() -> None:
-    """Make the library's handlers known to XLA.
+    """Register the library's handlers with XLA.
 
     Raises:
-      NotAvailable: the library cannot be had here.
+      NotAvailable: the library is not available here.
     """
     handlers = library.load()
     for name in ("block", "linear", "embed", "norm", "largest", "external", "draw", "product"):
@@ -70,7 +70,7 @@ def _empty() -> Array:
 def linear(
     x: Float[Array, "*rows I"], weights: PackedWeights, bias: Float[Array, " O"] | None, settings: Settings
 ) -> Float[Array, "*rows O"]:
-    """Affine map of the last axis by a packed matrix; float32 in and out, whatever the type of x."""
+    """Affine map of the last axis by a packed matrix; x is cast to float32, and the result is float32."""
     register()
     rows = x.reshape(-1, weights.inputs).astype(jnp.float32)
     out = jax.ShapeDtypeStruct((rows.shape[0], weights.outputs), jnp.float32)
@@ -83,7 +83,7 @@ def linear(
 
 
 def embed(tokens: Int[Array, "..."], weights: PackedWeights) -> Float[Array, "... D"]:
-    """Rows of a packed embedding, dequantised."""
+    """Look up rows of a packed embedding, dequantised."""
     register()
     flat = tokens.reshape(-1).astype(jnp.int32)
     ints = np.array((weights.inputs, weights.outputs, formats.FORMATS.index(weights.format)), np.int64)
@@ -94,8 +94,8 @@ def embed(tokens: Int[Array, "..."], weights: PackedWeights) -> Float[Array, "..
 def norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, *, eps: float
 ) -> Float[Array, "*rows D"]:
-    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in
-    any batch.
+    """RMSNorm of each row, or LayerNorm if there is a bias: normalised, times scale, plus bias; bit-identical in any
+    batch.
     """
     register()
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
@@ -104,7 +104,7 @@ def norm(
 
 
 def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    """Index of each row's largest value, the lowest index of equal ones; the first NaN if there is one."""
     register()
     out = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
@@ -118,7 +118,7 @@ def draw(
     step: Int[Array, ""],
     row_ids: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """Token of each row as jaxbench.sample.draw draws it: noise only for tokens that can still be the largest."""
+    """Sample a token per row like jaxbench.sample.draw, with noise only for tokens that can still be the largest."""
     if sampling.temperature == 0.0:
         return largest(logits)
     register()
@@ -140,20 +140,20 @@ def blocks(
     configs: Sequence[TransformerConfig],
     settings: Settings,
 ) -> tuple[Float[Array, "R D"], tuple[tuple[Array, ...], ...]]:
-    """All layers for tokens, one a row: residual stream behind them, and the pages with the tokens written in.
+    """Run all layers on tokens, one per row: the residual stream after them, and the pages with the tokens written.
 
     Args:
-      positions: of the tokens; a row at -1 is left as it is.
+      positions: of the tokens; a row at -1 is left unchanged.
       angles: rotary cosine and sine [R, head_dim / 2] of the positions; None with learned positions.
-      local_angles: those of layers whose configuration says is_local.
+      local_angles: the same for layers whose configuration says is_local.
       cache: keys [pages, K, width, page_size] and values [pages, K, page_size, width] of every layer and, of an 8-bit
         cache, their scales [pages, K, page_size]; the calls write into them where XLA lets them.
-      table: page of each row's positions, in order. Rows that are tokens of one text have equal ones.
+      table: page of each row's positions, in order. Rows that are tokens of one text have equal tables.
       configs: of each layer (TransformerConfig.at_layer).
 
     Raises:
-      ValueError: more than library.MAX_ROWS rows, not a position and a line of the table for each, or pages of a type
-        that no cache has.
+      ValueError: more than library.MAX_ROWS rows, not one position and one line of the table per row, or pages of a
+        type that no cache has.
     """
     library.check_rows(x.shape[0], positions.shape[0], table.shape[0], cache[0][0].dtype.name)
     x, positions, table = x.astype(jnp.float32), positions.astype(jnp.int32), table.astype(jnp.int32)
@@ -176,7 +176,7 @@ def _block(
     config: TransformerConfig,
     settings: Settings,
 ) -> tuple[Float[Array, "B D"], tuple[Array, ...]]:
-    """One layer: a custom call that writes its tokens into the pages, which are its results too."""
+    """Run one layer: a custom call that writes its tokens into the pages, which are also its results."""
     register()
     ints = (
         config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window or 0,

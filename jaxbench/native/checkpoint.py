@@ -1,7 +1,7 @@
-"""Checkpoints as packed matrices: in the numbers of their own file, or quantised (S file).
+"""Checkpoints as packed matrices: with the numbers of their file, or quantised (S file).
 
 A GGUF file's Q8_0, Q4_0 and Q4_1 blocks and a folder's integers on the same grids (quantization/blocks.py) are repacked
-as they lie, without dequantising; float tensors stay what they are.
+directly, without dequantising; float tensors keep their values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS = (FILE, *formats.FORMATS)
 
 
 class PackedCheckpoint(NamedTuple):
-    """A model as native kernels read it."""
+    """A model in the form that native kernels read."""
 
     config: TransformerConfig
     matrices: dict[str, Packed]  # by module name; outputs x inputs
@@ -40,21 +40,21 @@ class PackedCheckpoint(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that a decode step reads: all matrices and vectors, an untied embedding but for a row."""
+        """Bytes that a decode step reads: all matrices and vectors, but only one row of an untied embedding."""
         tied = self.config.tie_embeddings
         matrices = sum(m.data.nbytes for name, m in self.matrices.items() if tied or name != "embed")
         return matrices + sum(v.nbytes for v in self.vectors.values())
 
 
 class Settings(NamedTuple):
-    """How kernels compute: the result depends on `planes` alone."""
+    """How kernels compute; only `planes` affects the result."""
 
     planes: int = 3  # 3 = float32 activations; 1 = 8 bits by integer weights, bfloat16 by bfloat16 ones
     threads: int = 0  # at most this many; 0 = all
 
 
 def checked(checkpoint: PackedCheckpoint, cache_dtype: str, activations: str, threads: int) -> Settings:
-    """Settings of a decoder's kernels.
+    """Check the settings of a decoder's kernels and return them.
 
     Raises:
       ValueError: one of them is unknown, or layers are of a workload's own kind.
@@ -86,8 +86,8 @@ def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedChe
       weights_as: "file" keeps a GGUF file's own numbers and a folder's float32 or bfloat16; a format quantises to it.
 
     Raises:
-      ValueError: as load_checkpoint raises; an unknown format; a width that the format's groups do not divide.
-      NotAvailable: the kernels cannot be had here.
+      ValueError: see load_checkpoint; an unknown format; a width that the format's groups do not divide.
+      NotAvailable: the kernels are not available here.
     """
     if weights_as not in WEIGHTS:
         raise ValueError(f"weights={weights_as!r} is not one of {', '.join(WEIGHTS)}")
@@ -127,7 +127,7 @@ def pack_params(
 def pack_rows(
     config: TransformerConfig, rows: Mapping[str, Callable[[], formats.Rows]], params: Mapping[str, np.ndarray]
 ) -> PackedCheckpoint:
-    """Pack matrices, by module name, and of the parameters those that are none."""
+    """Pack matrices, by module name, and keep those parameters that are no matrices."""
     library.load()
     with ThreadPoolExecutor(usable_cores()) as pool:
         matrices = dict(zip(rows, pool.map(lambda make: library.pack(make()), rows.values()), strict=True))
@@ -136,7 +136,7 @@ def pack_rows(
 
 
 def pack_quantized(model: QuantizedModel) -> PackedCheckpoint:
-    """Pack a quantised model; matrices on grids that no format holds become the float32 values they stand for."""
+    """Pack a quantised model; matrices on grids that no format holds are dequantised to float32."""
 
     def rows(name: str) -> formats.Rows:
         held = blocks.rows(model.matrices[name])
@@ -156,7 +156,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def check_widths(config: TransformerConfig, format: str) -> None:
-    """Check that the groups of a format divide what the model's matrices sum over.
+    """Check that the groups of a format divide the inputs of the model's matrices.
 
     Raises:
       ValueError: they do not.
@@ -174,7 +174,7 @@ def check_widths(config: TransformerConfig, format: str) -> None:
 
 
 def quantized(values: np.ndarray, format: str) -> formats.Rows:
-    """Rows of weights in a format, round to nearest."""
+    """Round weights to nearest in a format; return its rows."""
     inputs = values.shape[1]
     if format == "float32":
         return formats.Rows(format, values, None, inputs)
@@ -188,7 +188,7 @@ def quantized(values: np.ndarray, format: str) -> formats.Rows:
 
 
 def _load_default() -> PackedCheckpoint:
-    """The default model, packed while its checksum is computed."""
+    """Load the default model, packed while its checksum is computed."""
     library.load()
     path, made = assets.default_model_path(), None
     before = _identity(path)
@@ -197,10 +197,10 @@ def _load_default() -> PackedCheckpoint:
         if before is not None:
             try:
                 made = _pack_gguf(gguf_file.read(path))
-            except ValueError:  # damaged: fetched anew by now, or the same is said below
+            except ValueError:  # damaged: fetched again by now, or the same error is raised below
                 made = None
         fetched.result()
-    if made is None or _identity(path) != before:  # it was not the file whose checksum is known
+    if made is None or _identity(path) != before:  # not the file whose checksum was verified
         made = _pack_gguf(gguf_file.read(path))
     return made._replace(sha256=assets.MODEL_SHA256)
 
@@ -211,7 +211,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _load_gguf(path: Path) -> PackedCheckpoint:
-    """A GGUF file's own numbers; its checksum comes from a thread of its own meanwhile."""
+    """Load a GGUF file's own numbers; a separate thread computes its checksum meanwhile."""
     file = gguf_file.read(path)
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(assets.sha256_file, path)
@@ -226,7 +226,7 @@ def _pack_gguf(file: gguf_file.GgufFile) -> PackedCheckpoint:
 
 
 def _load_folder(path: Path) -> PackedCheckpoint:
-    """A Hugging Face folder's own numbers."""
+    """Load a Hugging Face folder's own numbers."""
     tensors, config, family, sha256 = weights.open_folder(path)
 
     def rows(job: weights.Job) -> formats.Rows:
@@ -247,7 +247,7 @@ def _pack_file(
     rows_of: Callable[[weights.Job], formats.Rows],
     sha256: str,
 ) -> PackedCheckpoint:
-    """Matrices as `rows_of` has them, one output a row, and vectors."""
+    """Pack the matrices that `rows_of` returns, one output per row, and the vectors."""
     library.load()
 
     def work(job: weights.Job) -> dict[str, Packed | np.ndarray] | None:
@@ -269,7 +269,7 @@ def _pack_file(
 
 
 def gguf_rows(file: gguf_file.GgufFile, name: str) -> formats.Rows:
-    """A tensor of a GGUF file as it lies; types that no kernel reads become the float32 values they stand for."""
+    """Rows of a GGUF tensor as stored; types that no kernel reads are dequantised to float32."""
     info = file.tensors[name]
     kind, *_ = gguf_file.type_of(info.kind)
     if kind in formats.GGUF_TYPES:

@@ -1,9 +1,10 @@
-"""Formats of packed weights, and what each stands for, in numpy (S file).
+"""Formats of packed weights, and the values that each represents, in numpy (S file).
 
-A matrix of `outputs` x `inputs` lies in tiles of 32 outputs, each one stream of bytes in the order in which a product
-reads it, scales included: a processor reads one stream at the memory's full rate, and many strided ones at a third.
+A matrix of `outputs` x `inputs` is stored in tiles of 32 outputs. Each is one stream of bytes, scales included, in the
+order in which a product reads it: a processor reads one stream at the memory's full rate, and many strided ones at a
+third.
 
-| format | bits a weight | weight of output o and input k |
+| format | bits per weight | weight of output o and input k |
 |---|---|---|
 | float32, bfloat16 | 32, 16 | itself |
 | int8 | 8 | scale[o] q[o, k], q in [-127, 127] |
@@ -22,15 +23,15 @@ import numpy as np
 from jaxtyping import Float, Int8, UInt8
 
 TILE, GROUP = 32, 32  # outputs of a tile; inputs of a group
-FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1")  # places are the numbers of src/native.h
-GGUF_TYPES = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}  # by the name that the `gguf` package gives a type
+FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1")  # indices are the numbers of src/native.h
+GGUF_TYPES = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}  # by the type's name in the `gguf` package
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 weights in a GGUF file
 GROUP_BYTES = {"float32": 4096, "bfloat16": 2048, "int8": 1024, "q8_0": 1088, "q4_0": 576, "q4_1": 640}  # of a tile
 INT8_SCALES = 4 * TILE  # bytes at the head of a tile of `int8`
 
 
 class Rows(NamedTuple):
-    """A matrix before it is packed, one output a row."""
+    """A matrix before it is packed, one output per row."""
 
     format: str  # of FORMATS
     values: np.ndarray  # [outputs, inputs] float32, uint16 bits of bfloat16, int8; or bytes of GGUF's blocks
@@ -54,7 +55,7 @@ def packed_bytes(format: str, inputs: int, outputs: int) -> int:
 
 
 def dequantized(rows: Rows) -> Float[np.ndarray, "outputs inputs"]:
-    """The weights that a matrix stands for, in float32: what a product is held to."""
+    """Dequantise a matrix to float32 weights: the reference for products."""
     if rows.format == "float32":
         return rows.values.astype(np.float32)
     if rows.format == "bfloat16":
@@ -77,7 +78,7 @@ def _half(blocks: UInt8[np.ndarray, "outputs blocks bytes"], at: int) -> Float[n
 
 
 def packed(rows: Rows) -> UInt8[np.ndarray, " bytes"]:
-    """Tiles of a matrix, made in numpy: the reference of src/common.c, which is used because it is faster."""
+    """Pack a matrix into tiles in numpy: the reference for src/common.c, which is used because it is faster."""
     groups, tiles = -(-rows.inputs // GROUP), -(-rows.outputs // TILE)
     size = (tiles * TILE, groups * GROUP)
     if rows.format in ("float32", "bfloat16"):
@@ -98,7 +99,7 @@ def packed(rows: Rows) -> UInt8[np.ndarray, " bytes"]:
 
 
 def _integers(rows: Rows, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Scales as they lie in the tiles, and the stored unsigned integers [outputs, inputs], padded."""
+    """Scales in the tiles' layout, and the stored unsigned integers [outputs, inputs], padded."""
     tiles, groups = size[0] // TILE, size[1] // GROUP
     if rows.format == "int8":
         q, scales = np.full(size, 128, np.uint8), np.zeros(size[0], np.float32)
@@ -116,7 +117,7 @@ def _integers(rows: Rows, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray
 
 
 def as_bfloat16(values: Float[np.ndarray, "..."]) -> np.ndarray:
-    """Bits of values rounded to bfloat16, to nearest, ties to even."""
+    """Round values to bfloat16, to nearest, ties to even; return their bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -124,6 +125,6 @@ def as_bfloat16(values: Float[np.ndarray, "..."]) -> np.ndarray:
 def as_int8(values: Float[np.ndarray, "outputs inputs"]) -> tuple[Int8[np.ndarray, "outputs inputs"], np.ndarray]:
     """Integers and scale of each output, round to nearest, symmetric: the largest weight of an output becomes 127."""
     largest = np.abs(values).max(axis=1)
-    scales = np.where(largest == 0, 1, largest / 127).astype(np.float32)  # NaN stays: packing refuses it
+    scales = np.where(largest == 0, 1, largest / 127).astype(np.float32)  # NaN is kept: packing raises for it
     with np.errstate(invalid="ignore"):
         return np.rint(values / scales[:, None]).astype(np.int8), scales

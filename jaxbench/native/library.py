@@ -1,4 +1,4 @@
-"""The native library through ctypes: packing, and the kernels with threads of their own (S file)."""
+"""The native library through ctypes: packing, and the kernels with their own threads (S file)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jaxbench.process_environment import usable_cores
 
 NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
-CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values; places are the numbers of src/native.h
+ACTIVATIONS = ("swiglu", "geglu", "gelu")  # indices are the numbers of src/native.h
+CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values; indices are the numbers of src/native.h
 MAX_ROWS = 4096  # of a block
-ALIGNMENT = 64  # bytes: XLA:CPU takes a host array as it lies from this alignment on
+ALIGNMENT = 64  # bytes: XLA:CPU uses a host array without a copy from this alignment on
 
 
 class Matrix(ctypes.Structure):
@@ -73,7 +73,7 @@ class Sampling(ctypes.Structure):
 
 
 class Packed(NamedTuple):
-    """A packed matrix: `data` is what kernels read."""
+    """A packed matrix; kernels read `data`."""
 
     data: UInt8[np.ndarray, " bytes"]
     format: str
@@ -81,16 +81,16 @@ class Packed(NamedTuple):
     outputs: int
 
     def struct(self) -> Matrix:
-        """What C reads; valid while `data` lives."""
+        """The C struct; valid as long as `data` lives."""
         return Matrix(self.data.ctypes.data, self.inputs, self.outputs, formats.FORMATS.index(self.format))
 
 
 @functools.cache
 def load(instructions: str | None = None) -> ctypes.CDLL:
-    """The library, built where it is not there yet.
+    """Load the library, and build it first if necessary.
 
     Raises:
-      NotAvailable: it cannot be had here.
+      NotAvailable: it is not available here.
     """
     library = ctypes.CDLL(str(build.library_path(instructions)))
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -109,14 +109,14 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
 
 
 def check_rows(rows: int, positions: int, lines: int, dtype: str) -> None:
-    """Check what a call of blocks is given, which C would read past its end.
+    """Check the arguments of a block call, since C would read past their ends.
 
     Args:
-      positions, lines: as many as there are, of the page table the latter.
+      positions, lines: number of positions, and of lines of the page table.
       dtype: of the pages.
 
     Raises:
-      ValueError: they are not as many as the rows, these are too many, or no cache has pages of this type.
+      ValueError: the numbers differ from the rows, there are too many rows, or no cache has pages of this type.
     """
     if rows > MAX_ROWS:
         raise ValueError(f"blocks: {rows} rows, native kernels take at most {MAX_ROWS} at once")
@@ -133,7 +133,7 @@ _is_off = contextvars.ContextVar("is_off", default=False)
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Inside, there are no native kernels: programs that are traced there run on machines that have none."""
+    """Context without native kernels: programs traced in it run on machines that have none."""
     token = _is_off.set(True)
     try:
         yield
@@ -142,7 +142,7 @@ def switched_off() -> Iterator[None]:
 
 
 def is_available() -> bool:
-    """True where the library is there or can be built, and is not switched off."""
+    """Return True if the library exists or can be built, and is not switched off."""
     if _is_off.get():
         return False
     try:
@@ -153,14 +153,14 @@ def is_available() -> bool:
 
 
 def aligned(size: int) -> UInt8[np.ndarray, " size"]:
-    """Bytes that start on a multiple of 64."""
+    """Allocate bytes that start at a multiple of 64."""
     room = np.empty(size + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + size]
 
 
 def pack(rows: formats.Rows, instructions: str | None = None) -> Packed:
-    """A matrix in tiles.
+    """Pack a matrix into tiles.
 
     Raises:
       ValueError: weights, or their scales, are NaN or infinite.
@@ -186,10 +186,10 @@ def linear(
     threads: int | None = None,
     instructions: str | None = None,
 ) -> Float[np.ndarray, "M O"]:
-    """Product of rows by a packed matrix. planes: 3 = float32 activations, 1 = activations in 8 bits.
+    """Multiply rows by a packed matrix. planes: 3 = float32 activations, 1 = 8-bit activations.
 
     Raises:
-      ValueError: shapes do not fit, or `planes` is neither.
+      ValueError: shapes do not fit, or `planes` is neither 1 nor 3.
     """
     x = np.ascontiguousarray(x, np.float32)
     if x.ndim != 2 or x.shape[1] != weights.inputs or (bias is not None and np.shape(bias) != (weights.outputs,)):
@@ -209,7 +209,7 @@ def linear(
 
 
 def embed(tokens: Int[np.ndarray, " M"], weights: Packed) -> Float[np.ndarray, "M I"]:
-    """Rows of a packed embedding, dequantised."""
+    """Look up rows of a packed embedding, dequantised."""
     tokens = np.ascontiguousarray(tokens, np.int32)
     out, matrix = np.empty((len(tokens), weights.inputs), np.float32), weights.struct()
     load().jaxbench_embed(ctypes.byref(matrix), tokens.ctypes.data, len(tokens), out.ctypes.data)
@@ -217,7 +217,7 @@ def embed(tokens: Int[np.ndarray, " M"], weights: Packed) -> Float[np.ndarray, "
 
 
 def largest(logits: Float[np.ndarray, "M V"], instructions: str | None = None) -> Int[np.ndarray, " M"]:
-    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    """Index of each row's largest value, the lowest index of equal ones; the first NaN if there is one."""
     logits = np.ascontiguousarray(logits, np.float32)
     out = np.empty(len(logits), np.int32)
     load(instructions).jaxbench_largest(logits.ctypes.data, *logits.shape, usable_cores(), out.ctypes.data)
@@ -234,7 +234,7 @@ def draw(
     threads: int | None = None,
     instructions: str | None = None,
 ) -> Int[np.ndarray, " B"]:
-    """Token of each row as jaxbench.sample.draw draws it with a temperature above 0."""
+    """Sample a token per row like jaxbench.sample.draw with a temperature above 0."""
     logits, key = np.ascontiguousarray(logits, np.float32), np.ascontiguousarray(key, np.uint32)
     out, row_ids = np.empty(len(logits), np.int32), np.ascontiguousarray(row_ids, np.int32)
     if load(instructions).jaxbench_draw(

@@ -1,7 +1,7 @@
-"""A decoder on packed weights in Flax NNX: one native call a block, for prompts and for tokens.
+"""A decoder on packed weights in Flax NNX: one native call per block, for prompts and for tokens.
 
-Twins: torch_ref/native/model.py, jaxbench/eqx/native/model.py. Its arrays lie in one tree (run.DecoderWeights), not in
-a module a matrix: making 576 modules takes longer than reading the file.
+Twins: torch_ref/native/model.py, jaxbench/eqx/native/model.py. Its arrays are in one tree (run.DecoderWeights), not in
+one module per matrix: creating 576 modules takes longer than reading the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 
 
 class NativeTransformer(nnx.Module):
-    """A decoder whose decode steps are native calls; what a Generator takes."""
+    """A decoder whose decode steps are native calls, for use in a Generator."""
 
     draw = staticmethod(calls.draw)
 
@@ -38,8 +38,8 @@ class NativeTransformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
         """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions.
-        vectors: of tokens past the vocabulary.
+        slot is not used: a token's slot in the pages follows from its position. Without a cache, one is made for T
+        positions. vectors: embeddings of tokens past the vocabulary.
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
@@ -53,17 +53,17 @@ class NativeTransformer(nnx.Module):
 def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
-    """Decoder on a packed checkpoint.
+    """Build a decoder on a packed checkpoint.
 
     Args:
-      cache_dtype: of keys and values: float32, bfloat16 or int8 (a scale a position and head).
-      activations: float32; int8 (a scale for 32 of them) with integer weights, bfloat16 with bfloat16 ones: less exact,
+      cache_dtype: of keys and values: float32, bfloat16 or int8 (one scale per position and head).
+      activations: float32; int8 (one scale per 32) with integer weights, bfloat16 with bfloat16 weights: less exact,
         faster for prompts and batches.
       threads: at most this many, 0 = all that XLA has; the result does not depend on it.
 
     Raises:
       ValueError: a setting is unknown, or layers are of a workload's own kind.
-      NotAvailable: the kernels cannot be had here.
+      NotAvailable: the kernels are not available here.
     """
     libtpu.leave_out_if_absent()
     settings = checked(checkpoint, cache_dtype, activations, threads)

@@ -1,7 +1,7 @@
 """Products of bfloat16 matrices in a training step, as native calls: forward and both gradients (src/product.h).
 
-XLA:CPU multiplies a transposed operand at half of the rate or worse (docs/xla_cpu.md, rule 16). A call takes matrices
-as they lie, transposed or not. I and O are a kernel's in and out.
+XLA:CPU multiplies a transposed operand at half the rate or worse (docs/xla_cpu.md, rule 16). A native call takes
+matrices as stored, transposed or not. I and O are a kernel's in and out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxbench.training.step_config import StepConfig
 
 
 def resolved(step: StepConfig, *, is_on_mesh: bool, device: str) -> StepConfig:
-    """The step with what kernels=auto means on `device` (a JAX platform): native or xla.
+    """Resolve kernels=auto of a step for `device` (a JAX platform): to native or xla.
 
-    auto takes native products in bfloat16 on one processor with AVX-512's bfloat16 and without matrix units, where they
-    are the faster ones.
+    auto selects native products for bfloat16 on one processor with AVX-512's bfloat16 and without matrix units, where
+    they are faster.
 
     Raises:
-      ValueError: native products are wanted and cannot be had.
+      ValueError: native products are requested and not available.
     """
     can = step.precision == "bfloat16" and not is_on_mesh and device == "cpu"
     if step.kernels == "native" and not can:
@@ -48,7 +48,7 @@ def product(
     left_transposed: bool = False,
     right_transposed: bool = False,
 ) -> Float[Array, "R O"]:
-    """Product of two bfloat16 matrices, sums in float32, rounded to bfloat16.
+    """Multiply two bfloat16 matrices, with sums in float32, rounded to bfloat16.
 
     left_transposed, right_transposed: the array holds the operand's transpose, [I R] or [O I].
     """
@@ -62,7 +62,7 @@ def product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def multiply(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
-    """Rows by a kernel (in, out) with axis 0, or (out, in) with axis 1; bfloat16 in and out, sums in float32."""
+    """Multiply rows by a kernel: (in, out) with axis 0, (out, in) with axis 1; bfloat16 in and out, sums in float32."""
     return product(x, kernel, right_transposed=axis == 1)
 
 

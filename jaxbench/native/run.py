@@ -1,4 +1,4 @@
-"""A packed decoder's arrays and its way through the native blocks, of Flax's and of Equinox's models: functions on
+"""A packed decoder's arrays and its pass through the native blocks, for Flax's and Equinox's models: functions on
 arrays.
 
 Twin: torch_ref/native/run.py.
@@ -21,14 +21,14 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import angles, calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings
 
-PART_ROWS = 512  # tokens of a block call at most
+PART_ROWS = 512  # most tokens per block call
 
 
 class DecoderWeights(NamedTuple):
     """A packed decoder on the device."""
 
     embed: calls.PackedWeights
-    head: calls.PackedWeights | None  # None: the embedding
+    head: calls.PackedWeights | None  # None = the embedding
     position: Float[Array, "S D"] | None  # learned positions
     final_norm: tuple[Float[Array, " D"], Float[Array, " D"] | None]  # scale and bias
     layers: tuple[calls.BlockWeights, ...]
@@ -36,11 +36,11 @@ class DecoderWeights(NamedTuple):
 
 
 def device_weights(checkpoint: PackedCheckpoint) -> DecoderWeights:
-    """A checkpoint's arrays on the device; on CPUs matrices stay where they are."""
+    """Put a checkpoint's arrays on the device; on CPUs matrices stay where they are."""
     config, matrices = checkpoint.config, checkpoint.matrices
     on_host = {name: matrix.data for name, matrix in matrices.items()} | checkpoint.vectors
     on_host[""] = np.zeros(0, np.float32)
-    vectors = jax.device_put(on_host, may_alias=True)  # all at once: one by one takes five times as long
+    vectors = jax.device_put(on_host, may_alias=True)  # all in one call: one by one takes five times as long
     arrays = {name: calls.PackedWeights(vectors.pop(name), *matrix[1:]) for name, matrix in matrices.items()}
     return DecoderWeights(
         arrays["embed"],
@@ -53,7 +53,7 @@ def device_weights(checkpoint: PackedCheckpoint) -> DecoderWeights:
 
 
 def _block_weights(layer: str, matrices: dict, vectors: dict) -> calls.BlockWeights:
-    """A layer's arrays in the order of the block call."""
+    """Collect a layer's arrays in the order of the block call."""
     norms = [f"{layer}.{name}.{part}" for name in library.NORMS[:4] for part in ("scale", "bias")]
     norms += [f"{layer}.attention.{name}.scale" for name in library.NORMS[4:]]
     linears = [f"{layer}.{'attention' if i < 4 else 'mlp'}.{name}" for i, name in enumerate(library.MATRICES)]
@@ -75,17 +75,17 @@ def run(
     settings: Settings,
     vectors: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
-    """Hidden states of tokens after the final norm, and the cache with them; configs: of each layer; vectors: of
-    tokens past the vocabulary.
+    """Hidden states of tokens after the final norm, and the cache with these tokens; configs: of each layer; vectors:
+    embeddings of tokens past the vocabulary.
 
-    The tokens of a call are the rows of its blocks, so that a token's result is the same bits in any prompt part and
-    batch; long prompts go through in parts.
+    The tokens of a call are the rows of its blocks, so that a token's result is bit-identical in any prompt part and
+    batch; long prompts are processed in parts.
     """
     batch, length = tokens.shape
     parts = -(-length // max(1, PART_ROWS // batch))
     if parts == 1:
         return run_part(weights, configs, tokens, positions, cache, settings, vectors)
-    part = -(-length // parts)  # equal parts: 832 tokens are 2 of 416, not 512 and 512 of which 192 are padding
+    part = -(-length // parts)  # equal parts: 832 tokens are 2 x 416, not 2 x 512 with 192 of padding
     short = ((0, 0), (0, parts * part - length))
     tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
 
@@ -109,7 +109,7 @@ def run_part(
     settings: Settings,
     vectors: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
-    """The same for tokens that are few enough for one call a block."""
+    """Compute the same for tokens that fit in one call per block."""
     embed = functools.partial(_embed, weights=weights.embed, scale=configs[0].embedding_scale)
     x = functional.with_vectors(embed, tokens, vectors, size=configs[0].vocab_size)
     if weights.position is not None:
@@ -132,6 +132,6 @@ def _embed(tokens: Int[Array, "B T"], weights: calls.PackedWeights, scale: float
 def logits(
     weights: DecoderWeights, config: TransformerConfig, hidden: Float[Array, "B T D"], settings: Settings
 ) -> Float[Array, "B T V"]:
-    """Logits of hidden states, by the head or the tied embedding."""
+    """Logits of hidden states, from the head or the tied embedding."""
     out = calls.linear(hidden, weights.embed if weights.head is None else weights.head, None, settings)
     return out if config.logit_softcap is None else functional.softcap(out, cap=config.logit_softcap)

@@ -1,4 +1,4 @@
-"""Which module of one side is which of the other, and how their activations are laid out (S file)."""
+"""Pair the modules of both sides and find the layout of their activations (S file)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from jaxbench.parity import capture, distance
 from jaxbench.parity.capture import ROOT, Call
 
 MAX_LAYOUT_AXES = 5
-NEARLY = 1e-2  # relative error under which two tensors are the same but for a small difference
-# Channels first in PyTorch, last in JAX, for signals, images and volumes; and the other way round.
+NEARLY = 1e-2  # relative error under which two tensors are taken for the same one
+# Channels first in PyTorch, last in JAX, for signals, images and volumes; and the reverse.
 LAYOUTS = ((0, 2, 1), (0, 2, 3, 1), (0, 2, 3, 4, 1), (0, 3, 1, 2), (0, 4, 1, 2, 3))
 
 
 class Aligned(NamedTuple):
-    """Modules of both sides by the JAX call's name, in PyTorch's order of completion."""
+    """Paired calls by the JAX call's name, in PyTorch's order of completion."""
 
     torch_names: dict[str, str]  # name of the call on the PyTorch side
-    calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None for one that PyTorch does not have, or not alike
-    turned: frozenset[str] = frozenset()  # calls whose inputs were taken in another order than PyTorch's
+    calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None for one that PyTorch lacks or that fits no layout
+    turned: frozenset[str] = frozenset()  # calls whose inputs are matched in another order than PyTorch's
 
 
 def modules(jax_calls: Iterable[str], torch_calls: Iterable[str], matching: Matching, given: Mapping[str, str]) -> dict:
-    """PyTorch's call for each JAX call that computes the same, by name.
+    """Return PyTorch's call for each JAX call that computes the same, by name.
 
-    Modules are the same where exactly the same weights are inside them; of several nested ones, the outermost is the
-    outermost. Modules without weights, and taps, must have equal names, or be named by the caller.
+    Modules are paired if exactly the same weights are inside them; of nested ones, outermost pairs with outermost.
+    Modules without weights, and taps, must have equal names or be paired by the caller.
 
     Args:
       jax_calls: names, `name#1` for a module's second call.
       torch_calls: likewise.
-      matching: the weights' rules.
-      given: what the caller says: PyTorch's module by JAX's.
+      matching: the matched weights.
+      given: pairs from the caller: JAX module -> PyTorch module.
     """
     jax_calls, torch_calls = list(jax_calls), list(torch_calls)
     jax_names, torch_names = ({_module(name): None for name in calls} for calls in (jax_calls, torch_calls))
@@ -58,7 +58,7 @@ def modules(jax_calls: Iterable[str], torch_calls: Iterable[str], matching: Matc
 
 
 def _nested(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
-    """Pairs of modules with the same weights inside: from the innermost outwards, the outermost with the outermost."""
+    """Pair modules with the same weights inside: outermost with outermost, the others from the innermost outwards."""
     if not names or not others:
         return {}
     if len(names) == len(others):
@@ -72,7 +72,7 @@ def _module(call: str) -> str:
 
 
 def _weights_inside(names: Iterable[str], matching: Matching) -> dict[frozenset, list[str]]:
-    """Modules by the PyTorch weights inside them, outermost first."""
+    """Group modules by the PyTorch weights inside them, outermost first."""
     inside: dict[frozenset, list[str]] = collections.defaultdict(list)
     for name in sorted(names, key=lambda name: (name.count("."), len(name))):
         weights = set()
@@ -86,11 +86,11 @@ def _weights_inside(names: Iterable[str], matching: Matching) -> dict[frozenset,
 
 
 def _torch_modules(names: Iterable[str], weights: frozenset, every: set[str]) -> list[str]:
-    """PyTorch modules that hold exactly these weights of all, outermost first."""
+    """Return the PyTorch modules that hold exactly these of all matched weights, outermost first."""
     sources = {source for source, _ in weights}
     parts = {source: [part for each, part in weights if each == source] for source in sources}
     if any(part is not None and len(parts[source]) < part[1] for source, part in weights):
-        return []  # a part of a fused tensor, which no PyTorch module computes alone
+        return []  # only part of a fused tensor, which no PyTorch module uses alone
     outer = sorted(names, key=lambda name: (name.count("."), len(name)))
     return [name for name in outer if name != ROOT and {x for x in every if _is_inside(x, name)} == sources]
 
@@ -103,13 +103,13 @@ def aligned(
     jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str], *,
     in_order: frozenset[str] = frozenset(),
 ) -> Aligned:  # fmt: skip
-    """PyTorch's calls in JAX's layout; None for a tensor that no layout makes of one shape.
+    """Arrange PyTorch's calls in JAX's layout; None for a tensor that no layout brings to JAX's shape.
 
     Args:
       jax_calls: by name.
       torch_calls: by name.
-      names: PyTorch's call by JAX's.
-      in_order: JAX calls whose inputs are taken in PyTorch's order though another one is nearer.
+      names: JAX call -> PyTorch call.
+      in_order: JAX calls whose inputs keep PyTorch's order even if another one is nearer.
     """
     pairs = [(jax_calls[name], torch_calls[other]) for name, other in names.items() if name != ROOT]
     layouts = learned_layouts(
@@ -132,7 +132,7 @@ def aligned(
 
 
 def learned_layouts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[int, tuple[int, ...]]:
-    """Order of axes by number of axes, as most of the pairs show it whose shapes, or values, leave no choice."""
+    """Return the axis order for each number of axes, by majority of the pairs whose shapes or values fix it."""
     votes: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for x, y in pairs:
         if not 3 <= x.ndim == y.ndim <= MAX_LAYOUT_AXES:
@@ -149,9 +149,9 @@ def learned_layouts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[int,
 def _inputs(
     mine: Sequence[Any], theirs: Sequence[np.ndarray], layouts: Mapping[int, tuple[int, ...]], *, is_in_order: bool
 ) -> tuple[tuple[np.ndarray | None, ...], bool]:
-    """PyTorch's inputs for JAX's, and whether they stand in another order.
+    """Return PyTorch's inputs for JAX's, and whether they are in another order than PyTorch's.
 
-    In PyTorch's order where all fit; but one that is near none there and near another is that one.
+    They keep PyTorch's order where all fit; an input far from the one in its place but near another takes the other.
     """
     wanted = [np.asarray(x) for x in mine]
     in_order = _in_order(wanted, theirs, layouts)
@@ -166,9 +166,9 @@ def _inputs(
 def _outputs(
     mine: Sequence[Any], theirs: Sequence[np.ndarray], layouts: Mapping[int, tuple[int, ...]]
 ) -> tuple[np.ndarray | None, ...]:
-    """PyTorch's outputs for JAX's: a near one, else that in the same place.
+    """Return PyTorch's outputs for JAX's: a near one, else the one at the same position.
 
-    Where the numbers of outputs differ, only the first has a place; what follows may be a cache of any layout.
+    Where the numbers of outputs differ, only the first has a position; later ones may be a cache of any layout.
     """
     wanted = [np.asarray(x) for x in mine]
     in_order = _in_order(wanted, theirs, layouts)
@@ -188,7 +188,7 @@ def _in_order(
 def _nearer(
     theirs: Sequence[np.ndarray], own: np.ndarray | None, y: np.ndarray, layouts: Mapping[int, tuple[int, ...]]
 ) -> np.ndarray | None:
-    """A tensor itself where it is near another, else one that is nearly equal, else itself."""
+    """Return `own` if it is nearly equal to y, else another tensor that is, else `own`."""
     if own is not None and distance.relative_error(own, y) < NEARLY:
         return own
     best = _best(theirs, y, layouts)
@@ -198,7 +198,7 @@ def _nearer(
 def _best(
     tensors: Iterable[np.ndarray], wanted: np.ndarray, layouts: Mapping[int, tuple[int, ...]]
 ) -> np.ndarray | None:
-    """The tensor that, in the layout of another, is nearest to it; None where none fits."""
+    """Return the tensor that, in the wanted one's layout, is nearest to it; None where none fits."""
     fitting = [x for x in (in_layout(tensor, wanted, layouts) for tensor in tensors) if x is not None]
     return min(fitting, key=lambda x: distance.relative_error(x, wanted), default=None)
 
@@ -206,11 +206,11 @@ def _best(
 def in_layout(
     x: np.ndarray, wanted: np.ndarray, layouts: Mapping[int, tuple[int, ...]] | None = None
 ) -> np.ndarray | None:
-    """A tensor with its axes in another's order; None where none fits.
+    """Return a tensor with its axes in the wanted one's order; None where no order fits.
 
-    Of several orders that fit, one under which both are nearly equal; else, where they differ for another reason, that
-    of the model's other tensors (`layouts`, by number of axes), else the first of LAYOUTS, because the nearest of two
-    unlike tensors is chance.
+    Of several orders that fit, take one under which both are nearly equal; else that of the model's other tensors
+    (`layouts`, by number of axes); else the first of LAYOUTS. Tensors that differ for another reason than layout do not
+    tell the order: the nearest would be chance.
     """
     known = (layouts or {}).get(x.ndim)
     if x.ndim > MAX_LAYOUT_AXES and x.shape != wanted.shape:
@@ -225,9 +225,9 @@ def in_layout(
 
 
 def _rebatched(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A tensor whose batch is one row, or rows that are all alike, as positions' are, with another's batch, or none.
+    """Broadcast a tensor of one row, or of equal rows (such as positions), to another batch size or no batch axis.
 
-    None where it is no such tensor.
+    None for any other tensor.
     """
     if x.ndim == len(shape) and x.shape[1:] == shape[1:] and 1 in (len(x), shape[0]):
         row = x[:1]
@@ -241,15 +241,15 @@ def _rebatched(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def preference(axes: tuple[int, ...]) -> int:
-    """Rank of an order of axes: as they are, then those of LAYOUTS, then any other."""
+    """Return the rank of an axis order: unchanged first, then those of LAYOUTS, then any other."""
     return -1 if axes == tuple(range(len(axes))) else LAYOUTS.index(axes) if axes in LAYOUTS else len(LAYOUTS)
 
 
 def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[capture.Local]:
-    """Each module's own errors, and those of what it hands to the modules inside it, in the order of completion.
+    """Return each module's own errors, and those of what it passes to its children, in order of completion.
 
-    The parts are "output", "output 1" and so on, and "input of <child>". The error of a first output that has no
-    counterpart of its shape is infinite.
+    The parts are "output", "output 1" and so on, and "input of <child>". A first output without a counterpart of its
+    shape has infinite error.
     """
     called, local = {name: wanted for name, wanted in twin.items() if name in forced}, []
     for name, wanted in called.items():

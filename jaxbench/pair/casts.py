@@ -1,4 +1,4 @@
-"""Whether an error is that of a cast to a narrower type: by its size, and by where it lies, as rounding has it."""
+"""Tell whether an error comes from a cast to a narrower type: by its size, and by whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from jaxbench.pair.torch_side import TorchCall, as_type, is_floating_tensor
 from jaxbench.parity import distance
 from jaxbench.parity.capture import map_floating
 
-SHARE, EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
+SHARE, EXCESS = 30.0, 1.5  # a cast in part of the module errs less than the twin, all of it in that type
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_EXPLAINED = 0.3  # share of the error that roundings of weights, inputs and output explain, beyond chance
-MAX_PARTS = 12  # tensors that are rounded one by one
-PER_PART = 4  # numbers of the error for each of them, at least
-MAX_BIAS = 4.0  # standard deviations that a mean of random signs is from 0
-# Of a type that the model itself has: Flax modules compute in `dtype`, which nnx.Embed takes from its parameters.
+MAX_PARTS = 12  # weights that are rounded one by one
+PER_PART = 4  # elements of the error per rounded part, at least
+MAX_BIAS = 4.0  # standard deviations by which the sum of an unbiased error may differ from 0
+# For a type set in the model itself: Flax modules compute in `dtype`, which nnx.Embed takes from its parameters.
 ADVICE = (
     "; where that is the model's own type, build it for the comparison with dtype=jnp.float64 (or dtype=None where the "
     "module then takes its inputs' type, as nnx.Linear), because no model that casts can be equal in float64"
     "; widen=True takes every cast on both sides as one to float64"
 )
 Change = Callable[[torch.nn.Module], None]
-Called = Callable[[TorchCall, Change], list[np.ndarray]]  # of the changed module, in the type of what it is given
+Called = Callable[[TorchCall, Change], list[np.ndarray]]  # outputs of the changed module, in the type of its arguments
 
 
 def named(
     called: Called, module: torch.nn.Module, call: TorchCall, wanted: Sequence[np.ndarray],
     error: float, types: set[str],
 ) -> str:  # fmt: skip
-    """Words on the cast that an error is of; empty where it is of none.
+    """Describe the cast that explains an error; empty where none does.
 
     Args:
-      called: the module's tensors after a change of it, on a call's arguments.
+      called: returns the module's tensors after a change to it, on a call's arguments.
       module: PyTorch's.
       call: its arguments.
       wanted: JAX's tensors.
-      error: relative, of JAX's tensors.
-      types: of JAX's tensors, by name: where one is narrow, there is a cast.
+      error: relative error of JAX's tensors.
+      types: dtype names of JAX's tensors: a narrow one proves a cast.
     """
     exact = called(call, lambda m: None)
     miss = _difference(wanted, wanted, exact)
@@ -53,7 +53,7 @@ def named(
         try:
             whole = called(_with(call, narrow), lambda m, narrow=narrow: m._apply(narrow) and None)
             own = _difference(wanted, whole, exact)
-        except RuntimeError:  # an operation that the type lacks
+        except RuntimeError:  # an operation does not support the type
             continue
         size = 0.0 if own is None else float(np.linalg.norm(own) / max(np.linalg.norm(miss), np.finfo(float).tiny))
         if own is None or not 1 / EXCESS <= size <= SHARE:
@@ -61,7 +61,7 @@ def named(
         is_seen = name in types or all(np.array_equal(_rounded(x, dtype), x) for x in wanted)
         parts = [] if is_seen else list(_parts(called, module, call, exact, wanted, dtype))
         share = 1.0 if is_seen else _explained(miss, own, parts)
-        if dtype == torch.float32 and _is_unbiased(miss):  # so small an error, without a sign, is rounding
+        if dtype == torch.float32 and _is_unbiased(miss):  # an error so small and without bias is rounding
             share = max(share, MIN_EXPLAINED)
         if share >= MIN_EXPLAINED and share > best:
             best = share
@@ -78,7 +78,7 @@ def _parts(
     called: Called, module: torch.nn.Module, call: TorchCall, exact: list[np.ndarray], wanted: Sequence[np.ndarray],
     dtype: torch.dtype,
 ) -> Iterator[np.ndarray]:  # fmt: skip
-    """What the tensors change where one weight, the inputs, or they themselves are rounded, and nothing else."""
+    """Yield how the tensors change if just one weight (or all, if many), the inputs or the tensors are rounded."""
     rounded = lambda x: as_type(as_type(x, dtype), x.dtype)
     names = [name for name, _ in module.named_parameters()]
     for chosen in [{name} for name in names] if len(names) <= MAX_PARTS else [set(names)] if names else []:
@@ -99,7 +99,7 @@ def _rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _explained(miss: np.ndarray, own: np.ndarray, parts: list[np.ndarray]) -> float:
-    """Share of an error's square that is a sum of roundings', less what chance would explain."""
+    """Return the share of an error's variance that a sum of rounding errors explains, adjusted for chance."""
     from scipy.optimize import lsq_linear
 
     parts = [part for part in parts if part is not None and np.any(part)]
@@ -109,7 +109,7 @@ def _explained(miss: np.ndarray, own: np.ndarray, parts: list[np.ndarray]) -> fl
     if len(miss) <= columns.shape[1] + 1:
         return 0.0
     size = np.linalg.norm(miss)
-    times = lsq_linear(columns / size, miss / size, bounds=(0.0, EXCESS)).x  # a rounding is there about once, or not
+    times = lsq_linear(columns / size, miss / size, bounds=(0.0, EXCESS)).x  # a rounding occurs about once, or not
     rest = miss - columns @ times
     share = float(rest @ rest / (miss @ miss))
     return 1.0 - share * (len(miss) - 1) / (len(miss) - columns.shape[1] - 1)
@@ -122,7 +122,7 @@ def _is_unbiased(miss: np.ndarray) -> bool:
 def _difference(
     wanted: Sequence[np.ndarray], values: Sequence[np.ndarray], exact: Sequence[np.ndarray]
 ) -> np.ndarray | None:
-    """Values less exact ones in the layout of JAX's tensors, as one vector; None where there is none of a shape."""
+    """Return values minus exact ones in the layout of JAX's tensors, as one vector; None if a shape does not fit."""
     parts = []
     for each in wanted:
         exact_fits = _fitting(exact, each)

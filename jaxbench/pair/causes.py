@@ -1,7 +1,7 @@
-"""Why one module computes something else: known kinds of bugs, each tried on the PyTorch twin of the module.
+"""Find why one module differs: known kinds of bugs, each tried on the module's PyTorch twin.
 
-A cause is named only where the twin with that change computes what the JAX module does, and the unchanged twin does
-not; for a cast see pair/casts.py.
+A cause is named only if the twin with that change computes what the JAX module does and the unchanged twin does not.
+Casts are handled in pair/casts.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxbench.parity import capture, distance
 
 EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
-MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
+MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, in PyTorch's convention
 ACTIVATIONS = {
     "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "elu": F.elu,
@@ -38,27 +38,27 @@ ACTIVATIONS = {
     "none": lambda x: x,
 }  # fmt: skip
 GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}  # of recurrent layers, by mode or class; others have one
-Change = Callable[[torch.nn.Module], None]  # of a module in place
-Trial = tuple[str, Change]  # words, change
+Change = Callable[[torch.nn.Module], None]  # changes a module in place
+Trial = tuple[str, Change]  # (description, change)
 
 
 class _Case(NamedTuple):
-    """What a change must explain: tensors of one module in JAX, and the PyTorch module's call that should give them."""
+    """What a change must explain: one module's tensors in JAX, and the PyTorch call that should have produced them."""
 
     module: torch.nn.Module
     call: TorchCall
     is_training: bool
-    inner: str | None  # the module inside it that gets the tensors; None = they are the first output
-    pick: Callable[[Any], Any]  # of the output what is compared
+    inner: str | None  # the module inside it that receives the tensors; None = they are the first output
+    pick: Callable[[Any], Any]  # chooses from the output what is compared
     wanted: list[np.ndarray]
-    types: set[str]  # of the tensors in JAX
+    types: set[str]  # dtypes of the tensors in JAX
 
     def called(self, call: TorchCall, change: Change) -> list[np.ndarray]:
-        """The tensors that a changed copy of the module computes on a call's arguments."""
+        """Return the tensors that a changed copy of the module computes on a call's arguments."""
         return _called(self.module, call, change, self.is_training, self.inner, self.pick)
 
     def explained_by(self, change: Change) -> bool:
-        """True where the changed module computes what JAX does; False too where the change does not fit it."""
+        """True if the changed module computes what JAX does; False also if the change does not apply to the module."""
         with contextlib.suppress(Exception):  # a module's own code may raise anything on what was changed
             return _error(self.called(self.call, change), self.wanted) <= CLOSE
         return False
@@ -68,15 +68,15 @@ def likely(
     culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
     *, is_training: bool,
 ) -> str:  # fmt: skip
-    """Likely cause in words; empty where no known change of the PyTorch module explains what the JAX module does.
+    """Return the likely cause in words; empty where no known change of the PyTorch module explains the JAX module.
 
-    Where a module hands something else to one inside it, that is what a change must explain. Where the unchanged module
-    gives what JAX has, nothing is the cause: what differs is the layout in which the two were compared.
+    Where the difference is in what a module passes to a child, a change must explain those inputs. Where the unchanged
+    module already gives what JAX has, there is no cause: only the layout in which the two were compared differs.
     """
     try:
         case = _case(culprit, twin, forced, side, reference, is_training)
         return _found(case, culprit, twin, reference) if case else ""
-    except Exception:  # whatever code of the caller's raises in another setting: a verdict is worth more than a cause
+    except Exception:  # the caller's code may raise anything when changed; a verdict without a cause beats none
         return ""
 
 
@@ -88,9 +88,9 @@ def _case(
     culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
     is_training: bool,
 ) -> _Case | None:  # fmt: skip
-    """What is to be explained; None where the PyTorch module's call is not known."""
+    """Build the case to explain; None where the PyTorch module's call is unknown."""
     child = culprit.part.removeprefix("input of ") if culprit.part != "output" else None
-    name = twin.torch_names.get(culprit.module, culprit.module)  # a function's root is no call in JAX
+    name = twin.torch_names.get(culprit.module, culprit.module)  # a plain function's root is not a call in JAX
     if name not in reference.calls:
         return None
     call = reference.calls[name]
@@ -106,7 +106,7 @@ def _case(
 
 
 def _found(case: _Case, culprit: capture.Local, twin: alignment.Aligned, reference: Run) -> str:
-    """The first known change that explains a case."""
+    """Return the first known change that explains a case, in words; empty where none does."""
     if case.explained_by(_unchanged):
         return "the same values, handed over in another order" if case.inner is not None else ""
     module, call = case.module, case.call
@@ -119,7 +119,7 @@ def _found(case: _Case, culprit: capture.Local, twin: alignment.Aligned, referen
             if case.explained_by(_unchanged):
                 return words
     if not np.isfinite(culprit.error):
-        return ""  # no factor, and no rounding, makes an infinite error
+        return ""  # neither a factor nor rounding gives an infinite error
     plain = case.called(call, _unchanged)
     return _factor(plain, case.wanted) or casts.named(case.called, module, call, case.wanted, culprit.error, case.types)
 
@@ -127,13 +127,15 @@ def _found(case: _Case, culprit: capture.Local, twin: alignment.Aligned, referen
 def of_state(
     mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], before: dict[str, np.ndarray], counts: dict[str, int]
 ) -> str:
-    """Likely cause of batch statistics that differ after a call, all by JAX's name; empty where none is known.
+    """Return the likely cause of batch statistics that differ after a call; empty where none is known.
+
+    All arrays are by JAX's name.
 
     Args:
       mine: after the call in JAX.
       theirs: after the call in PyTorch.
-      before: before it.
-      counts: values that each statistic is taken over.
+      before: before the call.
+      counts: number of values that each statistic is taken over.
     """
     mine = {name: x for name, x in mine.items() if x.shape == theirs[name].shape == before[name].shape}
     moves = {name: (x - before[name], theirs[name] - before[name]) for name, x in mine.items()}
@@ -156,7 +158,7 @@ def _called(
     module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool,
     inner: str | None, pick: Callable[[Any], Any],
 ) -> list[np.ndarray]:  # fmt: skip
-    """First output of a changed copy of the module on the recorded arguments, or what it hands to one inside it."""
+    """Return a changed copy's first output on the recorded arguments, or the inputs that it passes to a child."""
     twin = copy.deepcopy(module).train(is_training)
     change(twin)
     handed: list[np.ndarray] = []
@@ -169,7 +171,7 @@ def _called(
 
 
 def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """Error of the best fitting value for every wanted one; the largest of them."""
+    """Return the largest error over the wanted tensors, each against its best fitting value."""
     errors = []
     for each in wanted:
         fits = [y for y in (alignment.in_layout(distance.widest(x), each) for x in values) if y is not None]
@@ -182,7 +184,7 @@ def _set(name: str, value: Any) -> Callable[[torch.nn.Module], None]:
 
 
 def _trials(module: torch.nn.Module, is_training: bool, path: str, proven: set[str]) -> Iterator[Trial]:
-    """Changes of one module's own settings and weights, and of those inside it that were not compared by themselves."""
+    """Yield changes to the settings and weights of a module and of its children that were not compared themselves."""
     for name, child in module.named_modules():
         if (name if path == capture.ROOT else f"{path}.{name}") in proven:
             continue
@@ -212,14 +214,14 @@ def _trials(module: torch.nn.Module, is_training: bool, path: str, proven: set[s
 
 
 def _inside(name: str) -> Callable[[Callable], Callable[[torch.nn.Module], None]]:
-    """A change of the module of this name inside another."""
+    """Return a function that redirects a change to the child module of this name; to the module itself if empty."""
     return lambda change: lambda module: change(module.get_submodule(name) if name else module)
 
 
 def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
-    """Kernels transposed or flipped, biases left out, gates in another order."""
+    """Yield changes to weights: kernels transposed or flipped, biases omitted, gates in another order."""
     for name, p in child.named_parameters(recurse=False):
-        if p.ndim == 1 and "weight" in name:  # of Gemma's norms
+        if p.ndim == 1 and "weight" in name:  # as in Gemma's norms
             yield f"{name}{where}: JAX multiplies by 1 more", at(_weight(name, lambda x: x + 1.0))
             yield f"{name}{where}: PyTorch multiplies by 1 more", at(_weight(name, lambda x: x - 1.0))
         if p.ndim == 2 and p.shape[0] == p.shape[1]:
@@ -238,7 +240,7 @@ def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Tria
 
 
 def _gate_trials(child: torch.nn.RNNBase | torch.nn.RNNCellBase, where: str, at: Any) -> Iterator[Trial]:
-    """Recurrent layers and cells: every gate's matrix transposed, gates in another order."""
+    """Yield changes to recurrent layers and cells: every gate's matrix transposed, gates in another order."""
     gates = GATES.get(getattr(child, "mode", type(child).__name__), 1)
     names = [name for name, _ in child.named_parameters(recurse=False) if name.startswith(("weight_ih", "weight_hh"))]
     for name in names:
@@ -264,7 +266,7 @@ def _flipped(name: str, axes: tuple[int, ...]) -> Callable[[torch.nn.Module], No
 def _gates(order: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
     def apply(module: torch.nn.Module) -> None:
         for name, p in module.named_parameters(recurse=False):
-            if name.startswith("weight_hr"):  # an LSTM's projection of its output, which has no gates
+            if name.startswith("weight_hr"):  # an LSTM's output projection, which has no gates
                 continue
             parts = p.data.chunk(len(order))
             p.data = torch.cat([parts[i] for i in order])
@@ -273,7 +275,7 @@ def _gates(order: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
 
 
 def _padding_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
-    """Other paddings of convolutions and pools."""
+    """Yield other paddings of convolutions and pools."""
     if isinstance(child, torch.nn.modules.conv._ConvNd) and not child.transposed:
         for padding in itertools.product(range(4), repeat=2):
             words = f"padding{where} is {padding} on each axis in JAX, {child.padding} in PyTorch"
@@ -288,14 +290,14 @@ def _padding_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Tri
 
 
 def _pad_first(module: Any, padding: tuple[int, int]) -> None:
-    """Pad every axis by (before, after) in place of the convolution's own padding."""
+    """Replace the convolution's own padding by (before, after) on every axis."""
     axes = module.weight.ndim - 2
     module.padding = (0,) * axes if not isinstance(module.padding, str) else "valid"
     module.register_forward_pre_hook(lambda m, args: (F.pad(args[0], padding * axes), *args[1:]))
 
 
 def _pad_same(module: Any) -> None:
-    """Pad as XLA and TensorFlow do for 'SAME': the odd element behind."""
+    """Pad as XLA and TensorFlow do for 'SAME': the odd element goes at the end."""
     axes = module.weight.ndim - 2
     module.padding = (0,) * axes
 
@@ -312,7 +314,7 @@ def _pad_same(module: Any) -> None:
 
 
 def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Changes of torch.nn.functional, for modules that call it."""
+    """Yield patches of torch.nn.functional and torch, for modules that call these functions."""
     from unittest import mock
 
     gelu, softmax, attention, norm = F.gelu, F.softmax, F.scaled_dot_product_attention, F.layer_norm
@@ -363,12 +365,12 @@ def _named(args: tuple, options: dict) -> dict:
 
 
 def _factor(values: list[np.ndarray], wanted: list[np.ndarray]) -> str:
-    """Constant by which the JAX side's tensor is PyTorch's, such as a forgotten scale; empty where there is none."""
+    """Describe the constant factor from PyTorch's tensor to JAX's, such as a missing scale; empty if there is none."""
     if len(values) != 1 or len(wanted) != 1 or values[0].shape != wanted[0].shape:
         return ""
     factor = np.vdot(values[0], wanted[0]) / max(np.vdot(values[0], values[0]).real, np.finfo(float).tiny)
     if np.iscomplexobj(factor):
-        factor = np.round(factor, 12)  # a real or imaginary part that is only rounding
+        factor = np.round(factor, 12)  # drops a real or imaginary part that is only rounding
         if _error([values[0].conj()], wanted) <= CLOSE:
             return "the complex conjugate of PyTorch's"
     words = f"{factor:.6g}" if abs(factor - 1.0) > 1e-4 else f"1 {factor - 1.0:+.3g}"

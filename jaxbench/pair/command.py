@@ -1,6 +1,6 @@
 """The command `jaxbench pair FILE`: compare the pair of models that a Python file describes (S file).
 
-The file defines a function `pair` that takes nothing and returns a `jaxbench.Pair`.
+The file defines a function `pair` that takes no arguments and returns a `jaxbench.Pair`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ docs/your_own_pair.md has examples."""
 
 
 def define_flags() -> None:
-    """Define what this command has."""
+    """Define this command's flags."""
     flags.DEFINE_string("file", None, "Python file that defines pair(); may be written without --file=")
     cli.define_workdir("out/pair")
     flags.DEFINE_bool("speed", False, "time both sides too, in fresh processes")
@@ -38,10 +38,10 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Compare the pair; 1 where it is not the same function."""
+    """Compare the pair; return 1 if the two sides are not the same function."""
     values = flags.FLAGS
     if values.file is None or not Path(values.file).is_file():
-        pair_file.load(values.file)  # before anything heavy starts
+        pair_file.load(values.file)  # raises now, before the heavy imports
     settings = speed.checked(
         speed.Settings(tuple(values.dtypes), tuple(values.arms), values.launches, values.seconds, values.threads)
     )
@@ -55,7 +55,7 @@ def main() -> int:
     try:
         pair = checked(pair)
         result = proof.run(pair)
-    except Exception as error:  # models, optimisers and functions are the file's own, and may raise anything
+    except Exception as error:  # the file's own models, optimisers and functions may raise anything
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"--file={values.file}: {kind}{pair_file.first_line(error)}") from error
     report.show(result, name=name)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _time(pair: Any, settings: speed.Settings, folder: Path) -> None:
-    """Time the pair, show and write what came out."""
+    """Time the pair, show the tables and write them."""
     from jaxbench import outputs
     from jaxbench.pair import proof, speed_report
 

@@ -1,4 +1,4 @@
-"""Is a JAX model the same function as a PyTorch module? In float64, module by module, then in the narrower types.
+"""Is a JAX model the same function as a PyTorch module? Compare in float64, module by module, then in narrower types.
 
     result = jaxbench.compare(jax_model, torch_module, (x,))
     print(result)                                      # equal, or the module where it starts and the likely cause
@@ -26,12 +26,12 @@ def compare(
         alone or with params (and state); (function, params); or a function of the inputs alone.
       torch_module: any torch.nn.Module; it is copied, never changed.
       inputs: one array, or a tuple of arguments of both sides: numpy arrays and trees of them.
-      names: what the weights' matching is told by hand: {JAX array: PyTorch tensor, Rule or function of all tensors},
+      names: overrides of the automatic weight matching: {JAX array: PyTorch tensor, Rule or function of all tensors},
         {PyTorch tensor: None} where JAX has none; and {JAX module: PyTorch module}.
       **options: the further fields of contract.Pair.
 
     Raises:
-      ValueError: weights without a counterpart, outputs that cannot be compared, an unknown option's value.
+      ValueError: weights without a counterpart, outputs that cannot be compared, an unknown value of an option.
       TypeError: an unknown option, or a jax_side of no known kind.
     """
     return proof.run(checked(Pair(jax_side, torch_module, inputs, names or {}, **options)))
@@ -40,10 +40,10 @@ def compare(
 def assert_same_function(
     jax_side: Any, torch_module: Any, inputs: Any, names: Mapping[str, Any] | None = None, **options: Any
 ) -> None:
-    """Assert that two models are the same function; arguments as of `compare`.
+    """Assert that two models are the same function; takes the arguments of `compare`.
 
     Raises:
-      AssertionError: they are not; the message names the module where it starts, the one to blame and the likely cause.
+      AssertionError: they differ; the message names the module where that starts, those to blame and the likely cause.
     """
     __tracebackhide__ = True
     result = compare(jax_side, torch_module, inputs, names, **options)

@@ -1,4 +1,4 @@
-"""What a pair of models is, and what a comparison of one returns."""
+"""Public types: a pair of models, and the result of comparing it."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ WEIGHTS, MODES, DTYPES = ("torch", "jax", "own"), ("eval", "train"), ("float32",
 class Pair(NamedTuple):
     """Two models and how each is called."""
 
-    jax_side: Any  # a model of NNX, Linen, Equinox or Haiku, or a function; with its parameters or alone
+    jax_side: Any  # an NNX, Linen, Equinox or Haiku model, or a function; alone or in a tuple with its parameters
     torch_module: Any  # any torch.nn.Module; it is copied, never changed
-    inputs: Any  # a tuple (or list) of arguments of both sides, or the only one: numpy arrays and trees of them
-    # What the weights' matching is told by hand: {JAX array: PyTorch tensor, Rule or function of all tensors}, {PyTorch
+    inputs: Any  # arguments of both sides: a tuple (or list), or the only one; numpy arrays and trees of them
+    # Overrides of the automatic weight matching: {JAX array: PyTorch tensor, Rule or function of all tensors}, {PyTorch
     # tensor: None} where JAX has none; and {JAX module or tap: PyTorch module}
     names: Mapping[str, str | Rule | Given | None] = {}
-    weights: str = "torch"  # JAX gets PyTorch's; "jax": PyTorch gets JAX's; "own": compared, functions on PyTorch's
-    jax_inputs: Callable[..., tuple] | None = None  # function of the inputs that gives JAX's own
-    jax_outputs: Callable[[Any], Any] | None = None  # function of the outputs that chooses what is compared
-    torch_outputs: Callable[[Any], Any] | None = None  # likewise
-    jax_call: Callable[..., Any] | None = None  # function of (model, *inputs), for models that are not simply called
+    weights: str = "torch"  # JAX gets PyTorch's; "jax": PyTorch gets JAX's; "own": compare both, then run on PyTorch's
+    jax_inputs: Callable[..., tuple] | None = None  # (*inputs) -> the JAX side's inputs, where they differ
+    jax_outputs: Callable[[Any], Any] | None = None  # outputs of the JAX side -> what is compared
+    torch_outputs: Callable[[Any], Any] | None = None  # the same for the PyTorch side
+    jax_call: Callable[..., Any] | None = None  # (model, *inputs) -> outputs, for models not called as model(*inputs)
     jax_modes: Mapping[str, Mapping[str, Any]] = {}  # keyword arguments of the JAX call in "eval" and "train"
     per_example: bool = False  # the JAX model takes no batch axis
-    modes: tuple[str, ...] | None = None  # eval, train or both; None = train too where there are batch statistics
-    optimizers: tuple[Any, Callable[[Any], Any]] | None = None  # of optax, and parameters -> one of PyTorch
-    num_steps: int = 5  # of the optimisers
+    modes: tuple[str, ...] | None = None  # eval, train or both; None = eval, and train if it differs and is comparable
+    optimizers: tuple[Any, Callable[[Any], Any]] | None = None  # (optax's, parameters -> torch.optim's)
+    num_steps: int = 5  # optimiser steps to compare
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # narrower types, compared by their error against float64
-    disturb: bool = True  # give tensors of one value in every place, such as a fresh norm's, random ones; in copies
+    disturb: bool = True  # replace constant tensors, such as a fresh norm's ones, by random values; in copies only
     widen: bool = False  # in float64, casts to narrower types inside the models become casts to float64, on both sides
     quick: bool = False  # outputs, modules and causes only
 
 
 class Result(NamedTuple):
-    """What was compared, and where the two differ."""
+    """Result of a comparison: what was compared, and where the two sides differ."""
 
     gates: tuple[gates.Gate, ...]
     weights: Matching
-    modules: dict[str, str]  # PyTorch's call by JAX's, of those compared
+    modules: dict[str, str]  # JAX call -> PyTorch call, of the modules compared
     comparisons: dict[str, Any]  # distances by kind
     framework: str  # of the JAX side
-    local: tuple[capture.Local, ...]  # every module's own error, given the twin's inputs
-    blamed: tuple[capture.Local, ...]  # those that compute something else by themselves, in order of computation
+    local: tuple[capture.Local, ...]  # every module's own error, given the inputs of its PyTorch twin
+    blamed: tuple[capture.Local, ...]  # modules that differ even on the twin's inputs, in order of computation
     starts: str | None  # first module, in order of computation, whose output differs
-    causes: dict[str, str]  # likely causes in words by module, of those that a known kind of bug explains
+    causes: dict[str, str]  # module -> likely cause in words, where a known kind of bug explains the difference
     notes: tuple[str, ...]  # what was not compared, and why
 
     @property
     def passed(self) -> bool:
-        """True where every gate passed."""
+        """True if every gate passed."""
         return all(gate.passed for gate in self.gates)
 
     def __str__(self) -> str:
-        """Verdict in a few lines."""
+        """Return the verdict in a few lines."""
         return report.text(self)
 
 
 def checked(pair: Pair) -> Pair:
-    """The pair itself, its plain settings checked and its inputs as a tuple.
+    """Check the plain settings of a pair and return it with its inputs as a tuple.
 
     Raises:
-      ValueError: a setting has no such value.
+      ValueError: a setting has an unknown or invalid value.
       TypeError: torch_module is not a torch.nn.Module.
     """
     import torch
@@ -87,5 +87,5 @@ def checked(pair: Pair) -> Pair:
 
 
 def _several(value: Any) -> tuple | None:
-    """A tuple of what may be given as the only one; None stays."""
+    """Return a lone string or a sequence as a tuple; None stays None."""
     return value if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -1,4 +1,4 @@
-"""What the objective asks for, and further weights and inputs on which two whole functions are compared (S file)."""
+"""Draw the objective's targets, and further weights and inputs on which the whole functions are compared (S file)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxbench.parity import distance
 
 SALT = b"targets of jaxbench.pair"
 JITTER = 0.3  # of weights and inputs, relative
-SMALL, LARGER = 1e-2, 0.3  # a weight whose RMS is below the one, such as a layer scale, is drawn with the other
+SMALL, LARGER = 1e-2, 0.3  # a weight with an RMS below SMALL, such as a layer scale, is scaled to an RMS of LARGER
 
 
 def targets(outputs: Sequence[np.ndarray], inputs: Any) -> tuple[np.ndarray, ...]:
-    """Normal numbers for the outputs to be near to; NaN, which is no objective, where one stands for infinity.
+    """Draw normal targets for the outputs; NaN, which the objective skips, where an output stands for infinity.
 
-    Their seed is a hash of the inputs: an example input is often default_rng(0).standard_normal(shape) itself, and an
+    The seed is a hash of the inputs: an example input is often default_rng(0).standard_normal(shape) itself, and an
     output near its own target has no gradient.
     """
     digest = hashlib.sha256(SALT)
@@ -29,16 +29,16 @@ def targets(outputs: Sequence[np.ndarray], inputs: Any) -> tuple[np.ndarray, ...
 
 
 def _normal(random: np.random.Generator, like: np.ndarray) -> np.ndarray:
-    """Normal numbers of another array's shape; complex where it is."""
+    """Draw normal numbers of another array's shape, complex if it is."""
     drawn = random.standard_normal(like.shape)
     return drawn + 1j * random.standard_normal(like.shape) if np.iscomplexobj(like) else drawn
 
 
 def weights(tensors: Mapping[str, np.ndarray], names: Sequence[str], seed: int) -> dict[str, np.ndarray]:
-    """All tensors, those of some names drawn anew around their values.
+    """Return all tensors, with those of the given names redrawn around their values.
 
-    Signs and zeros stay. What is so small that it hides what it is multiplied with, such as a layer scale of 1e-6, gets
-    larger.
+    Signs and zeros stay. A tensor so small that it hides what it multiplies, such as a layer scale of 1e-6, is scaled
+    up.
     """
     random, drawn = np.random.default_rng(seed), dict(tensors)
     for name in sorted(names):
@@ -50,9 +50,9 @@ def weights(tensors: Mapping[str, np.ndarray], names: Sequence[str], seed: int) 
 
 
 def inputs(tree: Any, seed: int, *, is_shuffled: bool = False) -> Any:
-    """Inputs drawn anew: floating numbers between their own and 0.7 times it; what lies between 0 and 1 stays there.
+    """Redraw the inputs: floating values are scaled by 0.7 to 1, so that values between 0 and 1 stay in that range.
 
-    is_shuffled: whole numbers, such as ids and masks, change places within their array; else they stay.
+    Arrays of whole numbers, such as ids and masks, are shuffled within themselves if is_shuffled, else they stay.
     """
     random = np.random.default_rng(seed)
 
@@ -72,7 +72,7 @@ def inputs(tree: Any, seed: int, *, is_shuffled: bool = False) -> Any:
 
 
 def constant(tree: Any) -> list[str]:
-    """Inputs of one value in every place, which say nothing of how they are used: "input 1"."""
+    """Return the names ("input 1") of constant inputs, which do not show how they are used."""
     found = []
     for i, each in enumerate(tree):
         arrays = list(arrays_of(each))
@@ -88,7 +88,7 @@ def constant(tree: Any) -> list[str]:
 
 
 def arrays_of(tree: Any) -> Iterator[np.ndarray]:
-    """Arrays of nested dictionaries, tuples and lists, from left to right."""
+    """Yield the arrays of nested dictionaries, tuples and lists, from left to right."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, tuple | list):

@@ -1,4 +1,4 @@
-"""In which order a JAX function first uses its parameters, which dictionaries, sorted by key, do not say."""
+"""Find the order in which a JAX function first uses its parameters; dictionaries, sorted by key, do not tell it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-# What a weight goes through before it is used, such as a transposition of all of them at the start.
+# Operations on a weight that do not count as its use, such as a transposition of all weights at the start.
 LAYOUT = frozenset(
     (
         "transpose",
@@ -25,13 +25,13 @@ LAYOUT = frozenset(
 
 
 def first_uses(function: Callable[..., Any], arrays: list[Any], *inputs: Any) -> list[int] | None:
-    """Places of arrays in the order in which `function(arrays, *inputs)` computes with them first, unused ones last.
+    """Return indices of arrays in the order in which `function(arrays, *inputs)` first computes with them.
 
-    None where the function cannot be traced by its arrays, as where it branches on their values.
+    Unused arrays come last. None where the function cannot be traced, for instance because it branches on values.
     """
     try:
         jaxpr = jax.make_jaxpr(lambda arrays: function(arrays, *inputs))(arrays).jaxpr
-    except Exception:  # whatever a caller's code raises on abstract arrays; the comparison calls it with real ones
+    except Exception:  # the caller's code may raise anything on abstract arrays; the comparison calls it with real ones
         return None
     origins = {var: i for i, var in enumerate(jaxpr.invars)}
     used = list(dict.fromkeys(_uses(jaxpr, origins)))
@@ -39,7 +39,7 @@ def first_uses(function: Callable[..., Any], arrays: list[Any], *inputs: Any) ->
 
 
 def _uses(jaxpr: Any, origins: dict[Any, int]) -> Iterator[int]:
-    """Places of the arrays that a program computes with, as it does; origins are the arrays' variables in it."""
+    """Yield indices of the arrays that a jaxpr computes with, in order; origins maps its variables to the indices."""
     for eqn in jaxpr.eqns:
         given = [None if isinstance(x, core.Literal) else origins.get(x) for x in eqn.invars]
         inner = next(_programs(eqn, len(given)), None)
@@ -55,7 +55,7 @@ def _uses(jaxpr: Any, origins: dict[Any, int]) -> Iterator[int]:
 
 
 def _programs(eqn: Any, count: int) -> Iterator[Any]:
-    """Programs inside an operation that take what it takes: those of jit, scan, checkpoint and custom derivatives."""
+    """Yield an equation's inner jaxprs that take its operands: of jit, scan, checkpoint and custom derivatives."""
     for value in eqn.params.values():
         program = getattr(value, "jaxpr", value)
         if hasattr(program, "eqns") and len(program.invars) == count:

@@ -1,4 +1,4 @@
-"""The modules inside both models: which differ, which are to blame, and which only cut the same function otherwise."""
+"""Compare the modules inside both models: which differ, which are to blame, which only split the work differently."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ TOLERANCE = distance.TOLERANCE_FLOAT64
 
 
 class Inside:
-    """Findings on the modules, as they come; of several modes, the first in which one is to blame."""
+    """Findings on the modules so far; local errors and blame are from the first mode in which a module is to blame."""
 
     def __init__(self, pair: Pair, model: JaxModel, twin: TorchSide, matching: Matching, side: JaxSide):
         self.pair, self.model, self.twin, self.matching, self.side = pair, model, twin, matching, side
         self.tensor_names = frozenset(twin.tensors())
         self.local: list[capture.Local] = []
         self.blamed: list[capture.Local] = []
-        self.apart: dict[str, bool] = {}  # modules whose outputs have no common shape; True where their inputs have
-        self.suspects: set[str] = set()  # of those apart: modules behind which values differ
-        self.words: dict[str, str] = {}  # on modules apart
+        self.apart: dict[str, bool] = {}  # modules whose outputs fit no common shape; True if their inputs agree
+        self.suspects: set[str] = set()  # modules of `apart` after which values differ
+        self.words: dict[str, str] = {}  # cause in words of modules of `apart` that are not to blame
         self.starts: str | None = None
         self.causes: dict[str, str] = {}
-        self.modules: dict[str, str] = {}  # PyTorch's call by JAX's
-        self.gates: list[str] = []  # what they are called
+        self.modules: dict[str, str] = {}  # JAX call -> PyTorch call
+        self.gates: list[str] = []  # names of the modules' gates
         self.seen: set[str] = set()  # modules and taps of JAX that were called
         self.differing: list[tuple[list[capture.Local], list[Callable[..., list[capture.Local]]]]] = []  # by mode
-        self.evidence: tuple | None = None  # what causes are looked for in; none of a PyTorch module that is random
+        self.evidence: tuple | None = None  # input to the search for causes; None if the PyTorch module is random
 
     def compare(
         self, mine: Watched, reference: Run, tensors: Mapping[str, np.ndarray], inputs: tuple,
         to_targets: Callable[[tuple], tuple], *, mode: str, is_random: bool,
     ) -> tuple[distance.Comparison, list[gates.Gate]]:  # fmt: skip
-        """Modules' outputs, and what every module does by itself, given what its twin got (teacher forcing)."""
+        """Compare the modules' outputs, and what every module computes on its twin's inputs (teacher forcing)."""
         rooted = lambda calls: {**calls, ROOT: Call((), to_targets(calls[ROOT].outputs))}
         self.seen |= {*mine.order, *(name.partition("#")[0] for name in mine.calls)}
         calls = rooted(mine.calls)
@@ -61,9 +61,9 @@ class Inside:
             return twin, made, alignment.local_errors(made, twin.calls)
 
         def left_free(freed: frozenset[str], *, is_forced_outside: bool) -> list[capture.Local]:
-            """Errors where some modules compute on what they are handed, and what they make goes on.
+            """Return the errors where some modules are not forced: real inputs in, own outputs passed on.
 
-            Modules that the caller leaves out are free too, or made to give what PyTorch's give.
+            Modules that the caller leaves out are free too, or with is_forced_outside forced to PyTorch's outputs.
             """
             given = {name: call for name, call in twin.calls.items() if name not in freed}
             outside = alignment.aligned(calls, theirs, pairs).calls if is_forced_outside else {}
@@ -81,7 +81,7 @@ class Inside:
         if every:
             ways = (False, True) if len(names) < len(pairs) else (False,)
             self.differing.append((every, [functools.partial(left_free, is_forced_outside=each) for each in ways]))
-        if not self.blamed:  # by an earlier mode
+        if not self.blamed:  # no earlier mode found any
             self.local, self.blamed = local, every
             self.evidence = None if is_random else (twin, made, reference, is_training)
             if self.evidence:
@@ -91,7 +91,7 @@ class Inside:
     def _blame(
         self, twin: alignment.Aligned, local: list[capture.Local], mode: str
     ) -> tuple[list[gates.Gate], list[capture.Local]]:
-        """Gate of every module by itself, and what to blame; modules without a common shape are kept apart."""
+        """Return the gate of modules by themselves, and what to blame; modules without a common shape go to `apart`."""
         apart = {name for name, call in twin.calls.items() if call.outputs and call.outputs[0] is None}
         whole = {name: all(x is not None for x in twin.calls[name].inputs) for name in apart}
         compared = [entry for entry in local if entry.module not in apart or entry.part != "output"]
@@ -106,7 +106,7 @@ class Inside:
         return [gate], [entry for entry in compared if not entry.error <= TOLERANCE]
 
     def _explain(self, entries: list[capture.Local]) -> None:
-        """Look for the causes of the first modules to blame, by what changes PyTorch's first output or its inputs."""
+        """Look for causes of the first modules to blame, in PyTorch's first output or in what a module passes on."""
         twin, made, reference, is_training = self.evidence
         first = {name: _first(twin.calls[name], reference.calls.get(other)) for name, other in twin.torch_names.items()}
         chosen = {name: made[name] for name in first if name in made}
@@ -125,14 +125,14 @@ class Inside:
                 self.causes.setdefault(module, words)
 
     def distinct(self) -> list[capture.Local]:
-        """First thing to blame in every module."""
+        """Return the first thing to blame in every module."""
         return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
 
     def check_called(self) -> None:
-        """Check that every module of `names` was called.
+        """Check that every module in `names` was called.
 
         Raises:
-          ValueError: one was not, in no mode.
+          ValueError: one was called in no mode.
         """
         for name, value in self.pair.names.items():
             if is_module(name, value, self.model, self.twin) and name not in self.seen and value is not None:
@@ -147,24 +147,25 @@ class Inside:
 
     def _is_left_out(self, call: str) -> bool:
         """True for a call of a module that `names` leaves out, or of one inside it."""
-        module = call.partition("#")[0]  # a tensor that JAX has not may bear a module's name
+        module = call.partition("#")[0]  # a tensor that JAX lacks may have a module's name
         left = [name for name, value in self.pair.names.items() if value is None and name not in self.tensor_names]
         return module != ROOT and any(module == name or module.startswith(f"{name}.") for name in left)
 
     def is_taken_back(self) -> bool:
-        """True where, in every mode, nothing else differs once the modules that differ compute on what they are handed.
+        """True if, in every mode, nothing else differs once the modules that differ are not forced.
 
-        A residual added inside a module on one side and around it on the other makes both differ by themselves, and
-        behind them nothing does: the same function, cut otherwise. A slip that something behind it hides, such as a
-        scale before a norm, still differs in what the norm is handed.
+        A residual added inside a module on one side and around it on the other makes the modules differ by themselves,
+        but nothing after them: the same function, split into modules differently. A bug that a later module hides,
+        such as a scale before a norm, still shows as a difference in the norm's input.
         """
         return all(_is_taken_back(entries, ways) for entries, ways in self.differing)
 
     def blame_apart(self) -> None:
-        """Find causes in modules of other shapes too, because the whole functions differ.
+        """Look for causes also in modules whose output shapes differ, because the whole functions differ.
 
-        A sound one may have another shape as well, such as a convolution that is padded wide and cut behind it: those
-        are to blame behind which the next values differ, and all of them where there is nothing else to blame.
+        A correct module may have another shape too, such as a convolution with wide padding whose output is cropped
+        later. To blame are those after which the next values differ, or all of them where there is nothing else to
+        blame.
         """
         found = [capture.Local(name, "output", np.inf) for name, is_same in self.apart.items() if is_same]
         if self.evidence:
@@ -175,7 +176,7 @@ class Inside:
         self.blamed += to_blame
 
     def forgive(self, num_draws: int, what: str) -> list[str]:
-        """Blame nobody, as the whole functions agree; notes on what differs inside."""
+        """Clear the blame, because the whole functions agree; return notes on what differs inside."""
         notes = []
         if self.blamed:
             shown = [f"{e.module} ({e.part}, {e.error:.1e})" for e in self.distinct()]
@@ -189,7 +190,7 @@ class Inside:
         return notes
 
     def apart_note(self) -> list[str]:
-        """Note on modules that were not compared by themselves."""
+        """Return a note on modules that were not compared by themselves."""
         shown = [_with_twin(name, self.modules.get(name)) for name in self.apart]
         shown = [f"{each}: {words}" if (words := self.words.get(name)) else each
                  for each, name in zip(shown, self.apart, strict=True)]  # fmt: skip
@@ -203,10 +204,10 @@ def _is_taken_back(entries: list[capture.Local], ways: list[Callable[..., list[c
 
 
 def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
-    """Forced calls with inputs in the order that explains them.
+    """Run the forced calls with each module's inputs in the order that explains its output.
 
-    The nearest inputs may be those of a module that takes its arguments in another order, or the caller may hand them
-    over in another order than it should: then the module is right on PyTorch's order.
+    Inputs that are nearest in another order than PyTorch's have two explanations. Either the module takes its arguments
+    in another order, or its caller passes them in the wrong order: then the module is correct on PyTorch's order.
     """
     first = forced(frozenset())
     own = lambda run: {entry.module: entry.error for entry in run[2] if entry.part == "output"}
@@ -221,7 +222,7 @@ def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
 
 
 def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.Local]) -> bool:
-    """True where what the module around makes next of a module's output differs, or has no common shape."""
+    """True if what the enclosing module next makes of a module's output differs, or has no common shape."""
     around = capture.enclosing_module(name, twin.calls)
     place = next(i for i, entry in enumerate(local) if entry.module == name and entry.part == "output")
     following = next((entry for entry in local[place + 1 :] if entry.module == around), None)
@@ -246,7 +247,7 @@ def _outputs(calls: Mapping[str, Call], twin: alignment.Aligned, *, kind: str) -
 
 
 def _first(call: Call, other: TorchCall | None) -> int:
-    """Which of a JAX call's outputs stands for PyTorch's first."""
+    """Return which of a JAX call's outputs corresponds to PyTorch's first."""
     if other is None:
         return 0
     wanted = other.call.outputs[0]
@@ -254,7 +255,7 @@ def _first(call: Call, other: TorchCall | None) -> int:
 
 
 def _is_of(x: np.ndarray, y: np.ndarray) -> bool:
-    """True where a tensor holds another's values, in any order of axes."""
+    """True if two tensors hold the same values, in any order."""
     return x.size == y.size and bool(np.array_equal(np.sort(x, axis=None), np.sort(y, axis=None)))
 
 
@@ -268,7 +269,7 @@ def _listed(shown: list[str]) -> str:
 
 
 def is_module(name: str, value: Any, model: JaxModel, twin: TorchSide) -> bool:
-    """True for an entry of `names` that speaks of modules, or taps, and not of weights."""
+    """True for an entry of `names` that maps a module or tap, not a weight."""
     modules = dict(twin.module.named_modules())
     is_array = name in model.params or name in model.state
     return isinstance(value, str) and not is_array and (value in modules or value == ROOT)

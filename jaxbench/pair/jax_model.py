@@ -1,7 +1,7 @@
 """A JAX model of any kind as one pure function of named arrays: Flax NNX and Linen, Equinox, Haiku, plain functions.
 
-Calls of its modules can be routed through a handler, as handler(name, call, args, kwargs), without a change to the
-model; functions without modules mark places with `tap`.
+Calls of its modules can be routed through a handler, handler(name, call, args, kwargs), without changing the model.
+Functions without modules mark places with `tap`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _handler: contextvars.ContextVar[Handler | None] = contextvars.ContextVar("jaxbe
 
 
 def tap(name: str, x: Any) -> Any:
-    """The value itself; marks a place of a function without modules, on either side, for `jaxbench.compare`.
+    """Mark a value inside a function without modules, on either side, for `jaxbench.compare`, and return it unchanged.
 
-    The same name on both sides, or the name of a PyTorch module, says that both compute the same there.
+    The same name on both sides, or the name of a PyTorch module, states that both compute the same value there.
     """
     handler = _handler.get()
     return x if handler is None else handler(name, lambda value: value, (x,), {})
@@ -37,7 +37,7 @@ def tap(name: str, x: Any) -> Any:
 
 @contextlib.contextmanager
 def tapped(handler: Handler | None) -> Iterator[None]:
-    """Route every tap through a handler while the context is open."""
+    """Route every tap through a handler inside the context."""
     token = _handler.set(handler)
     try:
         yield
@@ -46,12 +46,12 @@ def tapped(handler: Handler | None) -> Iterator[None]:
 
 
 class UnknownModel(TypeError):
-    """What was given as the JAX side is no model."""
+    """The object given as the JAX side is not a model of a known kind."""
 
 
 @contextlib.contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Say what failed, in one line, where a model of the caller's raises."""
+    """Re-raise an exception of the caller's model as a ValueError whose one line says what failed."""
     try:
         yield
     except UnknownModel:
@@ -61,37 +61,37 @@ def calling(what: str) -> Iterator[None]:
 
 
 class JaxModel(NamedTuple):
-    """A JAX model taken apart."""
+    """A JAX model split into named arrays and a pure function of them."""
 
     framework: str
     params: Arrays  # floating arrays by dotted name
     state: Arrays  # batch statistics and the like
     # (params, state, inputs, is_training, handler or None) -> (outputs, state after the call)
     apply: Callable[[Arrays, Arrays, tuple, bool, Handler | None], tuple[Any, Arrays]]
-    # Of a function's parameters: names by first use, empty where that cannot be told; None = params are in order
+    # For a function: parameter names by first use, empty where unknown; None = other models, whose params are in order
     order: tuple[str, ...] | None = None
 
 
 class Options(NamedTuple):
-    """How a JAX model is called; the defaults call it on the inputs as they are."""
+    """How to call a JAX model; the defaults call it as model(*inputs)."""
 
-    call: Callable[..., Any] | None = None  # (model, *inputs) -> outputs, for modules that are no plain callables
+    call: Callable[..., Any] | None = None  # (model, *inputs) -> outputs, for modules not called as model(*inputs)
     by_mode: Mapping[str, Mapping[str, Any]] = {}  # keyword arguments in "eval" and "train"
-    key: int = 0  # seed of the random key that initialisers and dropout get
+    key: int = 0  # seed of the random key for initialisers and dropout
 
 
 def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
-    """Take a JAX model apart.
+    """Split a JAX model of any kind into named arrays and a pure function.
 
     Args:
       side: a Flax NNX or Equinox module, or Equinox's (module, state); a Linen module, or (module, variables); a
         Haiku transformed function, or (transformed, params) or (transformed, params, state); (function, params); or
         a function alone.
-      inputs: arguments of one call, for models whose parameters are yet to be made.
-      options: how it is called.
+      inputs: arguments of one call, for models whose parameters are not initialised yet.
+      options: how to call it.
 
     Raises:
-      UnknownModel: it is none of these.
+      UnknownModel: side is none of these.
     """
     model, *rest = side if isinstance(side, tuple) and not hasattr(side, "_fields") else (side,)
     for framework, base, take in (
@@ -123,7 +123,7 @@ def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
         return nnx.from_flat_state(pairs)
 
     def drawn(variable: Any) -> Any:
-        """A random stream's variable of this call, from the key that the options name."""
+        """Return a random stream's variable for this call; options.key, unless 0, is folded into its key."""
         value = variable.get_value()
         is_key = isinstance(variable, nnx.RngKey) and options.key
         return variable.replace(jax.random.fold_in(value, options.key) if is_key else jnp.asarray(value))
@@ -192,7 +192,7 @@ def _equinox(model: Any, state: Any = None, *, inputs: tuple, options: Options) 
     def apply(params: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
         module = eqx.combine(jax.tree.unflatten(tree, [params[name] for name in names]), rest)
         module = eqx.nn.inference_mode(module, value=not is_training)
-        # a count that is a Python number's has the widest integer type of the place where it is called
+        # A weakly typed count comes from a Python number: give it the default integer type where the call runs.
         values = [jnp.asarray(x.item()) if x.weak_type and not x.shape else x for x in held]
         for name, i in places.items():
             values[i] = state_[name]
@@ -213,7 +213,7 @@ def _equinox(model: Any, state: Any = None, *, inputs: tuple, options: Options) 
 
 
 def _equinox_state(model: Any, places: Any, values: list[Any]) -> dict[str, int]:
-    """Places of the floating arrays of an Equinox state, by the module that keeps them; a norm's are mean and var."""
+    """Return indices of an Equinox state's floating arrays, named by module; two of one index are mean and var."""
     import equinox as eqx
 
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
@@ -270,7 +270,7 @@ def _haiku_leaves(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _haiku_name(name: str) -> str:
-    """Dotted name; what a norm keeps in modules of its own, norm/~/mean_ema/average, is the norm's: norm.mean."""
+    """Return a dotted name; state in a norm's submodules, norm/~/mean_ema/average, becomes the norm's: norm.mean."""
     name = name.replace("/~/", ".").replace("/", ".")
     return name.replace("_ema.average", "").replace("_ema.", "_")
 
@@ -281,7 +281,7 @@ def _function(function: Callable[..., Any], params: Any = None, *, inputs: tuple
     arrays = {name: x for name, x in zip(names, leaves, strict=True) if is_floating(x)}
 
     def called(arrays_: Arrays, inputs: tuple, is_training: bool) -> Any:
-        filled = [arrays_.get(name, x) for name, x in zip(names, leaves, strict=True)]  # the rest stays as it is
+        filled = [arrays_.get(name, x) for name, x in zip(names, leaves, strict=True)]  # others stay unchanged
         given = () if params is None else (jax.tree.unflatten(tree, filled),)
         return function(*given, *inputs, **_keywords(options, is_training))
 
@@ -296,7 +296,7 @@ def _function(function: Callable[..., Any], params: Any = None, *, inputs: tuple
 
 
 def _leaves(tree: Any) -> Sequence[tuple[str, Any]]:
-    """(dotted name, leaf) of a tree."""
+    """Return (dotted name, leaf) of every leaf of a tree."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
@@ -310,11 +310,11 @@ def _keywords(options: Options, is_training: bool) -> dict[str, Any]:
 
 
 def is_floating(x: Any) -> bool:
-    """True for a floating or complex array of JAX or numpy."""
+    """True for a floating or complex array, JAX or numpy."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def as_type(x: Any, dtype: Any) -> jax.Array:
-    """A floating array in a type; a complex one of parts in it, which are float32 at least."""
+    """Cast a floating array to a type; of a complex one the parts, but to float32 at least."""
     dtype = jnp.dtype(dtype)
     return jnp.asarray(x, jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)

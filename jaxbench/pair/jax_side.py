@@ -1,6 +1,6 @@
-"""The JAX side of a pair, as a function of PyTorch's tensors: outputs, module calls, gradients and optimiser steps.
+"""The JAX side of a pair as a function of PyTorch's tensors: outputs, module calls, gradients and optimiser steps.
 
-The weights' rules are part of the function, so its gradients are by PyTorch's tensors and need no rules of their own.
+The weight rules are part of that function, so its gradients are with respect to PyTorch's tensors and need no mapping.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ class Watched(NamedTuple):
     """One call of the whole model."""
 
     outputs: Outputs
-    state: dict[str, Any]  # after it
-    calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call; the model's has all outputs
-    order: tuple[str, ...]  # modules by the end of their first call, those too whose numbers jax.vmap hides
+    state: dict[str, Any]  # after the call
+    calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call; ROOT's has all outputs
+    order: tuple[str, ...]  # modules by the end of their first call, including those whose values jax.vmap hides
 
 
 class JaxSide:
-    """A JAX model in one number type. Float64 needs `jax.enable_x64(True)` around every call.
+    """A JAX model in one dtype. Float64 needs `jax.enable_x64(True)` around every call.
 
     Args:
-      model: taken apart by jax_model.open_model.
-      to_arrays: the model's arrays out of PyTorch's tensors, by name.
+      model: as returned by jax_model.open_model.
+      to_arrays: makes the model's arrays from PyTorch's tensors, both by name.
       dtype: float64, float32 or bfloat16, of parameters, state and inputs.
-      to_inputs: function of the shared inputs that gives the JAX model's own, such as another layout of an image.
-      pick: function of the model's outputs that chooses what is compared.
-      per_example: the model takes one example without a batch axis; the calls are those of every example in turn.
-      trees: places of the outputs by is_training, of the first call that was watched: the order of all others; shared.
+      to_inputs: maps the shared inputs to the JAX model's own, such as another image layout.
+      pick: chooses from the model's outputs what is compared.
+      per_example: the model takes one example without a batch axis; it is called once for every example.
+      trees: output tree of the first watched call, by is_training; all later calls follow its order. Shared between
+        sides.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class JaxSide:
         self.trees = {} if trees is None else trees
 
     def cast(self, tree: Any) -> Any:
-        """Nested arrays with the floating ones in this side's type."""
+        """Cast the floating arrays of nested ones to this side's dtype."""
         return map_floating(tree, lambda x: as_type(x, self.dtype), is_floating=is_floating)
 
     def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[Any, ...]:
-        """Floating outputs from left to right."""
+        """Call the model and return its floating outputs from left to right."""
         return self._eagerly(tensors, inputs, is_training, lambda example: None)[0].floating
 
     def watched(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> Watched:
-        """One call with the floating inputs and outputs of every module's call, and of every tap."""
+        """Call the model and record the floating inputs and outputs of every module call and every tap."""
         examples: list[dict[str, Call]] = []
         order: dict[str, None] = {}
 
@@ -93,13 +94,16 @@ class JaxSide:
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool
     ) -> dict[str, Call]:
-        """Calls made on the twin's tensors (teacher forcing), by name: what each was handed, and its own outputs.
+        """Call the model with its modules forced to the twin's tensors (teacher forcing).
+
+        Every module in `given` computes on the twin's inputs, and its caller gets the twin's outputs. The result holds,
+        by call, the inputs that its caller passed and the outputs that it computed itself.
 
         Args:
           tensors: PyTorch's parameters and buffers.
           inputs: of the whole model.
-          given: the twin's inputs and outputs by call, in this model's layout; None for one that the twin lacks, or
-            that has another shape there.
+          given: the twin's inputs and outputs by call, in this model's layout; None for a tensor that the twin lacks or
+            has in another shape.
           is_training: training mode.
         """
         examples: list[dict[str, Call]] = []
@@ -131,12 +135,12 @@ class JaxSide:
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, is_training: bool,
         handler_of: Callable[[int | None], Handler | None],
     ) -> tuple[Outputs, dict]:  # fmt: skip
-        """Call the model op by op: loops are unrolled, nothing is compiled, a handler sees every module's numbers."""
+        """Call the model eagerly: loops are unrolled, nothing is compiled, a handler sees every module's values."""
         with jax.disable_jit():
             return self._apply(self.cast(dict(tensors)), self.cast(inputs), is_training, handler_of)
 
     def _stacked(self, examples: list[dict[str, Call]], outputs: Outputs) -> dict[str, Call]:
-        """Calls of all examples as calls of the batch; the model's own outputs are what the pair compares."""
+        """Stack the calls of all examples into calls of the batch; ROOT's outputs are those that the pair compares."""
         stack = lambda parts: tuple(jnp.stack(each) for each in zip(*parts, strict=True))
         calls = {
             name: Call(*(stack([getattr(calls[name], field) for calls in examples]) for field in Call._fields))
@@ -148,7 +152,10 @@ class JaxSide:
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple[np.ndarray, ...], *,
         to_targets: Callable[[tuple], tuple], is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:  # fmt: skip
-        """Loss, and its gradients by PyTorch's tensors and by floating inputs; to_targets arranges the outputs."""
+        """Return the loss and its gradients with respect to PyTorch's tensors and the floating inputs.
+
+        to_targets arranges the outputs as PyTorch's.
+        """
         objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
         given = floating(self.cast(inputs))
         loss_fn = lambda tensors, given: objective(tensors, _replaced(inputs, given))
@@ -160,7 +167,7 @@ class JaxSide:
         targets: tuple[np.ndarray, ...], optimizer: Any, *, to_targets: Callable[[tuple], tuple], num_steps: int,
         is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
-        """Losses of optimiser steps (an optax transformation) on one batch, and the trained tensors after the last."""
+        """Run optimiser steps (an optax transformation) on one batch; return their losses and the trained tensors."""
         import optax
 
         objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
@@ -203,7 +210,7 @@ class JaxSide:
             example = jax.tree.map(lambda x: x[i], given)  # noqa: B023
             result, _ = self.model.apply(params, state, example, is_training, handler_of(i))
             results.append(self._outputs(result, is_training))
-        # a plain number is a numpy array of no axis, and has no batch
+        # a plain number became a 0-d numpy array, which has no batch axis
         stack = lambda parts: parts[0] if isinstance(parts[0], np.ndarray) and not parts[0].ndim else jnp.stack(parts)
         arrays = [tuple(stack(parts) for parts in zip(*each, strict=True)) for each in list(zip(*results))[:2]]
         return Outputs(*arrays, results[0].tree), state
@@ -214,12 +221,12 @@ class JaxSide:
 
 
 def _is_traced(arrays: Any) -> bool:
-    """True inside a transformation such as vmap, whose numbers nobody outside can see."""
+    """True inside a transformation such as vmap, where arrays are tracers without values."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
 
 
 def _counted() -> Callable[[str], str]:
-    """Function that names the calls of one module apart: name, name#1, name#2."""
+    """Return a function that gives repeated calls of a module distinct names: name, name#1, name#2."""
     counts: collections.Counter[str] = collections.Counter()
 
     def key(name: str) -> str:
@@ -230,14 +237,14 @@ def _counted() -> Callable[[str], str]:
 
 
 def floating(tree: Any) -> tuple[Any, ...]:
-    """Floating arrays of nested tuples, lists and dictionaries, from left to right."""
+    """Return the floating arrays of nested tuples, lists and dictionaries, from left to right."""
     arrays: list[Any] = []
     map_floating(tree, arrays.append, is_floating=is_floating)
     return tuple(arrays)
 
 
 def _difference(y: Any, target: np.ndarray) -> Any:
-    """Output less its target; 0 where the target is NaN, that is where the output is infinite."""
+    """Return output minus target; 0 where the target is NaN, which marks an infinite output."""
     is_infinite = np.isnan(target)
     if not is_infinite.any():
         return y - jnp.asarray(target, y.dtype)
@@ -245,22 +252,22 @@ def _difference(y: Any, target: np.ndarray) -> Any:
 
 
 def _square(x: Any) -> Any:
-    """Squares of absolute values."""
+    """Return squared absolute values."""
     return x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x**2
 
 
 def by_parts(gradients: Any) -> Any:
-    """Gradients as PyTorch has those by complex numbers: by the real part + i times by the imaginary one."""
+    """Return complex gradients in PyTorch's convention, the conjugate of JAX's: d/d(real) + i d/d(imaginary)."""
     return jax.tree.map(jnp.conj, gradients)
 
 
 def _parted(x: Any) -> Any:
-    """Complex numbers as (real part, imaginary part), which PyTorch's optimisers move as numbers of their own."""
+    """Split complex numbers into (real part, imaginary part), which PyTorch's optimisers update separately."""
     return (x.real, x.imag) if jnp.iscomplexobj(x) else x
 
 
 def kind_of(x: Any) -> str:
-    """Kind of an output, as capture.outputs_of takes it."""
+    """Return the kind of an output, as capture.outputs_of expects it."""
     if is_floating(x):
         return "floating"
     is_array = isinstance(x, jax.Array | np.ndarray)
@@ -269,11 +276,11 @@ def kind_of(x: Any) -> str:
 
 
 def _replaced(tree: Any, values: Any) -> Any:
-    """Tree with its floating arrays replaced by others, from left to right."""
+    """Replace the floating arrays of a tree by others, from left to right."""
     rest = iter(values)
     return map_floating(tree, lambda _: next(rest), is_floating=is_floating)
 
 
 def as_numpy(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays by name in float64 or complex128."""
+    """Return arrays by name as numpy's, in float64 or complex128."""
     return {name: distance.widest(x) for name, x in tree.items()}

@@ -1,4 +1,4 @@
-"""What a PyTorch module keeps: copies of it, and its state before a call, given back after it."""
+"""Copy a PyTorch module with its state, and restore that state after a call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-# Attributes of every module that are no state of its own, or are restored by themselves.
+# Attributes that every module has: no state of its own, or state that is restored separately.
 MACHINERY = frozenset(vars(torch.nn.Module()))
 
 
 def copy_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy of a module; of TorchScript through a file, as its own copies have parameters that get no gradients.
+    """Copy a module; TorchScript via an in-memory file, because its own copies have parameters that get no gradients.
 
-    Tensors with a history that it keeps, such as its last result or a weight that hooks compute, are copied without it.
+    Tensors with an autograd history, such as a kept result or a weight that hooks compute, are copied without it.
     """
     if not isinstance(module, torch.jit.ScriptModule):
         kept: list[torch.Tensor] = []
@@ -32,10 +32,10 @@ def copy_of(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def restored(module: torch.nn.Module) -> Iterator[None]:
-    """Give back at the end what a module and those inside it keep now.
+    """Restore, at the end of the context, the state of a module and of those inside it.
 
-    That is parameters, buffers (also those that no state dict has), and numbers, tensors, lists and dictionaries of
-    their own. What an object of another class keeps is not.
+    That is parameters, buffers (also those outside the state dict), and their own numbers, tensors, lists and
+    dictionaries. State inside objects of other classes is not restored.
     """
     # TorchScript's attributes are not Python's.
     children = [] if isinstance(module, torch.jit.ScriptModule) else list(module.modules())
@@ -59,12 +59,12 @@ def restored(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _own(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's own attributes: no parameter, buffer or module, and nothing of PyTorch's machinery."""
+    """Return a module's own attributes: no parameters, buffers or modules, and none of PyTorch's internals."""
     return {name: value for name, value in vars(module).items() if name not in MACHINERY}
 
 
 def _snapshot(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Plain containers copied, all else as it is; the tensors inside are added to a list."""
+    """Copy plain containers and leave all else as it is; append the tensors inside to a list."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
     elif type(value) is dict:

@@ -1,4 +1,4 @@
-"""What both models keep from call to call: batch statistics, caches."""
+"""Compare the state that both models keep between calls: batch statistics, caches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxbench.parity.capture import ROOT
 
 
 def compare(work: Any, state: Mapping[str, Any], reference: Any, kind: str, tensors: Mapping[str, np.ndarray]) -> None:
-    """Compare the state after a call: batch statistics in training mode, and whatever moves in any mode.
+    """Compare the state after a call: always in training mode, and in evaluation mode if either side changes it.
 
     Args:
-      work: proof's findings.
-      state: of the JAX side after the call.
+      work: the running proof (proof._Work), which records gates, notes and causes.
+      state: state of the JAX side after the call.
       reference: PyTorch's call.
-      kind: the mode, and what follows a comma.
-      tensors: PyTorch's before the call.
+      kind: the mode, optionally followed by a comma and further words.
+      tensors: PyTorch's parameters and buffers before the call.
     """
     if not work.model.state:
         return
@@ -43,7 +43,7 @@ def compare(work: Any, state: Mapping[str, Any], reference: Any, kind: str, tens
 
 
 def unseen(tensors: Mapping[str, np.ndarray], reference: Any, matching: Matching) -> list[str]:
-    """A note on floating buffers that PyTorch moves in a call, and of which no array of JAX is made."""
+    """Return a note on floating buffers that a call of PyTorch changes and from which no JAX array is made."""
     read = Read(tensors)
     matching.to_jax(read)
     moved = [n for n, x in reference.buffers.items() if n in tensors and not _equal(x, tensors[n])]
@@ -52,7 +52,7 @@ def unseen(tensors: Mapping[str, np.ndarray], reference: Any, matching: Matching
 
 
 def _counts(names: list[str], rules: Mapping[str, Any], reference: Any) -> dict[str, int]:
-    """Values that each batch statistic is taken over: those of the module's input in one channel."""
+    """Return how many values each batch statistic is taken over: those of one channel of the module's input."""
     inputs = {call.module: call.call.inputs[0] for call in reference.calls.values() if call.call.inputs}
     made = {name: rules[name] for name in names if isinstance(rules[name], Rule)}
     modules = {name: rule.sources[0].rpartition(".")[0] or ROOT for name, rule in made.items()}

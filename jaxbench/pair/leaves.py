@@ -1,4 +1,4 @@
-"""The arrays of a JAX model as leaves to be matched: when their modules are called, and what those read (S file)."""
+"""The arrays of a JAX model as leaves to match: when their modules are called, and what those read (S file)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxbench.pair.naming import Leaf, natural
 from jaxbench.parity import capture
 
 DISTURB_SEED = 0
-DISTURBANCE = 0.3  # of a constant, relative
-COUNTED = re.compile(r"(^|\.)[A-Z]\w*_\d+(\.|$)")  # in paths: names that Linen gives, Dense_0
-OF_HAIKU = re.compile(r"_\d+(/|[.]|$)")  # linear_1, not fc1, which the user named
-REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
+DISTURBANCE = 0.3  # relative to the constant
+COUNTED = re.compile(r"(^|\.)[A-Z]\w*_\d+(\.|$)")  # names in a path that Linen generates: Dense_0
+OF_HAIKU = re.compile(r"_\d+(/|[.]|$)")  # names that Haiku generates: linear_1, not fc1, which the user chose
+REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out], in Flax and Haiku but not in Equinox
 
 
 def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str], *, with_values: bool) -> list[Leaf]:
-    """Leaves of a JAX model, parameters before state, in the order in which their modules are called.
+    """Return the leaves of a JAX model, parameters before state; their `order` is that of their modules' calls.
 
-    A function's parameters are in the order in which it uses them; where that is not known, their order says nothing.
+    For a function it is the order in which it first uses its parameters; where that is unknown, is_ordered is False.
     """
     places = {name: i for i, name in enumerate(order)}
     sources, leaves = sources_of(calls), []
@@ -40,9 +40,9 @@ def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str
 
 
 def disturbed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Random numbers around the value of every array that is constant, by name; the others are left out.
+    """Return random replacements for the constant arrays, around their values, by name; other arrays are omitted.
 
-    A zero or a one in every place, as norms have at first, hides what is done with it. Variances stay positive.
+    All zeros or all ones, as in freshly initialised norms, hide what a model does with them. Variances stay positive.
     """
     random, found = np.random.default_rng(DISTURB_SEED), {}
     for name in sorted(arrays):
@@ -57,9 +57,9 @@ def disturbed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def sources_of(calls: Mapping[str, capture.Call]) -> dict[str, str]:
-    """Module whose output another reads as its first input, number for number; by the reader's name.
+    """Return, by the reader's name, the module whose output another module reads bit for bit as its first input.
 
-    Arrays of one number, or of what is none, say nothing: zeros are equal to zeros wherever they come from.
+    Arrays that are constant or not finite are no evidence: zeros equal zeros wherever they come from.
     """
     made: dict[bytes, str] = {}
     sources: dict[str, str] = {}
@@ -79,7 +79,7 @@ def _is_telling(values: Any) -> bool:
 
 
 def _place(name: str, order: Mapping[str, int], position: int) -> int:
-    """Order of the innermost called module around a weight, then of definition."""
+    """Return a sort key: the call order of the innermost called module around a weight, then definition order."""
     parts = name.split(".")
     called = next((order[p] for p in (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)) if p in order), 0)
     return called * 100_000 + position

@@ -1,7 +1,7 @@
-"""Which PyTorch tensors a JAX model's arrays are: by shape, name, order of use and values (S file).
+"""Match a JAX model's arrays with PyTorch tensors by shape, name, order of use and values (S file).
 
-A guess is an assignment of least cost (Hungarian method) between arrays, and parts of fused ones, whose shapes can be
-arranged as each other; an equal path counts more than order. What is left over is an error, never silence.
+A minimum-cost assignment (Hungarian method) between arrays, or parts of fused ones, whose shapes can be arranged as
+each other gives the guesses; an equal path outweighs order. Anything left over raises an error, never passes silently.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxbench.pair.naming import Leaf, equal_paths
 from jaxbench.pair.rules import Arrangement, Given, Rule, arrangements
 from jaxbench.pair.stacks import stacked
 
-WEIGHT_MODULE = 2.0  # of a module's weights taken from several
-ROUNDS = 3  # of assignment, each knowing the one before
-WEIGHT_SOURCE = 5.0  # above all that a round's mistakes of order can cost together
+WEIGHT_MODULE = 2.0  # cost of taking one module's weights from several modules
+ROUNDS = 3  # of assignment, each using the result of the one before
+WEIGHT_SOURCE = 5.0  # above all that one round's errors of order can cost together
 NEVER = 1e6
-MARGIN = 0.1  # of cost, under which names do not tell two arrays apart
+MARGIN = 0.1  # difference of costs under which names do not tell two arrays apart
 TURNED = "same values, in another order of axes than its own"
 BY_NAME, BY_USE, BY_PLACE = "name", "order of use", "order of names"
 MAX_PARTS = 4  # of one fused tensor
@@ -32,7 +32,7 @@ MAX_SHOWN = 12  # leaves that an error names
 
 
 class _Slot(NamedTuple):
-    """A leaf, or one of the equal parts that it falls into along an axis."""
+    """A leaf, or one of the equal parts into which it is split along an axis."""
 
     whole: Leaf
     part: Leaf  # with the shape of the part
@@ -42,32 +42,32 @@ class _Slot(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """One array, what it is made of, and why."""
+    """One array, what it is made from, and why."""
 
     name: str
     rule: Rule | Given
-    why: str  # "given", or what spoke for it
+    why: str  # "given", or the evidence for it
 
 
 class Matching(NamedTuple):
     """A rule for every array of the JAX model."""
 
     guesses: tuple[Guess, ...]
-    ignored: tuple[str, ...]  # PyTorch tensors without a place in the JAX model: as the caller said, or buffers
-    kept: tuple[str, ...] = ()  # state of the JAX model that PyTorch does not have, and that keeps its own values
+    ignored: tuple[str, ...]  # PyTorch tensors not used by the JAX model: left out by the caller, or buffers
+    kept: tuple[str, ...] = ()  # state of the JAX model that PyTorch lacks; it keeps its own values
 
     @property
     def rules(self) -> dict[str, Rule | Given]:
-        """Rules by the JAX array's name."""
+        """Rules by the name of the JAX array."""
         return {guess.name: guess.rule for guess in self.guesses}
 
     @property
     def assumed(self) -> tuple[Guess, ...]:
-        """Guesses that no name and no value settles, between tensors of one shape."""
+        """Guesses between tensors of one shape that neither names nor values settle."""
         return tuple(guess for guess in self.guesses if guess.why in (BY_USE, BY_PLACE))
 
     def to_jax(self, tensors: Mapping[str, object]) -> dict:
-        """The JAX model's arrays out of PyTorch's tensors."""
+        """Make the JAX model's arrays from PyTorch's tensors."""
         return {
             name: rule.apply(tensors) if isinstance(rule, Rule) else rule(tensors) for name, rule in self.rules.items()
         }
@@ -76,17 +76,17 @@ class Matching(NamedTuple):
 def match(
     arrays: Sequence[Leaf], tensors: Sequence[Leaf], names: Mapping[str, str | Rule | Given | None] | None = None
 ) -> Matching:
-    """Rules for every array of a JAX model.
+    """Find a rule for every array of a JAX model.
 
     Args:
       arrays: of the JAX model.
       tensors: parameters and buffers of the PyTorch module.
-      names: what the caller knows better, by JAX name: a PyTorch name, a Rule, or a function of all tensors by name;
-        and by PyTorch name: None for a tensor that the JAX model does not have.
+      names: the caller's overrides, by JAX name: a PyTorch name, a Rule, or a function of all tensors by name; and by
+        PyTorch name: None for a tensor that the JAX model does not have.
 
     Raises:
-      ValueError: an array or a tensor is left over, a given name does not exist or does not fit; the message lists
-        every one, with the nearest that would fit.
+      ValueError: arrays or tensors are left over (the message lists them), or a given name does not exist (the message
+        lists the nearest names) or does not fit.
     """
     by_name, wanted = {leaf.name: leaf for leaf in tensors}, {leaf.name: leaf for leaf in arrays}
     given, ignored = _given(names or {}, wanted, by_name)
@@ -96,7 +96,7 @@ def match(
     has_function = any(not isinstance(guess.rule, Rule) for guess in given)
     paths = equal_paths(arrays, [leaf for leaf in tensors if leaf.name not in ignored])
     errors = []
-    for by_name in (True, False):  # stacks of layers by their names, then whatever is one by its shape
+    for by_name in (True, False):  # first stacks of layers that names show, then also those by shape
         guesses = _stacks(free_arrays, free_tensors, by_name=by_name)
         taken = {source for guess in guesses for source in _sources(guess.rule)}
         rest = [leaf for leaf in free_arrays if leaf.name not in {guess.name for guess in guesses}]
@@ -108,7 +108,7 @@ def match(
         needed = [leaf for leaf in left_tensors if not (leaf.is_optional or has_function)]
         wanted_arrays = [leaf for leaf in left_arrays if not leaf.is_optional]
         if not (wanted_arrays or needed):
-            ignored += tuple(leaf.name for leaf in left_tensors)  # a function by hand may read any of them
+            ignored += tuple(leaf.name for leaf in left_tensors)  # a caller's function may read any of them
             kept = tuple(leaf.name for leaf in left_arrays)
             return Matching(tuple(found[leaf.name] for leaf in arrays if leaf.name in found), ignored, kept)
         errors.append(_left_over(wanted_arrays, needed))
@@ -116,11 +116,11 @@ def match(
 
 
 def _stacks(arrays: Sequence[Leaf], tensors: Sequence[Leaf], *, by_name: bool) -> list[Guess]:
-    """Guesses of arrays that hold a tensor of every layer, or a part of it, along their first axis."""
+    """Match arrays that stack one tensor per layer, or a part of it, along their first axis."""
     layers, stacks = stacked(arrays, tensors, _fits_part, by_name=by_name)
     members = {stack.leaf.name: stack.members for stack in stacks}
     counts = {array.name: array.shape[0] for array in arrays if array.shape}
-    guesses, taken = [], collections.defaultdict(set)  # other counts of a tensor's layers, of which one can be
+    guesses, taken = [], collections.defaultdict(set)  # layer counts by tensor; only one may be used
     for count in sorted({len(names) for names in members.values()}, reverse=True):
         mine = [leaf for leaf in layers if counts[leaf.name] == count]
         theirs = [stack.leaf for stack in stacks if len(stack.members) == count]
@@ -140,7 +140,7 @@ def _stacks(arrays: Sequence[Leaf], tensors: Sequence[Leaf], *, by_name: bool) -
 def _given(
     names: Mapping[str, str | Rule | Given | None], arrays: Mapping[str, Leaf], tensors: Mapping[str, Leaf]
 ) -> tuple[list[Guess], tuple[str, ...]]:
-    """Guesses and ignored tensors that the caller states."""
+    """Check the caller's overrides; return them as guesses and as tensors to ignore."""
     guesses, ignored = [], []
     for name, value in names.items():
         if value is None:
@@ -169,7 +169,7 @@ def _given(
 
 
 def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf], paths: set[tuple[str, str]]) -> list[Guess]:
-    """As many arrays as can be, with a tensor, a part of one or several for each, at the least cost in all."""
+    """Match as many arrays as possible, each with a tensor, a part of one or several, at least total cost."""
     from scipy.optimize import linear_sum_assignment
 
     if not arrays or not tensors:
@@ -198,8 +198,8 @@ def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf], paths: set[tuple[
 def _exchangeable(
     places: Sequence[tuple[int, int]], pairs: Sequence[tuple[_Slot, _Slot]], names: np.ndarray
 ) -> set[str]:
-    """Arrays that could as well have another's tensor, by all that names say: only order of use tells them apart."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}  # by whether the other is beside it, in one module
+    """Return the arrays that could swap tensors with another as far as names tell: only order of use separates them."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}  # by whether the other array is in the same module
     modules = [(array.whole.parent, tensor.whole.parent) for array, tensor in pairs]
     is_qkv = [any(_place(slot.whole)[0] < 3 for slot in pair) for pair in pairs]
     for a, ((i, j), (array, tensor)) in enumerate(zip(places, pairs, strict=True)):
@@ -208,7 +208,7 @@ def _exchangeable(
             is_one = array.whole.name == other.whole.name or tensor.whole.name == its.whole.name
             if a != b and then < min(NEVER, now + MARGIN) and not (is_one and is_qkv[a] and is_qkv[b]):
                 found[modules[a] == modules[b]].add(array.whole.name)
-    # What is beside one that is told apart, in one module on both sides, is told apart with it from other modules'.
+    # An array that shares its module, on both sides, with one that names settle is thereby settled across modules.
     exchangeable = found[True] | found[False]
     names_of = [array.whole.name for array, _ in pairs]
     certain = {both for name, both in zip(names_of, modules, strict=True) if name not in exchangeable and both[0]}
@@ -219,8 +219,8 @@ def _exchangeable(
 def _apart(
     arrays: Sequence[_Slot], tensors: Sequence[_Slot], rows: np.ndarray, columns: np.ndarray, costs: np.ndarray
 ) -> np.ndarray:
-    """Cost of taking weights of one module from several, or those of its source from elsewhere, by the last round."""
-    went = collections.defaultdict(list)  # by JAX module: where each of its arrays went, weighted by how sure that is
+    """Return costs, by the last round, of splitting a module's weights over several, or of not following its source."""
+    went = collections.defaultdict(list)  # JAX module -> (array, PyTorch module it went to, certainty)
     for i, j in zip(rows, columns, strict=True):
         if costs[i, j] < NEVER:
             sure = 1.0 / int(np.sum(costs[i] < NEVER))
@@ -237,26 +237,26 @@ def _apart(
 
 
 def _elsewhere(places: Sequence[tuple[str, float]], place: str) -> float:
-    """Share, weighted by how sure each is, of places that are another one."""
+    """Return the share of places, weighted by certainty, that are not this one."""
     total = sum(sure for _, sure in places)
     return sum(sure for each, sure in places if each != place) / total if total else 0.0
 
 
 def _outputs(leaf: Leaf) -> int:
-    """The axis that a fused tensor is split along."""
+    """Return the axis along which a fused tensor is split."""
     return len(leaf.shape) - 1 if leaf.is_reversed else 0
 
 
 def _fits_part(array: Leaf, tensor: Leaf) -> bool:
-    """True where an array can be a tensor, or one of the parts of a fused one."""
+    """True if an array can be a tensor, or one part of a fused one."""
     return any(_fits(array, slot.part) for slot in _slots(tensor, [array] * MAX_PARTS, axes=(_outputs(tensor),)))
 
 
 def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list[_Slot]:
-    """The leaf itself where it can be one of the others, else the fewest equal parts that some of them can be."""
+    """Return the whole leaf if it fits one of the others, else its split into the fewest equal parts that fit some."""
     if not leaf.shape or any(_fits(leaf, other) for other in others):
         return [_Slot(leaf, leaf)]
-    # First counts that divide the number of arrays they fit, which a stack of equal layers keeps.
+    # First try counts that divide the number of arrays they fit, as in a stack of equal layers.
     for is_even, count, axis in itertools.product((True, False), range(2, MAX_PARTS + 1), axes):
         if leaf.shape[axis] % count == 0:
             part = leaf._replace(shape=(*leaf.shape[:axis], leaf.shape[axis] // count, *leaf.shape[axis + 1 :]))
@@ -267,7 +267,7 @@ def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list
 
 
 def _ordered(pairs: Iterable[tuple[_Slot, _Slot]]) -> list[tuple[_Slot, _Slot]]:
-    """Pairs in which the parts of one whole follow query, key, value, else the order of use of the other side."""
+    """Reorder pairs so that the parts of a fused leaf are query, key, value, else in the other side's order of use."""
     groups: dict[tuple[str, str], list[tuple[_Slot, _Slot]]] = collections.defaultdict(list)
     for array, tensor in pairs:
         is_joined = array.count > 1
@@ -287,11 +287,11 @@ def _place(leaf: Leaf) -> tuple[int, int]:
 
 
 def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], alone: set[str], exchangeable: set[str]) -> list[Guess]:
-    """Guesses of arrays whose every part has a tensor; and of tensors whose every part is taken.
+    """Make guesses from pairs; pairs whose array or tensor is matched only in part are dropped.
 
     Args:
       pairs: parts of arrays and of tensors.
-      alone: arrays that one tensor alone fits.
+      alone: arrays that only one tensor fits.
       exchangeable: arrays that names do not tell from others.
     """
     pairs = list(pairs)
@@ -316,7 +316,7 @@ def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], alone: set[str], exchangeable
 
 
 def _fits(leaf: Leaf, other: Leaf) -> bool:
-    """True where one leaf's shape can be arranged as the other's and their names do not say two kinds."""
+    """True if one leaf's shape can be arranged as the other's and their names do not imply different kinds."""
     if math.prod(leaf.shape) != math.prod(other.shape) or (leaf.kind and other.kind and leaf.kind != other.kind):
         return False
     return bool(arrangements(other.shape, leaf.shape, is_reversed=False) or _arrangements(other, leaf))
@@ -333,7 +333,7 @@ def _has_values(*slots: _Slot) -> bool:
 
 
 def _arrangement(array: _Slot, tensor: _Slot) -> Arrangement:
-    """How a tensor, or its part, is arranged; where a bare one's values are known, they decide."""
+    """Return how a tensor, or its part, is arranged; for a bare one the values decide where they are known."""
     fits = _arrangements(tensor.part, array.part)
     if tensor.part.is_bare and array.count == tensor.count == 1 and _has_values(array, tensor):
         same = lambda fit: np.allclose(fit.apply(tensor.part.value), array.part.value, rtol=1e-5, atol=1e-7)
@@ -342,7 +342,7 @@ def _arrangement(array: _Slot, tensor: _Slot) -> Arrangement:
 
 
 def _ranks(slots: Sequence[_Slot]) -> list[int]:
-    """Place of each slot, in order of use, among those of its kind and size."""
+    """Return each slot's rank, in order of use, among those of its kind and size."""
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
     for i in sorted(range(len(slots)), key=lambda i: (slots[i].whole.order, slots[i].index)):
         groups[slots[i].whole.kind, math.prod(slots[i].part.shape)].append(i)
@@ -363,13 +363,13 @@ def _sources(rule: Rule | Given) -> tuple[str, ...]:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Words on names that are nearly the same; empty where there are none."""
+    """Return a hint that lists similar names; empty where there are none."""
     names = difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)
     return f"; nearest: {', '.join(names)}" if names else ""
 
 
 def _left_over(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> str:
-    """Message that lists what has no counterpart, and how to say it by hand."""
+    """Return the error message that lists what has no counterpart, and how to match it by hand."""
     lines = ["weights do not match"]
     for title, leaves in (("JAX arrays", arrays), ("PyTorch tensors", tensors)):
         if leaves:

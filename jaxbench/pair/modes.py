@@ -1,4 +1,4 @@
-"""Which modes of a pair are compared: training too where the PyTorch module computes something else there."""
+"""Choose the modes in which a pair is compared: training too where either side computes something else there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BOTH = ("eval", "train")
 def to_compare(
     twin: TorchSide, inputs: tuple, reference: Run, run_jax: Callable[[bool], Any]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Modes, and notes on why training is not among them though the PyTorch module computes something else there.
+    """Return the modes, and notes on why training is not among them though PyTorch computes something else there.
 
     Args:
       twin: the PyTorch side.
-      inputs: of both.
+      inputs: of both sides.
       reference: PyTorch's call in evaluation mode.
       run_jax: function of is_training that calls the JAX side (jax_side.Watched).
     """
@@ -43,10 +43,10 @@ def to_compare(
 
 
 def _why_not(twin: TorchSide, inputs: tuple, reference: Run, run_jax: Callable[[bool], Any]) -> str | None:
-    """Why a module's training mode cannot be compared; empty where it is evaluation mode, None where it can be."""
+    """Return why training mode cannot be compared; empty where it equals evaluation mode, None where it can be."""
     try:
         trained, again = (twin.run(inputs, is_training=True) for _ in range(2))
-    except Exception as error:  # whatever a module does where it wants more than its inputs
+    except Exception as error:  # a module that needs more than its inputs may raise anything
         return f"the PyTorch module cannot be called in it ({type(error).__name__}: {first_line(error)})"
     differs = _differs(trained, reference)
     if not differs:
@@ -66,18 +66,16 @@ def _why_not(twin: TorchSide, inputs: tuple, reference: Run, run_jax: Callable[[
 
 
 def _differs_in_jax(run_jax: Callable[[bool], Any]) -> bool:
-    """True where the JAX side computes something else in training, such as a dropout that PyTorch lacks."""
+    """True if the JAX side computes something else in training mode, such as dropout that PyTorch lacks."""
     try:
         before, after = (run_jax(is_training) for is_training in (False, True))
-    except (
-        Exception
-    ):  # it has no training mode, or wants more than its inputs there: nobody's function there is compared
+    except Exception:  # no training mode, or it needs more than its inputs there: training is not compared
         return False
     return placing.differ(before.outputs.floating, after.outputs.floating)
 
 
 def _differs(run: Run, other: Run) -> str:
-    """What differs between two calls: "outputs" or the names of buffers; empty where nothing does."""
+    """Return what differs between two calls: "outputs" or the names of buffers; empty where nothing does."""
     if placing.differ(run.outputs.floating, other.outputs.floating):
         return "outputs"
     moved = [

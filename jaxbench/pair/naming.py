@@ -1,4 +1,4 @@
-"""One array of a model, and what its name says: kind, role, and a path that can be equal on both sides (S file)."""
+"""An array of a model and what its name tells: kind, role, and a path that can be equal on both sides (S file)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxbench.pair.rules import Shape
 
-# Words of one meaning in the names of parameters. What is not here must be equal or similar.
+# Synonyms in parameter names. A word that is not here must be equal or similar on both sides.
 KINDS = {
     "weight": ("kernel", "w", "weight", "scale", "gamma", "g", "embedding", "embeddings"),
     "bias": ("bias", "b", "beta", "offset"),
@@ -35,29 +35,29 @@ _WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, 
 
 
 class Leaf(NamedTuple):
-    """One array of a model."""
+    """One array of a model: a JAX array or a PyTorch tensor."""
 
     name: str  # dotted path
     shape: Shape
-    order: int  # of its module's first call, then of definition
+    order: int  # by its module's first call, then by definition
     is_reversed: bool = False  # a kernel stored [.., in, out], as Flax and Haiku do
-    value: np.ndarray | None = None  # where both models are said to hold the same values
+    value: np.ndarray | None = None  # set where the caller says that both models hold the same values
     owner: str = ""  # class of its module, where known
-    source: str = ""  # module whose output its module reads as it is, where one is known
-    is_optional: bool = False  # may be left over: a buffer that the other side computes
-    is_bare: bool = False  # of a class that says nothing of its layout, so that it is stored as its counterpart is
-    is_ordered: bool = True  # False where `order` is of names alone, which says nothing
-    is_counted: bool = False  # its numbers are the framework's, in the order in which modules were made, not used
+    source: str = ""  # module whose unchanged output its module reads, where known
+    is_optional: bool = False  # may stay unmatched: a buffer that the other side computes
+    is_bare: bool = False  # its class implies no layout, so it is taken to be stored as its counterpart is
+    is_ordered: bool = True  # False where `order` comes from names alone, which is no evidence
+    is_counted: bool = False  # the framework numbered it, in the order in which modules were created, not used
 
     @property
     def kind(self) -> str:
-        """Weight, bias, mean or var; empty where the name does not say."""
+        """One of KINDS, from the name; empty where the name does not tell."""
         last = re.split(r"[./]", self.name)[-1].lower()
         return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Words of the path in their common meaning, and its numbers; without what only says the kind."""
+        """Words of the path, synonyms unified, and its numbers; a last word that only tells the kind is dropped."""
         path = re.sub(r"([a-z])([A-Z])", r"\1_\2", self.name).lower()
         words = []
         for part in re.split(r"[./~]+", path):
@@ -74,7 +74,7 @@ class Leaf(NamedTuple):
 
     @property
     def role(self) -> str:
-        """What its module is: norm, conv, linear, embed or attn; empty where neither class nor name says."""
+        """Role of its module: norm, conv, linear, embed or attn; empty where neither class nor name tells."""
         owner = self.owner or re.sub(r"_?\d+$", "", re.split(r"[./]", self.name)[-2:][0])
         name = re.sub(r"\d+d?$", "", re.sub(r"([a-z])([A-Z])", r"\1_\2", owner).lower())
         meaning = [_WORD.get(word) for word in (name.replace("_", ""), *name.split("_"))]
@@ -82,17 +82,17 @@ class Leaf(NamedTuple):
 
 
 def natural(name: str) -> tuple:
-    """Key that sorts names with their numbers as numbers: layers_2 before layers_10."""
+    """Return a natural sort key, which compares numbers in names as numbers: layers_2 before layers_10."""
     return tuple((bool(i % 2), int(part) if i % 2 else part) for i, part in enumerate(re.split(r"(\d+)", name)))
 
 
 def equal_paths(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> set[tuple[str, str]]:
-    """Pairs of names, (array, tensor), that say the same: equal words in their common meaning, kind and numbers.
+    """Return pairs of names, (array, tensor), with equal paths: equal words up to synonyms, equal kind and numbers.
 
-    What all names of one side begin with may be left out. Numbers count by their rank where both sides have as many in
-    the same places: conv_0 and conv_1 are conv1 and conv2, and conv_1 is not conv1. Where one side has only some of the
-    other's numbers, the first among them, they count as they are. Numbers that a framework gave, as Linen's Dense_0 and
-    Haiku's linear_1, say nothing.
+    The common prefix of all names of one side may be ignored. Numbers are compared by rank where both sides have as
+    many in the same places: conv_0 and conv_1 match conv1 and conv2, and conv_1 does not match conv1. Where one side
+    has only some of the other's numbers, the lowest among them, numbers are compared by value. Names numbered by a
+    framework, such as Linen's Dense_0 and Haiku's linear_1, give no pairs.
     """
     return set().union(
         *(_equal_paths(*(_families(each, starts) for each in (arrays, tensors))) for starts in (0, None))
@@ -119,7 +119,10 @@ def _equal_paths(
 
 
 def _families(leaves: Sequence[Leaf], start: int | None) -> dict[tuple, dict[str, tuple]]:
-    """Numbers of each name, by path without numbers and its first words: `start`, None = those that all begin with."""
+    """Group names by path without numbers and without its first `start` words (None = the common prefix of all).
+
+    The values are each name's numbers.
+    """
     paths = {leaf.name: (*leaf.words, leaf.kind) for leaf in leaves}
     if start is None:
         start = len(os.path.commonprefix([path[:-1] for path in paths.values()])) if len(paths) > 1 else 0
@@ -141,7 +144,7 @@ def _by_numbers(family: dict[str, tuple]) -> dict[tuple, list[str]]:
 
 
 def _ranked(family: dict[str, tuple]) -> dict[tuple, list[str]]:
-    """Names by the ranks of their numbers."""
+    """Group names by the ranks of their numbers."""
     ranks = [{n: i for i, n in enumerate(sorted(set(column)))} for column in zip(*family.values(), strict=True)]
     ranked = {name: tuple(r[n] for r, n in zip(ranks, each, strict=True)) for name, each in family.items()}
     return _by_numbers(ranked)

@@ -1,4 +1,4 @@
-"""A Python file that describes a pair: its function `pair` takes nothing and returns a jaxbench.Pair (S file)."""
+"""Load a Python file whose function `pair` takes no arguments and returns a jaxbench.Pair (S file)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def load(path: str | None) -> Any:
-    """Pair that a file describes.
+    """Load the pair that a file describes.
 
     Raises:
-      ValueError: there is no such file, it or its function `pair` fails, or that returns no jaxbench.Pair.
+      ValueError: there is no such file, it or its function `pair` fails, or `pair` does not return a jaxbench.Pair.
     """
     if path is None:
         raise ValueError(f"--file={path}: name a Python file that defines pair()")
@@ -40,12 +40,12 @@ def load(path: str | None) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """First line of what an exception says."""
+    """Return the first line of an exception's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def _imported(path: Path) -> types.ModuleType:
-    """Module of a file, known by a name of its own: torch.compile looks up the module that a class is from."""
+    """Import a file as a module under its own name in sys.modules: torch.compile looks up a class's module there."""
     name = f"jaxbench_pair_{path.stem}"
     spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

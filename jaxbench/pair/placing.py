@@ -1,4 +1,4 @@
-"""Which output of JAX is which of PyTorch's, how it is laid out, and what is compared exactly (S file)."""
+"""Pair JAX's outputs with PyTorch's: which is which, in which layout, and which are compared exactly (S file)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jaxbench.parity import capture, distance, gates
 
 
 class Placed(NamedTuple):
-    """One floating output of JAX as one of PyTorch's."""
+    """A floating output of JAX that is paired with one of PyTorch's."""
 
     name: str  # "output 0", "output logits"
     index: int  # of the JAX output
-    fit: Arrangement  # of it in PyTorch's layout
-    is_same: bool  # False where another order of axes, or another grouping, is taken that is no layout
-    words: str = ""  # on what is taken, where it is not the output as it is
+    fit: Arrangement  # that puts it in PyTorch's layout
+    is_same: bool  # False where the fit permutes or regroups axes in a way that is no known layout
+    words: str = ""  # what the fit does, where it changes the output
 
     def compared(self, outputs: Sequence[Any]) -> np.ndarray:
-        """What stands against PyTorch's output."""
+        """Return the array to compare with PyTorch's output."""
         return np.asarray(self.fit.apply(outputs[self.index]) if self.is_same else outputs[self.index])
 
 
 class Exact(NamedTuple):
-    """An integer or boolean output of both sides; the arrays' places among those of their kind."""
+    """An integer or boolean output that both sides have; its indices among the exact outputs of each side."""
 
     name: str
     mine: int
@@ -35,10 +35,11 @@ class Exact(NamedTuple):
 
 
 def as_torch(mine: capture.Outputs, theirs: capture.Outputs) -> tuple[list[Placed], list[Exact], list[str]]:
-    """Floating outputs of JAX in PyTorch's order and layout, pairs of exact ones, and notes on what only one side has.
+    """Pair floating outputs in PyTorch's order and layout, and exact ones; with notes on outputs of one side only.
 
     Raises:
-      ValueError: their numbers or keys differ, or a shape cannot be arranged as the other.
+      ValueError: the sides' keys or numbers of floating outputs differ, PyTorch has no floating output, one is complex
+        and the other real, or a shape cannot be arranged as the other.
     """
     if not theirs.floating:
         raise ValueError(
@@ -68,9 +69,9 @@ def as_torch(mine: capture.Outputs, theirs: capture.Outputs) -> tuple[list[Place
 def _exact_pairs(
     places: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
-    """Pairs of exact outputs within one group, and those that only one side has, with its name.
+    """Pair the exact outputs of one group; return also those that only one side has, with the name of that side.
 
-    In their order where both sides have as many; else numbers with numbers and booleans with booleans.
+    By position where both sides have equally many; else numbers with numbers and booleans with booleans.
     """
     counts = [len(each) for each in places]
     if counts[0] == counts[1]:
@@ -88,7 +89,7 @@ def _exact_pairs(
 
 
 def _names(path: str, counts: Sequence[int]) -> list[list[str]]:
-    """Names of the floating and of the exact outputs of one group."""
+    """Return the names of the floating and of the exact outputs of one group."""
     total, names = sum(counts), []
     for kind, count in zip(("", "exact "), counts, strict=True):
         inside = [f"{path}.{i}" if path else f"{i}" for i in range(count)]
@@ -97,7 +98,7 @@ def _names(path: str, counts: Sequence[int]) -> list[list[str]]:
 
 
 def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> Placed:
-    """Layout of one output: as it is, else channels last for channels first; any other order is no layout."""
+    """Find the layout of one output: unchanged, else channels last for channels first; no other order is a layout."""
     kinds = ["complex" if np.iscomplexobj(x) else "real" for x in (value, reference)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"{name}: {kinds[0]} numbers from JAX, {kinds[1]} ones from PyTorch; wanted the same kind")
@@ -106,7 +107,7 @@ def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> 
     if value.shape == reference.shape and is_near(identity):
         return Placed(name, index, identity, is_same=True)
     fits = sorted(arrangements(value.shape, reference.shape, is_reversed=False), key=lambda fit: preference(fit.axes))
-    # With equal sizes (0, 2, 1) is a transposed matrix as well as a signal, so there it is no layout.
+    # With equal shapes (0, 2, 1) may be a transposed matrix as well as a signal, so there it is no layout.
     is_layout = lambda fit: (
         fit.axes in LAYOUTS and len(fit.axes) == len(fit.shape) and (value.shape != reference.shape or value.ndim > 3)
     )
@@ -124,7 +125,7 @@ def _placed(name: str, index: int, value: np.ndarray, reference: np.ndarray) -> 
 
 
 def not_finite(value: Any, reference: Any) -> str:
-    """Words on the first element that keeps two tensors of one shape from being compared; empty where there is none."""
+    """Describe the first non-finite element that keeps two tensors of one shape from being compared; empty if none."""
     a, b = (np.atleast_1d(distance.widest(x)) for x in (value, reference))
     if a.shape != b.shape:
         return ""
@@ -136,18 +137,18 @@ def not_finite(value: Any, reference: Any) -> str:
 
 
 def count_not_finite(outputs: capture.Outputs) -> int:
-    """Elements of floating outputs that are no finite number."""
+    """Count the elements of floating outputs that are not finite."""
     return sum(int(np.count_nonzero(~np.isfinite(x))) for x in outputs.floating)
 
 
 def repeat_error(again: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """Largest distance of outputs from those of another call; 0 where they are equal bit for bit, NaN and all."""
+    """Return the largest distance of outputs from those of another call; 0 if equal bit for bit, NaN included."""
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(again, outputs, strict=True)]
     return max((distance.relative_error(a, b) for a, b in pairs if not np.array_equal(a, b, equal_nan=True)), default=0)
 
 
 def differ(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
-    """True where floating outputs of two calls of one model are others, or of another number or shape."""
+    """True if the floating outputs of two calls of one model differ in value, number or shape."""
     if len(outputs) != len(others) or any(np.shape(a) != np.shape(b) for a, b in zip(outputs, others, strict=True)):
         return True
     return repeat_error(outputs, others) > distance.TOLERANCE_FLOAT64
@@ -156,7 +157,7 @@ def differ(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
 def exact_gates(
     pairs: Sequence[Exact], mine: capture.Outputs, theirs: capture.Outputs, mode: str
 ) -> tuple[gates.Gate, ...]:
-    """Gate of the integer and boolean outputs, element by element; none where there are none."""
+    """Return the gate of the integer and boolean outputs, element by element; no gate where there are none."""
     shares = {pair.name: _differing(np.asarray(mine.exact[pair.mine]), theirs.exact[pair.theirs]) for pair in pairs}
     if not shares:
         return ()
@@ -166,9 +167,9 @@ def exact_gates(
 
 
 def _differing(value: np.ndarray, reference: np.ndarray) -> float:
-    """Share of the elements that differ; of another shape, in the layout that fits best.
+    """Return the share of elements that differ; where the shapes differ, in the layout that fits best.
 
-    Plain floats, which may be rounded, differ where their relative error is above that of the other outputs.
+    Plain floats may be rounded: for them return 0 up to the float64 tolerance, else the relative error.
     """
     if any(np.issubdtype(x.dtype, np.inexact) for x in (value, reference)):
         error = distance.relative_error(value, reference)

@@ -1,4 +1,4 @@
-"""The proof for one pair: weights, outputs, gradients, state and optimiser steps in float64, then narrower types."""
+"""Prove one pair: weights, outputs, gradients, state and optimiser steps in float64, then outputs in narrower types."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MAX_SHOWN = 6  # names in a note
 
 
 class Weights(NamedTuple):
-    """Weights of both models, and which of them are trained."""
+    """Weights of both models, and which of them are trainable."""
 
     tensors: dict[str, np.ndarray]  # PyTorch's parameters and buffers
-    arrays: dict[str, np.ndarray]  # the JAX model's, made of them; what is not here keeps its own
+    arrays: dict[str, np.ndarray]  # the JAX model's, made from them; arrays not in here keep their own values
     trained_tensors: frozenset[str]
     trained_arrays: frozenset[str]
     is_training: bool  # whether gradients were compared in training mode
@@ -40,14 +40,14 @@ class Weights(NamedTuple):
 
 
 def run(pair: Pair) -> Result:
-    """Every gate of a pair, on the CPU."""
+    """Run every gate of a pair, on the CPU."""
     libtpu.leave_out_if_absent()
     with jax.default_device(jax.devices("cpu")[0]):
         return _run(_Work(pair))
 
 
 def weights(pair: Pair) -> Weights:
-    """What both models are given, found as the proof finds it."""
+    """Return the weights that both models get in the proof, and PyTorch's outputs with them."""
     libtpu.leave_out_if_absent()
     with jax.default_device(jax.devices("cpu")[0]):
         work = _Work(pair)
@@ -65,25 +65,25 @@ def weights(pair: Pair) -> Weights:
 
 def _run(work: _Work) -> Result:
     pair = work.pair
-    # What a module makes itself, such as a first state of zeros, is float64 as JAX's is in its 64-bit mode.
+    # Tensors that a module creates itself, such as an initial zero state, are float64, as JAX's are in 64-bit mode.
     with pinned("float64"), default_type(torch.float64), widened() if pair.widen else contextlib.nullcontext():
         work.open()
         work.compared_modes = work.modes()
         for mode in work.compared_modes:
             work.float64(mode)
         whole.judge(work)
-    is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
+    is_equal = all(gate.passed for gate in work.gates)  # narrower types tell nothing about two different functions
     for dtype in pair.dtypes if is_equal and not pair.quick else ():
         with pinned(dtype):
             try:
                 work.reduced(dtype)
-            except (NotImplementedError, TypeError, RuntimeError) as error:  # an operation without this type
+            except (NotImplementedError, TypeError, RuntimeError) as error:  # an operation does not support the type
                 work.notes.append(f"{dtype} was not compared: {first_line(error)}")
     return work.result()
 
 
 class _Work:
-    """Gates and findings of one run, as they come."""
+    """State of one run: its gates and findings so far."""
 
     def __init__(self, pair: Pair):
         self.pair = pair
@@ -94,13 +94,13 @@ class _Work:
         self.notes: list[str] = ["casts inside both models were taken as casts to float64"] if pair.widen else []
         if constants := draws.constant(self.inputs):
             self.notes.append(f"constant inputs, which hide slips, were compared as they are: {', '.join(constants)}")
-        self.trees: dict[bool, Any] = {}  # places of JAX's outputs, by is_training
-        self.is_random = False  # the PyTorch module, in any mode so far
+        self.trees: dict[bool, Any] = {}  # tree of JAX's outputs, by is_training
+        self.is_random = False  # whether the PyTorch module was random in any mode so far
         self.placed: dict[str, list[placing.Placed]] = {}  # outputs by mode
         self.exact: dict[str, list[placing.Exact]] = {}  # those that are compared exactly
 
     def open(self) -> None:
-        """Take both models apart, match their weights and give both the same."""
+        """Open both models, match their weights and give both the same weights."""
         pair = self.pair
         self.twin = TorchSide(pair.torch_module, dtype="float64", pick=pair.torch_outputs)
         with calling("the JAX model cannot be called on the inputs"):
@@ -125,7 +125,7 @@ class _Work:
         self.inside = Inside(pair, self.model, self.twin, self.matching, self.side)
 
     def _disturb(self) -> None:
-        """Make constant tensors that the JAX model gets random, in the twin alone; the caller's module stays."""
+        """Randomise the constant tensors that the JAX model gets, in the twin only, never in the caller's module."""
         read = Read(self.twin.tensors())
         with calling("names: a function of the tensors fails"):
             self.matching.to_jax(read)
@@ -144,7 +144,7 @@ class _Work:
         self.notes.append(f"constant tensors, which hide slips, {what}: {shown}")
 
     def _matched(self) -> Matching:
-        """The weights' matching; both models are called once, so that order of use can speak."""
+        """Match the weights; calls both models once, so that the order of use can count."""
         with_values, calls = self.pair.weights == "own", self.reference["eval"].calls
         probe = arrays = {**self.model.params, **self.model.state}
         if self.pair.disturb:
@@ -160,7 +160,7 @@ class _Work:
         return match(mine, torch_leaves(self.twin, calls, with_values=with_values), names)
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
-        """The JAX side with PyTorch's weights, or with its own."""
+        """Build the JAX side on PyTorch's weights, or on the arrays in self_made."""
         pair = self.pair
         to_jax = self.matching.to_jax if self_made is None else lambda tensors: self_made
         return JaxSide(
@@ -169,7 +169,7 @@ class _Work:
         )  # fmt: skip
 
     def modes(self) -> tuple[str, ...]:
-        """Modes to compare: evaluation, and training where the module behaves otherwise there."""
+        """Return the modes to compare: the caller's, else evaluation, and training where it differs."""
         if self.pair.modes is not None:
             return self.pair.modes
         watched = lambda is_training: self.side.watched(self.tensors, self.inputs, is_training=is_training)
@@ -178,7 +178,7 @@ class _Work:
         return found
 
     def float64(self, mode: str) -> None:
-        """Blame, outputs, gradients, state and optimiser steps of one mode."""
+        """Compare one mode in float64: modules and blame, outputs, state, gradients and optimiser steps."""
         is_training = mode == "train"
         reference = self.reference.get(mode) or self._torch_run(is_training=is_training)
         self.reference[mode] = reference
@@ -211,7 +211,7 @@ class _Work:
             self._steps(targets, to_targets, is_training)
 
     def compare_outputs(self, outputs: tuple, reference: Run, kind: str) -> None:
-        """Compare the floating outputs of both sides; kind: the mode, and what follows a comma."""
+        """Compare the floating outputs of both sides; kind: the mode, optionally with further words after a comma."""
         placed = self.placed[kind.partition(",")[0]]
         wanted = {each.name: y for each, y in zip(placed, reference.outputs.floating, strict=True)}
         mine = {each.name: each.compared(outputs) for each in placed}
@@ -221,7 +221,7 @@ class _Work:
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple, to_targets: Any, reference: Run,
         kind: str,
     ) -> bool:  # fmt: skip
-        """Compare loss and gradients; False where the PyTorch module has none."""
+        """Compare loss and gradients; return False if the PyTorch module has no gradients."""
         is_training = kind.startswith("train")
         with calling_torch("the PyTorch module's gradient cannot be taken"):
             exact = self.twin.gradients(inputs, targets, is_training=is_training)
@@ -239,12 +239,12 @@ class _Work:
         return True
 
     def trained(self) -> frozenset[str]:
-        """Parameters that PyTorch trains and that the JAX model has, as far as the caller says."""
+        """Return the parameters that require a gradient in PyTorch and that `names` does not leave out of JAX."""
         without = {name for name, value in self.pair.names.items() if value is None}
         return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
 
     def _repeated(self, outputs: tuple, mode: str) -> None:
-        """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
+        """Gate P10: the JAX side gives the same outputs with another random key; fails where dropout is left on."""
         side = self._side("float64")
         side.model = opened(self.pair, self.inputs, key=1)
         again = side.run(self.tensors, self.inputs, is_training=mode == "train")
@@ -261,7 +261,7 @@ class _Work:
             return self.twin.run(self.inputs, is_training=is_training)
 
     def _torch_repeated(self, reference: Run, mode: str) -> None:
-        """Gate P10 of a PyTorch module that draws at random, which no cause can be tried on; none where it does not."""
+        """Add a failed gate P10 if the PyTorch module is random; causes cannot be tried on such a module."""
         again = self._torch_run(is_training=mode == "train")
         error = placing.repeat_error(again.outputs.floating, reference.outputs.floating)
         if error > distance.TOLERANCE_FLOAT64:
@@ -274,7 +274,7 @@ class _Work:
             )
 
     def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
-        """Gate P7 and P1 of optimiser steps on one batch."""
+        """Gates P7 and P1 for optimiser steps on one batch: losses, and parameters after the last step."""
         if not self.trained():
             self.notes.append("optimiser steps were not compared: PyTorch trains no parameter")
             return
@@ -293,7 +293,7 @@ class _Work:
         self.compare(kind, params, {name: wanted[name] for name in params})
 
     def reduced(self, dtype: str) -> None:
-        """Gate P2: both sides' errors against float64 are alike in a narrower type."""
+        """Gate P2: in a narrower type, both sides have similar errors against float64."""
         twin = TorchSide(self.pair.torch_module, dtype=dtype, pick=self.pair.torch_outputs)
         twin.load(self.tensors)
         theirs = twin.run(self.inputs, is_training=False).outputs.floating
@@ -314,7 +314,7 @@ class _Work:
         self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
         tolerance: float = distance.TOLERANCE_FLOAT64,
     ) -> str | None:  # fmt: skip
-        """Compare and record; name of the first that differs."""
+        """Compare and record; return the name of the first that differs."""
         comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)
         return self._record(comparison, values, wanted, gate=gate)
 
@@ -322,7 +322,7 @@ class _Work:
         self, comparison: distance.Comparison, values: Mapping[str, Any] | None = None,
         wanted: Mapping[str, Any] | None = None, *, gate: str = "P1",
     ) -> str | None:  # fmt: skip
-        """Record a comparison and its gate; name of the first that differs."""
+        """Record a comparison and its gate; return the name of the first that differs."""
         self.comparisons[comparison.kind] = comparison
         made = gates.from_comparison(gate, comparison)
         if wanted and not np.isfinite(made.error):
@@ -332,7 +332,7 @@ class _Work:
         return comparison.first_failure and comparison.first_failure.name
 
     def result(self) -> Result:
-        """What was found."""
+        """Collect the findings as a Result."""
         inside = self.inside
         return Result(
             tuple(self.gates), self.matching, inside.modules, self.comparisons, self.model.framework,
@@ -350,13 +350,13 @@ def _module(call: str) -> str:
 
 
 def _order_of(name: str, reference: Run) -> int:
-    """Place of a weight's module in the order of completion."""
+    """Return the position of a weight's module in the order of completion; -1 where it was not called."""
     order = {call.module: i for i, call in enumerate(reference.calls.values())}
     return order.get(name.rpartition(".")[0], -1)
 
 
 def opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
-    """The JAX model taken apart; its random draws start from a key."""
+    """Open the pair's JAX model; its random draws start from this key."""
     example = (pair.jax_inputs or (lambda *inputs: inputs))(*inputs)
     if pair.per_example:
         example = jax.tree.map(lambda x: x[0], example)

@@ -1,6 +1,6 @@
-"""pytest: `same_function(jax_side, torch_module, inputs)` as a fixture, and a readable section where it fails (S file).
+"""pytest plugin: fixture `same_function(jax_side, torch_module, inputs)` and a readable section on failure (S file).
 
-The plugin is found where jaxbench is installed (entry point pytest11); it imports neither framework by itself.
+pytest finds the plugin wherever jaxbench is installed (entry point pytest11). Loading it imports neither framework.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REPORTS = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def same_function(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """jaxbench.assert_same_function whose weights and modules are shown where it fails; returns the result."""
+    """Return jaxbench.assert_same_function as a check that returns its result and, on failure, shows the tables."""
 
     def check(*args: Any, **options: Any) -> Any:
         __tracebackhide__ = True
@@ -32,14 +32,14 @@ def same_function(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Add the tables of failed comparisons to a test's report."""
+    """Add the tables of failed comparisons to the test's report."""
     outcome = yield
     for text in item.stash.get(REPORTS, []) if call.when == "call" else ():
         outcome.get_result().sections.append(("jaxbench: weights and modules", text))
 
 
 def _tables(result: Any) -> str:
-    """Tables of a result as plain text."""
+    """Render the tables of a result as plain text."""
     import io
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""A pair's result in words, on a terminal and as a page; gates and modules as jaxbench/parity shows them (S file)."""
+"""Report a pair's result as text, on a terminal and as a page; gates and modules as in jaxbench/parity (S file)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxbench.parity import report
 MAX_WEIGHTS = 40  # rows of the weights' table on a terminal
 MAX_BLAMED = 4  # modules that the verdict names
 MAX_ASSUMED = 4  # weights that the verdict names
-# Where only gradients differ.
+# Advice where only gradients differ.
 GRADIENTS = (
     "values agree, gradients do not: look for stop_gradient or detach on one side, a backward pass of its own "
     "(jax.custom_vjp, torch.autograd.Function), or an embedding's padding_idx, whose row gets no gradient"
@@ -21,7 +21,7 @@ GRADIENTS = (
 
 
 def text(result: Any) -> str:
-    """Verdict in a few lines: equal, or where it starts, which modules to blame and the likely cause."""
+    """Return the verdict in a few lines: equal, or where the difference starts, modules to blame and likely causes."""
     failed = [gate for gate in result.gates if not gate.passed]
     if not failed:
         worst = max((gate.error for gate in result.gates if gate.id == "P1"), default=0.0)
@@ -52,7 +52,7 @@ def _is_step(gate: Any) -> bool:
 
 
 def assumed(result: Any) -> list[str]:
-    """A sentence on what the verdict rests on where neither names nor values tell weights of one shape apart."""
+    """Return a sentence on assumed matches, where neither names nor values tell weights of one shape apart."""
     guesses = result.weights.assumed
     if not guesses:
         return []
@@ -62,13 +62,13 @@ def assumed(result: Any) -> list[str]:
 
 
 def named(result: Any, module: str) -> str:
-    """A JAX module, and what it is in PyTorch where the names differ."""
+    """Return a JAX module's name, with its PyTorch name where that differs."""
     other = result.modules.get(module)
     return f"{module} ({other} in PyTorch)" if other and other != module else module
 
 
 def weights_rows(result: Any) -> list[tuple[str, str, str]]:
-    """(JAX array, what it is made of, why) of every guess."""
+    """Return (JAX array, what it is made from, why) for every guess."""
     return [
         (guess.name, guess.rule.text() if isinstance(guess.rule, Rule) else "a function by hand", guess.why)
         for guess in result.weights.guesses
@@ -76,7 +76,7 @@ def weights_rows(result: Any) -> list[tuple[str, str, str]]:
 
 
 def left_out(result: Any) -> list[str]:
-    """Sentences on weights that have no counterpart."""
+    """Return sentences on weights that have no counterpart."""
     matching = result.weights
     pairs = (("PyTorch tensors that the JAX model does not have", matching.ignored),
              ("state of the JAX model that PyTorch does not have, kept as it was", matching.kept))  # fmt: skip
@@ -84,7 +84,7 @@ def left_out(result: Any) -> list[str]:
 
 
 def as_dict(result: Any, *, name: str) -> dict[str, Any]:
-    """Result as plain values, for JSON; the keys are those of a parity case, and the weights."""
+    """Return the result as plain values, for JSON; the keys are those of a parity case, plus the weights."""
     rows = {kind: {e.name: e.error for e in each.entries} for kind, each in result.comparisons.items()}
     modules = next((rows[kind] for kind in rows if kind.startswith("modules")), {})
     own: dict[str, float] = {}
@@ -104,7 +104,7 @@ def as_dict(result: Any, *, name: str) -> dict[str, Any]:
 
 
 def show(result: Any, *, name: str = "pair", console: Any = None) -> None:
-    """Print the weights' guesses, the gates, every module and the verdict."""
+    """Print the matched weights, the gates, every module and the verdict."""
     from rich import box
     from rich.table import Table
 
@@ -125,7 +125,7 @@ def show(result: Any, *, name: str = "pair", console: Any = None) -> None:
 
 
 def write_page(path: str | Path, result: Any, *, name: str) -> None:
-    """Write one self-contained HTML page, whole or not at all."""
+    """Write one self-contained HTML page atomically."""
     values = as_dict(result, name=name)
     figures = {"chart-modules": report.heat_map(values)} if values["layers"] else {}
     sections = (page.Section("verdict", "Verdict"), page.Section("modules", "Modules", bool(figures)),

@@ -1,7 +1,7 @@
-"""How one array of a JAX model is made of PyTorch tensors: transposed, split, joined, reshaped (S file).
+"""How one array of a JAX model is made from PyTorch tensors: transposed, split, joined, reshaped (S file).
 
-Everything here uses what numpy's and JAX's arrays share, so that a rule can be differentiated: the
-gradient of a JAX model by PyTorch's tensors needs no rule of its own.
+Everything here uses only operations that numpy and JAX arrays share, so JAX can differentiate through a rule:
+gradients of a JAX model with respect to PyTorch's tensors need no separate rule.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ Shape = tuple[int, ...]
 
 
 class Arrangement(NamedTuple):
-    """Axes of a PyTorch tensor in a JAX array's order and shape."""
+    """A transposition and a reshape that turn a PyTorch tensor into a JAX array."""
 
-    axes: tuple[int, ...]  # transposition, as numpy's
-    shape: Shape  # after it; splits and merges neighbouring axes only
+    axes: tuple[int, ...]  # as of numpy.transpose
+    shape: Shape  # after the transposition; only splits or merges neighbouring axes
 
     def apply(self, x: Any) -> Any:
-        """The JAX array's values."""
+        """Arrange a PyTorch tensor as the JAX array."""
         return x.transpose(self.axes).reshape(self.shape)
 
     def invert(self, x: Any, shape: Shape) -> Any:
-        """The PyTorch tensor's values, of its shape."""
+        """Arrange a JAX array as the PyTorch tensor of this shape."""
         moved = tuple(shape[axis] for axis in self.axes)
         return x.reshape(moved).transpose(tuple(np.argsort(self.axes).tolist()))
 
     def text(self) -> str:
-        """Words for it, empty where the values stay as they are."""
+        """Describe it in words; empty where nothing changes."""
         parts = [] if self.axes == tuple(range(len(self.axes))) else [f"axes {self.axes}"]
         return ", ".join(parts + ([f"as {self.shape}"] if len(self.shape) != len(self.axes) else []))
 
 
 class Rule(NamedTuple):
-    """One JAX array of one or more PyTorch tensors.
+    """How one JAX array is made from one or more PyTorch tensors.
 
-    A tensor may hold several JAX arrays one after the other along its first axis (`part`, as torch's fused query, key
-    and value projection) or another (`axis`, as GPT-2's); or several tensors stand in one array along `joined`.
+    A tensor may hold several JAX arrays, concatenated along its first axis (`part`, as in torch's fused query, key and
+    value projection) or another one (`axis`, as in GPT-2's). Or one array holds several tensors, along `joined`.
     """
 
     sources: tuple[str, ...]  # PyTorch tensors
     arrangement: Arrangement  # of each source, or of the part
     part: tuple[int, int] | None = None  # (index, count) of equal parts of the tensor
-    joined: int | None = None  # axis of the JAX array
-    axis: int = 0  # of the tensor, along which its parts lie
+    joined: int | None = None  # axis of the JAX array along which the sources are concatenated
+    axis: int = 0  # axis of the tensor along which its parts are concatenated
 
     def apply(self, tensors: Mapping[str, Any]) -> Any:
-        """The JAX array; tensors are numpy's or JAX's arrays by name."""
+        """Make the JAX array; tensors are numpy or JAX arrays by name."""
         pieces = [self._piece(tensors[name]) for name in self.sources]
         if self.joined is None:
             return pieces[0]
@@ -61,13 +61,13 @@ class Rule(NamedTuple):
         return self.arrangement.apply(x if self.part is None else x[self.place(x.shape)])
 
     def place(self, shape: Shape) -> tuple[slice, ...]:
-        """Where in a tensor of this shape its part lies."""
+        """Return the slices that select the rule's part in a tensor of this shape."""
         index, count = self.part or (0, 1)
         size = shape[self.axis] // count if shape else 0
         return (slice(None),) * self.axis + ((slice(index * size, (index + 1) * size),) if shape else ())
 
     def text(self) -> str:
-        """Words for it: the tensors and what is done to them."""
+        """Describe it in words: the tensors and what is done to them."""
         part = "" if self.part is None else f"part {self.part[0] + 1} of {self.part[1]}"
         part += f" along axis {self.axis}" if self.axis else ""
         joined = "" if self.joined is None else f"joined along axis {self.joined}"
@@ -75,7 +75,7 @@ class Rule(NamedTuple):
 
 
 class Read(dict):
-    """Tensors by name that remembers which were read."""
+    """Tensors by name; records which were read."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray]):
         super().__init__(tensors)
@@ -86,19 +86,19 @@ class Read(dict):
         return super().__getitem__(name)
 
 
-# By hand: a function from PyTorch's tensors by name to the JAX array, written with the operators all arrays share.
+# A rule given as a function: PyTorch's tensors by name -> the JAX array, using operators that all arrays share.
 Given = Callable[[Mapping[str, Any]], Any]
 
 
 def arrangements(source: Shape, target: Shape, *, is_reversed: bool, is_transposed: bool = False) -> list[Arrangement]:
-    """Every way to arrange a tensor as an array of another shape, the likeliest first; empty where there is none.
+    """Return every way to arrange a tensor as an array of another shape, most likely first; empty where there is none.
 
     Args:
       source: shape of the PyTorch tensor, or of the part of it.
       target: shape of the JAX array.
-      is_reversed: the frameworks store this kind of weight the other way round: [out, in, *window] in PyTorch,
-        [*window, in, out] in JAX, so that of two transpositions that both fit, that one comes first.
-      is_transposed: of a transposed convolution: [in, out, *window] in PyTorch and [*window, in, out] in Flax.
+      is_reversed: the frameworks store this kind of weight in opposite order: [out, in, *window] in PyTorch,
+        [*window, in, out] in JAX. Where several transpositions fit, that one comes first.
+      is_transposed: a transposed convolution's weight: [in, out, *window] in PyTorch, [*window, in, out] in Flax.
     """
     if math.prod(source) != math.prod(target):
         return []
@@ -116,21 +116,21 @@ def arrangements(source: Shape, target: Shape, *, is_reversed: bool, is_transpos
 
 
 def _permutations(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All orders of up to five axes."""
+    """Return all orders of the axes; none for more than five axes."""
     return itertools.permutations(axes) if len(axes) <= 5 else iter(())
 
 
 def _regroups(source: Shape, target: Shape) -> bool:
-    """True where one shape only splits axes of the other: (12, 64) and (3, 4, 64)."""
+    """True if one shape only splits axes of the other: (12, 64) and (3, 4, 64)."""
     ends = [set(itertools.accumulate(shape, lambda a, b: a * b)) for shape in (source, target)]
     return ends[0] <= ends[1] or ends[1] <= ends[0]
 
 
 def to_torch(rules: Mapping[str, Rule], arrays: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> dict:
-    """PyTorch's tensors out of a JAX model's arrays, by name; shapes are the tensors'.
+    """Make PyTorch's tensors from a JAX model's arrays, by name; shapes are those of the tensors.
 
     Raises:
-      ValueError: a rule is a function by hand, which has no inverse, or a tensor is filled in part only.
+      ValueError: a rule is a caller's function, which has no inverse, or a tensor is filled only in part.
     """
     tensors: dict[str, np.ndarray] = {}
     filled = dict.fromkeys(shapes, 0)
@@ -148,7 +148,7 @@ def to_torch(rules: Mapping[str, Rule], arrays: Mapping[str, np.ndarray], shapes
 
 
 def _pieces(rule: Rule, array: np.ndarray, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
-    """What each source of a rule gets of an array."""
+    """Yield each source of a rule with its piece of an array."""
     sizes = [math.prod(shapes[source]) for source in rule.sources]
     if rule.joined is None:
         shape = shapes[rule.sources[0]]

@@ -1,9 +1,9 @@
-"""How fast is each side of a pair? Forward, forward and backward, an optimiser step, in fresh processes.
+"""Time each side of a pair in fresh processes: forward, forward and backward, an optimiser step.
 
-A launch is one process for each arm, all alive, one at work at a time; their order turns from launch to launch and is
-reversed in the second of two rounds. A launch gives one ratio an arm, of medians over PyTorch's eager ones, and
-intervals are t-intervals over launches. The first two calls, which compile, are a row of their own: cold in the
-first launch, and in the others with the compile cache of the first (S file).
+A launch starts one process per arm. All stay alive, but only one works at a time; their order rotates from launch to
+launch and is reversed in the second of two rounds. A launch gives one ratio per arm, of medians, to PyTorch's eager
+arm; intervals are t-intervals over launches. The first two calls, which compile, are reported separately: cold in the
+first launch, in the others with the compile cache of the first (S file).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ PARTS = ("forward", "forward_backward", "step")
 DTYPES = ("float32", "bfloat16")
 ROUNDS = 2
 TIMEOUT_S = 600.0  # of one request
-SLACK = 3.0  # times the baseline's error against float64, above which an arm computes something else
+SLACK = 3.0  # an arm errs against float64 by more than this times the baseline's error: it computes something else
 EPSILONS = {"float32": 1.2e-7, "bfloat16": 7.8e-3}  # of the types: 2**-23 and 2**-7
-MOST_WAITING = 0.2  # share of the time that something waited for a core, above which nothing is judged
-MARGIN = 0.02  # share of a difference that does not count
+MOST_WAITING = 0.2  # share of time in which a task waited for a core; above it there are no verdicts
+MARGIN = 0.02  # relative difference that does not count
 
 
 class Settings(NamedTuple):
-    """How a pair is timed."""
+    """Settings of a timing run."""
 
     dtypes: tuple[str, ...] = ("float32",)
     arms: tuple[str, ...] = ARMS
     launches: int = 5
-    seconds: float = 0.5  # of samples, for every arm, part and round
+    seconds: float = 0.5  # time spent on samples, for every arm, part and round
     threads: int | None = None  # None: every core that this process may use
 
 
 class Speed(NamedTuple):
-    """What was measured."""
+    """Result of a timing run."""
 
     rows: list[dict[str, Any]]  # part, dtype, arm, seconds, ratio to torch_eager with its interval, verdict, ...
-    notes: list[str]  # arms that are missing and why, arms that compute something else
+    notes: list[str]  # missing arms and why, arms that compute something else
     about: dict[str, Any]  # machine, versions, settings
 
     def __str__(self) -> str:
-        """The table as plain text."""
+        """Return the tables as plain text."""
         return speed_report.text(self)
 
 
@@ -64,13 +64,13 @@ def speed(path: str | Path, *, workdir: str | Path | None = None, **settings: An
     """Time both sides of the pair that a Python file describes.
 
     Args:
-      path: file that defines pair(), as for `python -m jaxbench pair`. Every process opens it anew, which is why this
+      path: file that defines pair(), as for `python -m jaxbench pair`. Every process loads it itself, which is why this
         takes a file where `compare` takes models.
-      workdir: folder of speed.jsonl, logs and compile caches; None: a temporary one.
+      workdir: folder for speed.jsonl, logs and compile caches; None: a temporary one.
       **settings: fields of Settings.
 
     Raises:
-      ValueError: a setting has no such value, or the file describes no pair.
+      ValueError: a setting has an invalid value, or the file describes no pair.
     """
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -83,10 +83,10 @@ def speed(path: str | Path, *, workdir: str | Path | None = None, **settings: An
 
 
 def checked(settings: Settings) -> Settings:
-    """The settings themselves.
+    """Check the settings and return them with the number of threads filled in.
 
     Raises:
-      ValueError: one has no such value.
+      ValueError: a setting has an invalid value.
     """
     for field, known in (("dtypes", DTYPES), ("arms", ARMS)):
         values = getattr(settings, field)
@@ -104,7 +104,7 @@ def run(
     path: Path, weights: Any, settings: Settings, workdir: Path, *, has_optimizers: bool,
     say: Callable[[str], None] = lambda line: None,
 ) -> Speed:  # fmt: skip
-    """Every launch. `weights` is what proof.weights returns."""
+    """Run every launch and summarise. `weights` is what proof.weights returns."""
     workdir.mkdir(parents=True, exist_ok=True)
     np.savez(
         workdir / "weights.npz",
@@ -120,7 +120,7 @@ def run(
     for index in range(1, settings.launches + 1):
         say(f"launch {index} of {settings.launches}")
         _Launch(plan, index, file).run()
-        waiting.append(environment.pressure().get("cpu", 0.0))  # over its last 10 seconds, with the workers' own
+        waiting.append(environment.pressure().get("cpu", 0.0))  # over the last 10 seconds, including the workers' own
     about = environment.describe(threads=settings.threads) | {
         "launches": settings.launches, "seconds": settings.seconds, "is_training": weights.is_training,
         "waiting": max(waiting), "is_judged": max(waiting) <= MOST_WAITING,
@@ -136,12 +136,12 @@ class _Plan(NamedTuple):
     workdir: Path
     settings: Settings
     run_id: str
-    opening: dict[str, Any]  # what `open` is asked beside the type
+    opening: dict[str, Any]  # arguments of `open` besides the dtype
     parts: tuple[str, ...]
 
 
 class _Launch:
-    """One set of workers and the records they give."""
+    """One set of workers and the records that they produce."""
 
     def __init__(self, plan: _Plan, index: int, file: RecordFile):
         self.plan, self.index, self.file = plan, index, file
@@ -150,7 +150,7 @@ class _Launch:
         self.lost: set[str] = set()
 
     def run(self) -> None:
-        """Measure every type and part; workers are closed whatever happens."""
+        """Measure every type and part; always close the workers."""
         threads, cache = self.plan.settings.threads, self.plan.workdir.resolve() / "compile_cache"
         variables = {
             "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -198,7 +198,7 @@ class _Launch:
                     self._append(arm, f"{part}_bytes", load, [taken["bytes"]], unit="bytes")
 
     def _ask(self, arm: str, operation: str, load: Workload, for_part: str = "", **arguments: Any) -> dict | None:
-        """Send a request; a failure becomes an error record and None."""
+        """Send a request and return the answer; a failure adds an error record and returns None."""
         if arm in self.lost:
             return None
         try:
@@ -223,12 +223,12 @@ class _Launch:
 def summary(
     records: Sequence[Record], reference: Sequence[float], *, is_judged: bool = True
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of the table, and notes; rows that a JAX arm loses come first, then as they are measured.
+    """Return the rows of the table, and notes; rows in which a JAX arm is slower come first.
 
     Args:
       records: of one run.
       reference: quantiles of the outputs in float64.
-      is_judged: False on a busy machine: rows have no verdicts then, and come as they are measured.
+      is_judged: False on a busy machine: rows then have no verdicts and are not reordered.
     """
     by_key: dict[tuple, dict[int, Record]] = defaultdict(dict)
     for record in records:
@@ -245,7 +245,7 @@ def summary(
 
 
 def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None:
-    """Row of one arm; None where it was not measured."""
+    """Return the row of one arm; None if it was not measured."""
     timed = {i: r for i, r in by_key[f"{part}_s", dtype, arm].items() if r.status == "ok"}
     if not timed:
         return None
@@ -265,7 +265,7 @@ def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None
 
 
 def _judge(rows: Sequence[dict[str, Any]]) -> None:
-    """Give every row that has log ratios its interval and verdict; all rows are one family, as in the comparison."""
+    """Replace every row's log ratios by interval and verdict; all rows are one family, as in the comparison."""
     compared = [row for row in rows if "log_ratios" in row]
     intervals = moderation.intervals([row.pop("log_ratios") for row in compared], margin=MARGIN)
     for row, interval, judged in zip(compared, intervals, verdicts.judge(intervals, margin=MARGIN), strict=True):
@@ -274,7 +274,7 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _notes(by_key: dict, dtypes: Iterable[str], reference: Sequence[float]) -> list[str]:
-    """Why an arm is missing, once for each reason, and arms that compute something else."""
+    """Return notes: why arms are missing, once per reason, arms that compute something else, arms not warmed up."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (metric, dtype, arm), launches in by_key.items():
         for record in launches.values():
@@ -297,7 +297,7 @@ def _notes(by_key: dict, dtypes: Iterable[str], reference: Sequence[float]) -> l
 
 
 def _other_functions(found: Mapping[str, Sequence[float]], reference: Sequence[float], dtype: str) -> list[str]:
-    """Sentences on arms whose outputs err against float64 by more than the type explains, as the baseline shows it."""
+    """Return sentences on arms that err against float64 by more than the type explains, judged by the baseline."""
     wanted = np.asarray(reference)
     errors = {name: float(np.linalg.norm(wanted - y) / np.linalg.norm(wanted)) for name, y in found.items()}
     limit = SLACK * max(errors.get(BASELINE, 0.0), EPSILONS[dtype])

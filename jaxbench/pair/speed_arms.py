@@ -1,8 +1,8 @@
-"""One side of a pair as calls to be timed: forward, forward and backward, an optimiser step.
+"""Build the timed calls of one side of a pair: forward, forward and backward, an optimiser step.
 
-The objective is half the mean square of every compared output, the same number on both sides whatever the layout; it
-is differentiated by the parameters that are trained, or by the floating inputs where there are none. What is called
-once per step is what a user would call: parameters are arguments of a compiled JAX function, the old ones are donated.
+The objective is half the mean square of every compared output, the same number on both sides in any layout. It is
+differentiated with respect to the trained parameters, or the floating inputs if there are none. A step is what a user
+would call: parameters are arguments of a compiled JAX function, and the old ones are donated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Arrays = dict[str, Any]
 
 
 class Timed(NamedTuple):
-    """A call to be timed."""
+    """A call to time."""
 
-    call: Callable[[], Any]  # ends when its result is there
+    call: Callable[[], Any]  # returns once its result is ready
     loss: Callable[[Any], float]  # of a result
 
 
 class Functional(NamedTuple):
-    """A model as a pure function of named arrays, in one type."""
+    """A model as a pure function of named arrays, in one dtype."""
 
     params: Arrays
     state: Arrays
@@ -44,10 +44,10 @@ class Functional(NamedTuple):
 
 
 def arm(name: str, pair: Pair, weights: proof.Weights, *, dtype: str) -> JaxArm | TorchArm:
-    """An arm of the speed table in one type: speed.ARMS names them.
+    """Build an arm of the speed table, one of speed.ARMS, in one dtype.
 
     Raises:
-      ValueError: the library wraps no module of this kind, or cannot run it in this type or mode.
+      ValueError: the library cannot wrap a module of this kind, or cannot run it in this dtype or mode.
       ModuleNotFoundError: the library of a wrapping arm is not installed.
     """
     if name.startswith("torch_"):
@@ -61,7 +61,7 @@ def arm(name: str, pair: Pair, weights: proof.Weights, *, dtype: str) -> JaxArm 
 
 
 class JaxArm:
-    """A JAX function, compiled or op by op."""
+    """A JAX function, compiled or eager (op by op)."""
 
     as_numpy = staticmethod(distance.widest)
 
@@ -113,7 +113,7 @@ class JaxArm:
 
 
 class TorchArm:
-    """A copy of the PyTorch module; where compiled, loss and gradient as one function, and the optimiser's update."""
+    """A copy of the PyTorch module; if compiled, loss and gradient are one function, the optimiser's update another."""
 
     as_numpy = staticmethod(torch_side.as_numpy)
 
@@ -165,7 +165,7 @@ class TorchArm:
 
 
 def of_jax(pair: Pair, weights: proof.Weights, dtype: str) -> Functional:
-    """The pair's own JAX model with PyTorch's weights; one without a batch axis under jax.vmap."""
+    """Build the pair's own JAX model with PyTorch's weights; a model without a batch axis runs under jax.vmap."""
     wide = proof.wide(pair.inputs)
     model = proof.opened(pair, wide, key=0)
     cast = functools.partial(_cast, dtype=dtype)
@@ -186,7 +186,7 @@ def of_jax(pair: Pair, weights: proof.Weights, dtype: str) -> Functional:
 
 
 def of_torchax(pair: Pair, weights: proof.Weights, dtype: str) -> Functional:
-    """The PyTorch module through torchax."""
+    """Wrap the PyTorch module with torchax."""
     import torchax
 
     _check_wrapped("torchax", weights)
@@ -197,7 +197,7 @@ def of_torchax(pair: Pair, weights: proof.Weights, dtype: str) -> Functional:
 
 
 def of_torch2jax(pair: Pair, weights: proof.Weights, dtype: str) -> Functional:
-    """The PyTorch module through torch2jax."""
+    """Wrap the PyTorch module with torch2jax."""
     import torch2jax
 
     _check_wrapped("torch2jax", weights)
@@ -213,14 +213,14 @@ def _check_wrapped(library: str, weights: proof.Weights) -> None:
 
 
 def _named(module: torch.nn.Module, kind: str) -> Any:
-    """(name, tensor) of parameters or buffers; tied ones under each of their names."""
+    """Return (name, tensor) of parameters or buffers; tied ones under each of their names."""
     return getattr(module, f"named_{kind}")(remove_duplicate=False)
 
 
 def _wrapped(
     pair: Pair, weights: proof.Weights, dtype: str, named: Mapping[str, torch.Tensor], function: Callable[..., Any]
 ) -> Functional:
-    """A wrapped module, whose arrays have PyTorch's names; tied ones are one array."""
+    """Build the Functional of a wrapped module; its arrays have PyTorch's names, tied ones are one array."""
     first: dict[int, str] = {}
     owner = {name: first.setdefault(id(x), name) for name, x in named.items()}
     held = {name: weights.tensors.get(name, named[name].detach().numpy()) for name in first.values()}
@@ -237,11 +237,11 @@ def _wrapped(
 
 
 def _cast(tree: Any, *, dtype: str) -> Any:
-    """Nested arrays as JAX's, the floating ones in a type."""
+    """Convert nested arrays to JAX's, casting the floating ones to a dtype."""
     tree = map_floating(tree, lambda x: as_type(x, dtype), is_floating=is_floating)
     return map_floating(tree, jnp.asarray, is_floating=lambda x: isinstance(x, np.ndarray))
 
 
 def _mean_square(outputs: tuple) -> Any:
-    """The objective."""
+    """Return the objective."""
     return sum((y * y.conj()).real.mean() / 2 for y in outputs)

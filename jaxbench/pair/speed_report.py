@@ -1,4 +1,4 @@
-"""The speed table of a pair as plain text, on a terminal and as a page (S file)."""
+"""Show the speed table of a pair as plain text, on a terminal and as a page (S file)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_HEAD = ("part", "type", "arm", "first two calls, cold", "from the cache")
 
 
 def cells(result: Any) -> list[tuple[str, ...]]:
-    """Rows of the table in words."""
+    """Return the rows of the table as text."""
     return [
         (row["part"].replace("_", " + "), row["dtype"], row["arm"], seconds(row["seconds"]), ratio(row["ratio"]),
          row["verdict"], "" if row["bytes"] is None else f"{row['bytes'] / 2**20:,.1f} MiB")
@@ -22,7 +22,7 @@ def cells(result: Any) -> list[tuple[str, ...]]:
 
 
 def first_cells(result: Any) -> list[tuple[str, ...]]:
-    """Rows of the first two calls, which trace and compile, in words."""
+    """Return the rows of the first two calls, which trace and compile, as text."""
     return [
         (row["part"].replace("_", " + "), row["dtype"], row["arm"], seconds(row["first_cold_s"]),
          seconds(row["first_warm_s"]))
@@ -31,7 +31,7 @@ def first_cells(result: Any) -> list[tuple[str, ...]]:
 
 
 def seconds(value: float | None) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in a suitable unit."""
     if value is None:
         return ""
     unit, scale = next(pair for pair in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if value >= pair[1] or pair[0] == "us")
@@ -39,7 +39,7 @@ def seconds(value: float | None) -> str:
 
 
 def ratio(values: list[float | None] | None) -> str:
-    """A ratio with its interval, where that says anything."""
+    """Format a ratio with its interval, if that is informative."""
     if values is None:
         return ""
     point, low, high = values
@@ -48,7 +48,7 @@ def ratio(values: list[float | None] | None) -> str:
 
 
 def remarks(result: Any) -> list[str]:
-    """Sentences below the tables."""
+    """Return the sentences below the tables."""
     about = result.about
     mode = "training" if about["is_training"] else "evaluation"
     ran = f"{about['launches']} launches, {about['cpu']}, {about['threads']} threads; backward in {mode} mode"
@@ -60,7 +60,7 @@ def remarks(result: Any) -> list[str]:
 
 
 def tables(result: Any) -> list[Any]:
-    """Both tables, for a rich console."""
+    """Return both tables, for a rich console."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +86,7 @@ def show(result: Any, *, console: Any = None) -> None:
 
 
 def text(result: Any) -> str:
-    """What `show` prints, without colours."""
+    """Return what `show` prints, without colours."""
     import io
 
     from rich.console import Console
@@ -97,7 +97,7 @@ def text(result: Any) -> str:
 
 
 def write_page(path: str | Path, result: Any, *, name: str) -> None:
-    """Write one self-contained HTML page, whole or not at all."""
+    """Write one self-contained HTML page atomically."""
     sections = (page.Section("speed", "Speed"), page.Section("first", "First calls"))
     own = {
         "tables": {"speed": (HEAD, cells(result)), "first": (FIRST_HEAD, first_cells(result))},

@@ -1,7 +1,7 @@
 """A worker of the speed table: one process that holds one arm of a pair for one launch.
 
-Started as `python -m jaxbench.pair.speed_worker ARM THREADS`; the protocol is that of measure/worker.py. It opens the
-pair from its file: the models of another process cannot be sent.
+Started as `python -m jaxbench.pair.speed_worker ARM THREADS`; the protocol is that of measure/worker.py. It loads the
+pair from its file, because models cannot be sent between processes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from jaxbench.measure import inductor, verdicts, worker
 
-SAMPLE_S = 1e-3  # least length of a sample: shorter calls are repeated
-WINDOW = 5  # samples whose median must stop falling before anything counts
-STILL_FALLING = 0.98  # share of the median before that
+SAMPLE_S = 1e-3  # minimum length of a sample: shorter calls are repeated
+WINDOW = 5  # samples whose median must stop falling before measurement starts
+STILL_FALLING = 0.98  # a median below this share of the previous window's is still falling
 MIN_SAMPLES = 3
-NUM_QUANTILES = 1001  # of the outputs, by which arms are held to float64
+NUM_QUANTILES = 1001  # of the outputs, by which arms are compared with float64
 
 
 class Session:
@@ -27,10 +27,10 @@ class Session:
         self.arm_name, self.threads = arm_name, threads
 
     def start(self, *, path: str) -> dict:
-        """Import the frameworks and open the pair's file.
+        """Import the frameworks and load the pair's file.
 
         Raises:
-          ValueError: torch.compile is the arm, and cannot build code here.
+          ValueError: the arm is torch_compiled, and torch.compile cannot build code here.
         """
         if self.arm_name == "torch_compiled" and (reason := inductor.unusable("cpu")):
             raise ValueError(reason)
@@ -47,7 +47,7 @@ class Session:
         return {"seconds": time.perf_counter() - start, "versions": environment.versions()}
 
     def open(self, *, weights: str, dtype: str, trained: dict, is_training: bool) -> dict:
-        """Give the arm its weights, in one type."""
+        """Build the arm with its weights in one dtype."""
         import numpy as np
 
         from jaxbench.pair import proof, speed_arms
@@ -60,9 +60,9 @@ class Session:
         return {}
 
     def prepare(self, *, part: str, limit_s: float) -> dict:
-        """First two calls, which compile, then calls until they get no faster or the time is up.
+        """Time the first two calls, which compile, then call until calls get no faster or the time is up.
 
-        The second compiles too where an optimiser makes its state in the first.
+        The second call compiles too where an optimiser creates its state in the first.
         """
         timed = self.arm.timed(part)
         self.call = timed.call
@@ -84,14 +84,14 @@ class Session:
         return {"first_s": first_s, "warmup": len(samples), "is_settled": is_settled(samples), "detail": facts}
 
     def measure(self, *, seconds: float) -> dict:
-        """Seconds of a call, one value a sample, until the time is up."""
+        """Sample until the time is up; return the median seconds per call and the number of samples."""
         begun, samples = time.perf_counter(), []
         while len(samples) < MIN_SAMPLES or time.perf_counter() - begun < seconds:
             samples.append(self._sample())
         return {"seconds": verdicts.median(samples), "samples": len(samples)}
 
     def memory(self) -> dict:
-        """Bytes that one call takes above what lies there between calls."""
+        """Return the peak memory of one call above what is resident between calls, in bytes."""
         worker.release_memory()
         worker.reset_peak()
         before = worker.resident_bytes()
@@ -106,7 +106,7 @@ class Session:
 
 
 def is_settled(samples: Sequence[float]) -> bool:
-    """True once the median of the last samples is no longer below that of as many before."""
+    """True once the median of the last WINDOW samples no longer falls below that of the WINDOW before."""
     if len(samples) < 2 * WINDOW:
         return False
     before, last = samples[-2 * WINDOW : -WINDOW], samples[-WINDOW:]
@@ -114,7 +114,7 @@ def is_settled(samples: Sequence[float]) -> bool:
 
 
 def quantiles(outputs: Sequence[Any]) -> list[float]:
-    """Values of all outputs in order, evenly thinned out: the same for every layout of them."""
+    """Return evenly spaced quantiles of all outputs' values, which are the same for every layout."""
     import numpy as np
 
     parts = [part for y in outputs for part in ((y.real, y.imag) if np.iscomplexobj(y) else (y,))]

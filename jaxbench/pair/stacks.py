@@ -1,4 +1,4 @@
-"""Layers of PyTorch that one JAX array holds along its first axis, as scanned layers are stored (S file)."""
+"""Find JAX arrays that hold several PyTorch layers along their first axis, as scanned layers are stored (S file)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jaxbench.pair.naming import Leaf, equal_paths, natural
 
 
 class Stack(NamedTuple):
-    """Tensors of one shape whose names differ in one number."""
+    """Tensors of one shape whose names differ only in one number."""
 
-    leaf: Leaf  # as one of them, without the number in its name
+    leaf: Leaf  # the first of them, without the number in its name
     members: tuple[str, ...]  # in order of their numbers
 
 
 def stacked(
     arrays: Sequence[Leaf], tensors: Sequence[Leaf], fits: Callable[[Leaf, Leaf], bool], *, by_name: bool
 ) -> tuple[list[Leaf], list[Stack]]:
-    """One layer of every array that is a stack of layers, and the stacks of tensors that may be in them.
+    """Return one layer of every array that is a stack of layers, and the stacks of tensors that it may hold.
 
-    An array is a stack where its name is that of some layers without their number; so are then those beside it, under
-    the same first part of the name, of as many layers.
+    An array is a stack if its name is that of some layers without their number. Then arrays with the same first name
+    part and number of layers are stacks too.
 
     Args:
       arrays: of the JAX model.
       tensors: of PyTorch.
       fits: whether an array's shape and kind are those of a tensor.
-      by_name: False takes for a stack whatever no tensor fits as a whole, too.
+      by_name: False also takes for a stack any array that no tensor fits as a whole.
     """
     by_count: dict[int, list[Stack]] = collections.defaultdict(list)
     for stack in _stacks(tensors):
@@ -52,7 +52,7 @@ def stacked(
 
 
 def layer_of(array: Leaf) -> Leaf:
-    """The first layer of a stack."""
+    """Return the first layer of a stack."""
     return array._replace(shape=array.shape[1:], value=None if array.value is None else array.value[0])
 
 
@@ -61,7 +61,7 @@ def _first(leaf: Leaf) -> str:
 
 
 def _stacks(tensors: Sequence[Leaf]) -> Iterator[Stack]:
-    """Every stack of two tensors or more; of those of one length, a tensor is in the one of its outermost number."""
+    """Yield stacks of two or more tensors; of those of one length, a tensor is in the one of its outermost number."""
     groups: dict[tuple, list[Leaf]] = collections.defaultdict(list)
     for leaf in tensors:
         for depth, number in enumerate(re.finditer(r"\d+", leaf.name)):

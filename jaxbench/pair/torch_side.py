@@ -1,4 +1,4 @@
-"""The PyTorch side of a pair: a copy of any module in one type, run with hooks; the caller's stays as it is."""
+"""The PyTorch side of a pair: a copy of any module in one dtype, run with hooks; the caller's module is unchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxbench.pair.matching import Leaf
 from jaxbench.parity import distance
 from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
 
-# Modules whose weights are [out, in, *window], so that Flax's and Haiku's kernels are their reverse.
+# Modules whose weights are [out, in, *window]; Flax's and Haiku's kernels have these axes in reverse order.
 REVERSED = (torch.nn.Linear, conv._ConvNd, torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase,
             torch.nn.Embedding)  # fmt: skip
-REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # of classes of others' that stand for one of these
+REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # third-party classes that act as one of these
 
 
-# What is to be done where PyTorch says this.
+# (pattern of PyTorch's error message, what the user can do about it)
 ADVICE = (
     (r"same dtype|expected (scalar|m1|mat1)|dtype.*(Float|Double)",
      "a cast or a constant of the module's own is narrower than its weights: widen=True takes it as float64"),
@@ -38,12 +38,12 @@ ADVICE = (
 
 
 class TorchCall(NamedTuple):
-    """One module's call, with all that it takes to make it again."""
+    """One call of a module, with everything needed to repeat it."""
 
     module: str  # dotted name
     args: tuple
     kwargs: dict
-    call: Call  # floating tensors: inputs, and outputs
+    call: Call  # floating tensors of inputs and outputs
 
 
 class Run(NamedTuple):
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
     outputs: Outputs
     calls: dict[str, TorchCall]  # by name, `name#1` for a module's second call; in order of completion
-    buffers: dict[str, np.ndarray]  # after it
+    buffers: dict[str, np.ndarray]  # after the call
 
 
 class Gradients(NamedTuple):
@@ -63,12 +63,12 @@ class Gradients(NamedTuple):
 
 
 class TorchSide:
-    """A module in one number type.
+    """A PyTorch module in one dtype.
 
     Args:
-      module: what to run; copied.
+      module: the module to run; copied.
       dtype: float64, float32 or bfloat16, of parameters, buffers and inputs.
-      pick: function of the module's outputs that chooses what is compared; None = all of them.
+      pick: chooses from the module's outputs what is compared; None = all of them.
     """
 
     def __init__(self, module: torch.nn.Module, *, dtype: str, pick: Callable[[Any], Any] | None = None):
@@ -77,7 +77,7 @@ class TorchSide:
         self.pick = pick or (lambda outputs: outputs)
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Floating parameters and buffers by name; tied ones once."""
+        """Return floating parameters and buffers by name; tied ones once."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: as_numpy(x) for name, x in named if is_floating_tensor(x)}
 
@@ -89,14 +89,17 @@ class TorchSide:
                 named[name].copy_(torch.from_numpy(np.array(value)))
 
     def disturb(self, names: Iterable[str]) -> list[str]:
-        """Random numbers around the value of every constant tensor among these; names of those that were constant."""
+        """Replace the constant tensors among these by random values around the constant; return their names."""
         tensors = self.tensors()
         changed = disturbed({name: tensors[name] for name in set(names) & tensors.keys()})
         self.load(changed)
         return list(changed)
 
     def probed(self, inputs: tuple) -> dict[str, TorchCall]:
-        """Calls with no constant tensor, so that every module's output is one of its own; the tensors stay."""
+        """Call the module with constant tensors disturbed, so that modules' outputs are distinct; restore the tensors.
+
+        Returns the calls of the modules inside.
+        """
         own = self.tensors()
         self.disturb(own)
         try:
@@ -106,7 +109,7 @@ class TorchSide:
             self.load(own)
 
     def owner(self, name: str) -> torch.nn.Module:
-        """Module of a tensor; of a parametrised one the module around its parametrisation."""
+        """Return the module that owns a tensor; for a parametrised one the module around its parametrisation."""
         parametrised, separator, _ = name.partition(".parametrizations.")
         path = parametrised if separator else name.rpartition(".")[0]
         # not get_submodule, which TorchScript lacks
@@ -114,9 +117,9 @@ class TorchSide:
 
     @contextlib.contextmanager
     def _restored(self, is_training: bool) -> Iterator[None]:
-        """Mode of the module while the context is open; all that it keeps is restored at the end.
+        """Set the module's mode inside the context; restore the mode and all of the module's state at the end.
 
-        That is parameters, buffers (also those that no state dict has) and numbers, tensors and lists of its own.
+        State is parameters, buffers (also those outside the state dict) and its own numbers, tensors and lists.
         """
         with restored(self.module):
             modes = {module: module.training for module in self.module.modules()}
@@ -128,7 +131,7 @@ class TorchSide:
                     module.training = mode
 
     def run(self, inputs: tuple, *, is_training: bool) -> Run:
-        """One call, with the calls of every module inside."""
+        """Call the module once and record the calls of every module inside."""
         calls: dict[str, TorchCall] = {}
         with torch.no_grad(), self._restored(is_training), recorded(self.module, calls):
             result = self.module(*self.tensors_of(inputs))
@@ -138,7 +141,7 @@ class TorchSide:
         return Run(Outputs(*arrays, found.tree), calls, buffers)
 
     def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients | None:
-        """Gradients of the objective by parameters and floating inputs; None where it depends on none of them."""
+        """Return the objective's gradients by parameters and floating inputs; None if it depends on none of them."""
         given = self.tensors_of(inputs, requires_grad=True)
         self.module.zero_grad(set_to_none=True)
         with self._restored(is_training):
@@ -158,7 +161,7 @@ class TorchSide:
         self, inputs: tuple, targets: tuple[np.ndarray, ...], optimizer: Callable[[Any], torch.optim.Optimizer],
         *, num_steps: int, is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
-        """Losses of optimiser steps on one batch, and the parameters and buffers after the last."""
+        """Run optimiser steps on one batch; return their losses, and the parameters and buffers after the last."""
         losses = []
         with self._restored(is_training):
             update = optimizer([p for p in self.module.parameters() if p.requires_grad])
@@ -176,7 +179,7 @@ class TorchSide:
         return sum(_square(_difference(y, t)).mean() / 2 for y, t in pairs if y.numel())
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
-        """Inputs as tensors, the floating ones in this side's type."""
+        """Return the inputs as tensors, the floating ones in this side's dtype."""
 
         def tensor(x: np.ndarray) -> torch.Tensor:
             return as_type(torch.tensor(x), self.dtype).requires_grad_(requires_grad)
@@ -186,7 +189,7 @@ class TorchSide:
 
 
 def is_called(module: torch.nn.Module) -> bool:
-    """True where calls of a module can be recorded: it has a forward pass, in Python (TorchScript takes no hooks)."""
+    """True if calls of a module can be recorded: it has a forward method in Python (TorchScript takes no hooks)."""
     if isinstance(module, torch.jit.ScriptModule | torch.nn.ModuleList):
         return False
     return type(module).forward is not torch.nn.Module.forward
@@ -194,7 +197,7 @@ def is_called(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[None]:
-    """Record every call of a module and of those inside it, and every tap, while the context is open."""
+    """Record, inside the context, every call of a module and of those inside it, and every tap."""
     counts: collections.Counter[str] = collections.Counter()
     open_calls: list[tuple[str, Any, Any]] = []
 
@@ -236,12 +239,12 @@ def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[N
 
 
 def copied(tree: Any) -> Any:
-    """Nested arguments with their tensors copied, because modules may write into them."""
+    """Copy the tensors of nested arguments, because modules may write into them."""
     return map_floating(tree, lambda x: x.detach().clone(), is_floating=lambda x: isinstance(x, torch.Tensor))
 
 
 def floating(tree: Any) -> tuple[torch.Tensor, ...]:
-    """Floating tensors of nested tuples, lists and dictionaries, from left to right."""
+    """Return the floating tensors of nested tuples, lists and dictionaries, from left to right."""
     tensors: list[torch.Tensor] = []
     map_floating(tree, tensors.append, is_floating=is_floating_tensor)
     return tuple(tensors)
@@ -249,7 +252,7 @@ def floating(tree: Any) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def default_type(dtype: torch.dtype) -> Iterator[None]:
-    """Type of the floating tensors that a module makes itself, such as a first state of zeros or uint8 / 255."""
+    """Set the dtype of floating tensors that a module creates itself, such as an initial zero state or uint8 / 255."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -260,7 +263,7 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling_torch(what: str) -> Iterator[None]:
-    """Say what failed, in one line, where PyTorch's side raises, and what to do where that is known."""
+    """Re-raise an exception of PyTorch's side as a ValueError: what failed, in one line, and what to do if known."""
     try:
         with calling(what):
             yield
@@ -272,7 +275,7 @@ def calling_torch(what: str) -> Iterator[None]:
 
 
 def wide(tree: Any) -> Any:
-    """Inputs as numpy, the floating ones in float64 or complex128."""
+    """Return the inputs as numpy arrays, the floating ones in float64 or complex128."""
     if isinstance(tree, dict):
         return {key: wide(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -285,14 +288,14 @@ def wide(tree: Any) -> Any:
 
 
 def torch_leaves(side: TorchSide, calls: Mapping[str, TorchCall], *, with_values: bool) -> list[Leaf]:
-    """Leaves of a PyTorch module; buffers that no JAX array is may be left over."""
+    """Return the leaves of a PyTorch module; its buffers may stay without a JAX array."""
     order = {call.module: i for i, call in reversed(list(enumerate(calls.values())))}
     sources = sources_of({name: call.call for name, call in calls.items()})
     params = dict(side.module.named_parameters())
     leaves = []
     for i, (name, x) in enumerate(side.tensors().items()):
         owner, path = side.owner(name), name.rpartition(".")[0]
-        is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
+        is_reversed = type(owner).__name__ == "Conv1D"  # transformers' class, stored [in, out] as in Flax
         place = order.get(path, len(order)) * 100_000 + i
         value, source = x if with_values else None, sources.get(path, "")
         kinds = {"owner": type(owner).__name__, "is_optional": name not in params, "is_bare": is_bare(owner)}
@@ -301,18 +304,18 @@ def torch_leaves(side: TorchSide, calls: Mapping[str, TorchCall], *, with_values
 
 
 def is_bare(owner: torch.nn.Module) -> bool:
-    """True for a module that says nothing of how its matrices are stored."""
+    """True for a module whose class does not imply how its matrices are stored."""
     return not isinstance(owner, REVERSED) and not REVERSED_NAMES.search(type(owner).__name__)
 
 
 def _difference(y: torch.Tensor, target: np.ndarray) -> torch.Tensor:
-    """Output less its target; 0 where the target is NaN, that is where the output is infinite."""
+    """Return output minus target; 0 where the target is NaN, which marks an infinite output."""
     t = torch.from_numpy(target).to(y.dtype)
     return torch.where(t.isnan(), 0.0, torch.where(t.isnan(), 0.0, y) - t) if t.isnan().any() else y - t
 
 
 def compared(result: Any) -> Outputs:
-    """Tensors of what a call returned."""
+    """Return the tensors that a call returned, as Outputs."""
 
     def kind_of(x: Any) -> str:
         if not isinstance(x, torch.Tensor):
@@ -333,19 +336,19 @@ def is_floating_numpy(x: Any) -> bool:
 
 
 def as_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A floating tensor in a type; a complex one of parts in it, which are float32 at least; others as they are."""
+    """Cast a floating tensor to a type; of a complex one the parts, but to float32 at least; others stay unchanged."""
     if x.is_complex():
         return x.to(torch.promote_types(dtype, torch.complex64))
     return x.to(dtype) if x.is_floating_point() else x
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
-    """Squares of absolute values."""
+    """Return squared absolute values."""
     return x.real**2 + x.imag**2 if x.is_complex() else x**2
 
 
 def as_numpy(x: torch.Tensor | np.ndarray) -> np.ndarray:
-    """Values of a tensor; bfloat16 as float32, sparse ones with their zeros."""
+    """Return a tensor as a numpy array; bfloat16 becomes float32, sparse tensors become dense."""
     if not isinstance(x, torch.Tensor):
         return np.asarray(x)
     x = x.detach()

@@ -1,4 +1,4 @@
-"""The whole function is what counts: what modules that differ inside two equal ones mean for the verdict."""
+"""Decide what differing modules mean for the verdict where the whole functions agree: the whole function counts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxbench.pair.jax_model import calling
 from jaxbench.pair.rules import Read
 from jaxbench.pair.torch_side import Run
 
-NUM_DRAWS = 2  # of further weights and inputs, where modules differ and the whole does not
+NUM_DRAWS = 2  # further draws of weights and inputs where modules differ but the whole functions agree
 MEANT = "outputs agree all the same: a module that is meant to differ is left out with names={'its.name': None}"
 
 
 def judge(work: Any) -> None:
-    """Drop the modules' gates where the whole functions agree and what differs inside is taken back around it.
+    """Drop the modules' gates if the whole functions agree and the surrounding modules undo what differs inside.
 
-    Both are compared on further weights and inputs before, so that slips that cancel on the drawn ones are found. A
-    module that alone differs, whose difference is only hidden by what follows, stays one to blame.
+    The whole functions are first compared on further weights and inputs, to find bugs that cancel on the given ones. A
+    module whose difference is not undone but only hidden by what follows stays to blame.
 
     Args:
-      work: proof's findings, its gates in float64 all compared.
+      work: the running proof (proof._Work), after all its float64 gates.
     """
     _judge(work, work.inside)
     work.notes += work.inside.apart_note()
@@ -47,7 +47,7 @@ def _judge(work: Any, inside: Any) -> None:
 
 
 def _drawn_again(work: Any, seed: int) -> bool:
-    """Compare the whole functions on other weights and inputs; False where PyTorch has no numbers there."""
+    """Compare the whole functions on other weights and inputs; False if PyTorch gives no usable outputs there."""
     read = Read(work.tensors)
     work.matching.to_jax(read)
     names = sorted(read.names & dict(work.twin.module.named_parameters()).keys())
@@ -70,10 +70,10 @@ def _drawn_again(work: Any, seed: int) -> bool:
 
 
 def _finite_run(work: Any, inputs: tuple, mode: str) -> Run | None:
-    """PyTorch's call; None where it fails, or where its outputs have other shapes or less numbers than before."""
+    """Call PyTorch; None if that fails, or if its outputs have other shapes or more non-finite values than before."""
     try:
         run = work.twin.run(inputs, is_training=mode == "train")
-    except Exception:  # whatever a module does with what it does not take
+    except Exception:  # a module may raise anything on inputs that it does not accept
         return None
     before = work.reference[mode].outputs
     is_alike = [y.shape for y in run.outputs.floating] == [y.shape for y in before.floating]

@@ -1,8 +1,8 @@
-"""Casts to narrower types inside models as casts to float64, so that what is left is the formula.
+"""Turn casts to narrower types inside models into casts to float64, so that only the formula is compared.
 
-Published language models take norms, softmax and rotations in float32 whatever their inputs are, on both sides: in
-float64 two equal ones then differ by 1e-8, and a slip that is smaller is not seen. PyTorch's functions are routed
-through a mode of its own, JAX's casts are primitives of which there are few.
+Published language models compute norms, softmax and rotations in float32 whatever their input type, on both sides. In
+float64 two equal models then differ by 1e-8, which hides any smaller error. PyTorch's functions are routed through a
+TorchFunctionMode; JAX's casts go through a few primitives.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ JAX_CASTS = {
     primitives.dot_general_p: "preferred_element_type",
     primitives.conv_general_dilated_p: "preferred_element_type",
 }  # primitive -> the parameter that names its result's type
-WIDE_PRECISION = "float32"  # another name of "highest", by which programs with other casts are traced anew
+WIDE_PRECISION = "float32"  # synonym of "highest"; the new value makes JAX retrace programs cached with other casts
 
 
 class _Wide(TorchFunctionMode):
-    """PyTorch's functions with float64 where a narrower type is named."""
+    """Call PyTorch's functions with float64 wherever an argument names a narrower type."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         args, kwargs = map_floating(
@@ -50,14 +50,14 @@ class _Wide(TorchFunctionMode):
 
 
 def _wide_type(dtype: Any) -> Any:
-    """JAX's type for one that a cast names; None and types that are no floating ones stay."""
+    """Return the wide type for one that a cast names; None and non-floating types stay."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return np.dtype(np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64)
 
 
 def _is_drawing() -> bool:
-    """True inside jax.random, whose draws are put together bit by bit in the type that was asked for."""
+    """True inside jax.random, which builds its draws bit by bit in the requested type."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("jax._src.random"):
@@ -78,13 +78,13 @@ def _bind(primitive: Any, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def widened() -> Iterator[None]:
-    """Make casts to floating types casts to float64, in JAX and PyTorch, while the context is open.
+    """Turn casts to floating types into casts to float64, in JAX and PyTorch, inside the context.
 
-    `compare(.., widen=True)` opens it around its float64 gates. Build models in it whose constants (rotary frequencies,
-    masks) are computed when they are made. JAX has its 64-bit types inside; what jax.random draws has the type that was
-    asked for.
+    `compare(.., widen=True)` opens it around its float64 gates. Build models inside it if their constants (rotary
+    frequencies, masks) are computed at construction. It enables JAX's 64-bit types. Draws of jax.random keep the
+    requested type.
     """
-    # A compiled module runs as it is written: the compiler does not know the mode.
+    # Compiled modules run eagerly: the compiler does not know the mode.
     is_compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
     default, before = torch.get_default_dtype(), {primitive: vars(primitive).get("bind") for primitive in JAX_CASTS}

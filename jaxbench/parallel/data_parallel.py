@@ -1,13 +1,14 @@
-"""Data parallelism by hand: every device's own gradients, added up in a type of one's choice.
+"""Data parallelism by hand: each device computes its own gradients, which are summed in a chosen type.
 
-Under jit's partitioner, gradients are added up in the type in which they are computed. Here each device computes the
-gradients of its rows under shard_map, and `reduced` adds them up over the mesh; the pipeline uses the same sums.
+Under jit's partitioner, gradients are summed in the type in which they are computed. Here each device computes the
+gradients of its rows under shard_map, and `reduced` sums them over the mesh; the pipeline uses the same sums.
 
 bfloat16 keeps float32's range. float16 has 8 times its precision but little range, so each tensor is first divided by
-its largest magnitude over the devices: one more number a tensor, and neither overflow nor loss of small gradients.
+its largest magnitude over the devices: one more number per tensor, and neither overflow nor loss of small gradients.
 
-A loss whose gradient is computed by hand computes it before the step multiplies the loss by its scale. So it is told
-the scale, and multiplies by it where the gradient begins: a model in float16 would lose small gradients otherwise.
+A loss whose gradient is computed by hand computes it before the step multiplies the loss by its scale. It therefore
+takes the scale as an argument and applies it where the gradient begins: a model in float16 would otherwise lose small
+gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from jaxbench.parallel.step_plan import Plan
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """Index of the dim that a mesh axis splits, None where it splits none."""
+    """Return the index of the dim that a mesh axis splits, None if it splits none."""
     return next((dim for dim, entry in enumerate(spec) if axis in sharding.axes_of(entry)), None)
 
 
 def whole(value: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[Array, "..."]:
-    """All-gather of a value over those of `axes` that split it in `spec`, the innermost first. Under shard_map."""
+    """All-gather a value over those of `axes` that split it in `spec`, the innermost first. Call under shard_map."""
     for dim, entry in enumerate(spec):
         for axis in reversed(sharding.axes_of(entry)):
             if axis in axes:
@@ -42,24 +43,24 @@ def whole(value: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[A
 
 
 def reduced(grad: Float[Array, "..."], spec: P, axes: tuple[str, ...], *, gradient_type: str) -> Float[Array, "..."]:
-    """Gradient summed over mesh axes, in 16 bits where asked. Under shard_map.
+    """Sum a gradient over mesh axes, in 16 bits if asked. Call under shard_map.
 
-    Over the axes that split it in `spec` this is a reduce-scatter, which leaves the device its own part; over the
-    others an all-reduce.
+    Over the axes that split it in `spec` this is a reduce-scatter, which leaves each device its own part; over the
+    others it is an all-reduce.
 
     Args:
       grad: this device's gradient of a whole parameter.
       spec: how the sum is to be split.
       axes: over which it is summed.
-      gradient_type: what travels and is added: bfloat16, float16 or full, the gradient's own type, which the result
-        always has.
+      gradient_type: type that is sent and summed: bfloat16, float16 or full, the gradient's own type. The result always
+        has the gradient's own type.
     """
     if gradient_type == "full":
         return _summed(grad, spec, axes)
     if gradient_type == "bfloat16":
         return _summed(grad.astype(gradient_type), spec, axes).astype(grad.dtype)
     largest = lax.pmax(jnp.max(jnp.abs(grad)), axes)
-    unit = jnp.where(largest == 0, jnp.ones_like(largest), largest)  # infinite or NaN: so is the sum
+    unit = jnp.where(largest == 0, jnp.ones_like(largest), largest)  # if infinite or NaN, so is the sum
     return _summed((grad / unit).astype(gradient_type), spec, axes).astype(grad.dtype) * unit
 
 
@@ -76,20 +77,20 @@ def _summed(grad: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[
 def make_loss(
     plan: Plan, *, loss_fn: Callable[..., Array], plain_loss: Callable[..., Array], scale: Array | None
 ) -> Callable[..., Array]:
-    """Loss as loss(model, batch, dropout=None), whose gradient is summed over data and fsdp in the gradient_type.
+    """Make loss(model, batch, dropout=None), whose gradient is summed over data and fsdp in the gradient_type.
 
     Args:
-      plan: of a mesh on which only data and fsdp are larger than 1; with ZeRO stage 3 parameters are gathered once a
+      plan: of a mesh on which only data and fsdp are larger than 1; with ZeRO stage 3 parameters are gathered once per
         step.
       loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken.
       plain_loss: the same loss under jit's partitioner, for a caller that takes no gradient.
       scale: loss scale of the step, None = 1.
 
-    Decoders with dropout are refused where the plan is made (mesh_checks.py).
+    Decoders with dropout are refused when the plan is made (mesh_checks.py).
 
-    Raises (the loss, where it is traced):
-      ValueError: dropout is on, of adapters for instance; or layers hand on a loss of their own, which is no mean over
-        the targets, so that the devices' shares are unknown.
+    Raises (the loss, when traced):
+      ValueError: dropout is on, for example of adapters; or layers return their own loss, which is no mean over the
+        targets, so that the devices' shares are unknown.
     """
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
@@ -108,7 +109,7 @@ def make_loss(
 
 
 def refuse_dropout(plan: Plan, dropout: tuple[Array, Array] | None) -> None:
-    """Refuse a stream of dropout masks, which are drawn by a row's place in the whole batch: no device here knows it.
+    """Refuse a stream of dropout masks: they depend on a row's index in the whole batch, which no device knows here.
 
     Raises:
       ValueError: there is one.
@@ -122,7 +123,7 @@ def refuse_dropout(plan: Plan, dropout: tuple[Array, Array] | None) -> None:
 
 
 def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., Array]) -> Callable[..., Array]:
-    """Loss as loss(params, batch, scale), whose gradient in params is computed beside it, already scaled.
+    """Make loss(params, batch, scale), whose gradient in params is computed together with it, already scaled.
 
     Args:
       loss_and_gradients: (params, batch, scale) -> the loss, and the gradients of loss * scale, by name.
@@ -135,7 +136,7 @@ def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., A
         return value, (grads, scale)
 
     def backward(residuals: tuple, seed: Array) -> tuple:
-        # The seed is the scale times a micro-batch's weight; narrow gradients could not hold the scale by itself.
+        # The seed is the scale times a micro-batch's weight; narrow gradients could not hold the scale alone.
         grads, scale = residuals
         rest = seed / scale.astype(seed.dtype)
         return {name: (grad.astype(rest.dtype) * rest).astype(grad.dtype) for name, grad in grads.items()}, None, None
@@ -146,7 +147,7 @@ def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., A
 
 
 def over_mesh(plan: Plan, local: Callable[..., tuple], stored: Any, gradients: Any) -> Callable[..., tuple]:
-    """Loss and gradients as run(weights, batch, scale); a device computes local(weights, batch, num_targets, scale).
+    """Make run(weights, batch, scale) -> loss, gradients; each device runs local(weights, batch, num_targets, scale).
 
     stored, gradients: PartitionSpecs of the weights and of their gradients; every device has its rows of the batch.
     """

@@ -1,9 +1,9 @@
-"""Tensor-parallel decoding: one decoder over several devices, its heads, feed-forward width and embedding split.
+"""Tensor-parallel decoding: one decoder over several devices; its heads, feed-forward width and embedding are split.
 
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. Programs are sample.py's and follow the parameters: a device
-multiplies by its part of a kernel, and two sums over devices a layer put the parts together. Keys and values lie split
-by rows' heads, tokens on every device. One row is what this is for: several rows move between devices in every layer,
-since the cache has all heads of a row side by side.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. The programs are sample.py's and follow the parameters: a
+device multiplies by its part of a kernel, and two sums over devices per layer combine the parts. Keys and values are
+split by rows' heads, tokens are on every device. This is meant for one row: with several rows, data moves between
+devices in every layer, since the cache stores all heads of a row next to each other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxbench import parameters, sample, sharding, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import MODEL
 
-HELD = r"\.(kernel|codes|scales|zeros)"  # a matrix: floats, or integers and what gives them their size
+HELD = r"\.(kernel|codes|scales|zeros)"  # a matrix: floats, or integers with their scales and zeros
 
 
 def split(model: transformer.Transformer, config: TransformerConfig, devices: Sequence[jax.Device]) -> None:
-    """Place a decoder's parameters over devices, in place; floats or packed weights (quantization/weight_only.py).
+    """Shard a decoder's parameters over devices, in place; floats or packed weights (quantization/weight_only.py).
 
-    Build it without projection_groups: kernels would be put side by side in every step.
+    Build the decoder without projection_groups: otherwise kernels would be concatenated in every step.
 
     Raises:
       ValueError: the devices do not divide the key-value heads.
@@ -37,7 +37,7 @@ def split(model: transformer.Transformer, config: TransformerConfig, devices: Se
 
 
 def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
-    """Sharding of every parameter of a decoder's state, arrays or shapes, as the same tree.
+    """Return the sharding of every parameter of a decoder's state (arrays or shapes), as the same tree.
 
     Raises:
       ValueError: the mesh's devices do not divide the key-value heads.
@@ -49,21 +49,21 @@ def shardings(state: Any, config: TransformerConfig, mesh: Mesh) -> Any:
     table = sharding.decoder_table(config, stored=None, out=MODEL, heads=MODEL, width=None)
     rules = [(pattern.replace(r"\.kernel", HELD), spec) for pattern, spec in table]
     places = sharding.parameter_shardings({name: leaf.shape for name, leaf in named.items()}, rules, mesh)
-    # XLA:GPU looks a single row up by a slice: of a table that is split by its rows it would first gather all.
+    # XLA:GPU looks up a single row by a slice; it would first gather a table that is split by rows.
     is_even = config.d_model % mesh.size == 0
     places["embed.embedding"] = NamedSharding(mesh, P(None, MODEL) if is_even else P())
     for name, leaf in named.items():
-        if name.endswith((".scales", ".zeros")) and leaf.shape[0] == 1:  # one for all inputs, however these are split
+        if name.endswith((".scales", ".zeros")) and leaf.shape[0] == 1:  # one for all inputs, however they are split
             codes = places[f"{name.rpartition('.')[0]}.codes"].spec
             places[name] = NamedSharding(mesh, P(None, *codes[1:]))
     return jax.tree.unflatten(structure, [places[name] for name in named])
 
 
 class Generator(sample.Generator):
-    """A generator of a decoder that `split` placed.
+    """Generator for a decoder that `split` has sharded.
 
     Raises:
-      ValueError: no array of the decoder lies on a mesh.
+      ValueError: no array of the decoder is on a mesh.
     """
 
     def __init__(self, model: transformer.Transformer, **options: Any):
@@ -91,6 +91,6 @@ class Generator(sample.Generator):
             return super()._decode(*arguments, **options)
 
     def _whole_residual(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the residual stream on every device: split as the embedding is, it would be gathered by every layer."""
+        """Replicate the residual stream: split like the embedding, it would be gathered in every layer."""
         whole = NamedSharding(self._mesh, P())
         return sharding.activations({"residual": lambda x: jax.lax.with_sharding_constraint(x, whole)})

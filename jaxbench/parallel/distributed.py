@@ -1,8 +1,8 @@
 """Several processes as one JAX program: how they start, and arrays of which each process holds a part.
 
-Every process runs the same command. `start` joins them through jax.distributed (CPUs talk through gloo); from then on
-jax.devices() are the devices of all of them, and a mesh spans them. Arrays over such a mesh are made of what every
-process knows whole (`place`) or of the rows that it has read (`place_rows`).
+Every process runs the same command. `start` joins them through jax.distributed (CPUs communicate through gloo); from
+then on jax.devices() are the devices of all processes, and a mesh spans them. Arrays over such a mesh are made from a
+whole value that every process has (`place`) or from the rows that each has read (`place_rows`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxtyping import Shaped
 
 from jaxbench.parallel.processes import ALONE, Processes
 
-SHUTDOWN_SECONDS = 60  # that a process which ends waits for the others
+SHUTDOWN_SECONDS = 60  # how long a process that ends waits for the others
 
 
 def start(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> Processes:
     """Join the processes of a run through jax.distributed; call it before anything asks for a device.
 
     Args:
-      coordinator: host:port of the first process; None = what the cluster says (SLURM, Open MPI, Kubernetes, TPU pod).
-      count: how many processes there are; None as above.
-      index: which one this is, from 0; None as above.
+      coordinator: host:port of the first process; None = from the cluster (SLURM, Open MPI, Kubernetes, TPU pod).
+      count: number of processes; None as above.
+      index: index of this process, from 0; None as above.
 
     Raises:
-      ValueError: no cluster is found where one is asked for, or the others do not come in time.
+      ValueError: no cluster is found although one is asked for, or the others do not join in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's service takes SIGTERM away for checkpoints on notice, which nobody here makes: a run would outlive it.
+    # JAX's preemption service intercepts SIGTERM for checkpoints on notice, unused here: a run would survive it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -56,7 +56,7 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
 
 
 def place(value: Any, sharding: NamedSharding) -> Shaped[Array, "*shape"]:
-    """Array over the mesh from its whole value, which every process has; the value is copied."""
+    """Make an array over the mesh from its whole value, which every process has; the value is copied."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
     whole = np.asarray(value)
@@ -66,7 +66,7 @@ def place(value: Any, sharding: NamedSharding) -> Shaped[Array, "*shape"]:
 def place_rows(
     value: Shaped[np.ndarray, "own ..."], sharding: NamedSharding, *, first: int, rows: int
 ) -> Shaped[Array, "rows ..."]:
-    """Array of `rows` rows over the mesh; `value` holds those of this process, from row `first` on."""
+    """Make an array of `rows` rows over the mesh; `value` holds this process's rows, from row `first` on."""
     if sharding.is_fully_addressable and len(value) == rows:
         return jax.device_put(value, sharding)
 
@@ -78,14 +78,14 @@ def place_rows(
 
 
 def rows_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows of an array of this shape that devices of this process hold a part of: the first, and their number."""
+    """Rows of an array of this shape of which this process's devices hold a part: the first, and their number."""
     bounds = [index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()]
     first = min(start for start, _ in bounds)
     return first, max(stop for _, stop in bounds) - first
 
 
 def whole(value: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
-    """All-gather of an array into numpy; where other processes hold parts of it, every process has to call."""
+    """All-gather an array into numpy; if other processes hold parts of it, every process must call."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         everywhere = NamedSharding(value.sharding.mesh, P())
         value = jax.jit(lambda x: x, out_shardings=everywhere)(value)

@@ -1,4 +1,4 @@
-"""Does a mesh fit the model and the batch? (S file: neither JAX nor PyTorch)"""
+"""Check whether a mesh fits the model and the batch (S file: neither JAX nor PyTorch)."""
 
 from __future__ import annotations
 

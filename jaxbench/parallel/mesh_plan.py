@@ -1,8 +1,8 @@
 """One training step over a mesh: which device holds what, and the compiled step.
 
-The mathematics is optimizer_step.train_step's. A Plan (step_plan.py) says where parameters, gradients, optimiser state,
-batch and activations live; `make_step` compiles the step with these placements in and out and the state donated. The
-pipeline (stage > 1, or micro-batches) brings its own loss, pipeline.py, whose gradient is the schedule's.
+The mathematics is that of optimizer_step.train_step. A Plan (step_plan.py) says where parameters, gradients, optimiser
+state, batch and activations live; `make_step` compiles the step with these input and output shardings and the state
+donated. The pipeline (stage > 1, or micro-batches) has its own loss, pipeline.py, whose gradient the schedule computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_plan(
     devices: Sequence[jax.Device] | None = None,
     extension: Extension = Extension(),
 ) -> Plan:
-    """Plan of a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
+    """Plan a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
 
     Args:
       batch: rows of a micro-batch of the step, over all devices.
@@ -81,10 +81,10 @@ def make_plan(
 
 
 def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
-    """Number of interleaved parts of fused projections' kernels, with which they split as they are stored.
+    """Number of interleaved parts of fused projections' kernels with which they shard as they are stored.
 
     Raises:
-      ValueError: ZeRO stage 3, whose backward pass would find the gathered kernels kept in the fused one.
+      ValueError: ZeRO stage 3: the fused kernel would keep the gathered kernels until the backward pass.
     """
     sizes = parallel.mesh.sizes(num_devices)
     if parallel.zero == 3 and sizes[FSDP] > 1:
@@ -92,7 +92,7 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
             f"parallel: fused_projections with zero=3 and fsdp={sizes[FSDP]} would keep gathered kernels for the "
             "backward pass; use parallel.zero=2, or fused_projections=false"
         )
-    # A pipeline's stage computes with its own parts of the kernels already.
+    # A pipeline stage already computes with its own parts of the kernels.
     is_pipelined = sizes[STAGE] > 1 or parallel.micro_batches > 1
     return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
 
@@ -101,10 +101,10 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
 
 
 def state_shardings(plan: Plan, state: Any) -> Any:
-    """NamedSharding of every array of a training state, as the same tree.
+    """Return the NamedSharding of every array of a training state, as the same tree.
 
-    What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
-    parameter's moments do; other arrays (counters, factored moments) are on every device.
+    Arrays in pinned host memory stay there. Optimiser state with a parameter's name and shape is sharded like that
+    parameter's moments; other arrays (counters, factored moments) are replicated.
     """
     shapes = initial.parameter_shapes(plan.model)
 
@@ -121,12 +121,12 @@ def state_shardings(plan: Plan, state: Any) -> Any:
 
 
 def place_state(plan: Plan, state: State) -> State:
-    """Copy of the state with every array where the plan wants it."""
+    """Copy the state, with every array placed as the plan says."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
 
 def place_batch(plan: Plan, batch: train.Batch) -> train.Batch:
-    """Batch, arrays [B T], with its rows and tokens over the devices as the plan wants them."""
+    """Place a batch, arrays [B T], with its rows and tokens over the devices as the plan says."""
     return jax.device_put(batch, plan.batch)
 
 
@@ -141,12 +141,12 @@ def make_step(
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] | None = None,
 ) -> Any:
-    """Jitted training step over a mesh: run(state, batch, extras) -> (state, metrics); the state is donated.
+    """Make the jitted training step over a mesh: run(state, batch, extras) -> (state, metrics); donates the state.
 
     Args:
       state: the state, or its shapes.
       step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
-      loss_fn, loss_of: the loss to descend, see `loss_on`.
+      loss_fn, loss_of: the loss to minimise, see `loss_on`.
     """
     in_state, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
 
@@ -169,18 +169,19 @@ def loss_on(
     loss_of: Callable[[Array, Any], Array] | None = None,
     scale: Array | None = None,
 ) -> Callable[..., Array]:
-    """Loss over the plan's mesh, as loss(model, batch, dropout=None).
+    """Make the loss over the plan's mesh, as loss(model, batch, dropout=None).
 
-    Its gradient is that of a pipeline's schedule (pipeline.py), summed by hand in 16 bits (data_parallel.py), or what
-    jit's partitioner makes of it. In a pipeline, the loss alone is computed without it, every stage on its rows.
+    Its gradient is computed by a pipeline's schedule (pipeline.py), summed by hand in 16 bits (data_parallel.py), or
+    left to jit's partitioner. In a pipeline, the loss without gradient is computed without the schedule, every stage on
+    its rows.
 
     Args:
       loss_fn: loss_fn(model, batch, dropout=...), a mean over the targets of batch.mask.
-      loss_of: the same of (logits, batch), instead of loss_fn; this is what a pipeline's last stage can compute.
-      scale: loss scale of the step, None = 1: losses whose gradients are computed by hand need it there.
+      loss_of: the same as a function of (logits, batch), instead of loss_fn; a pipeline's last stage can compute this.
+      scale: loss scale of the step, None = 1: needed by losses whose gradients are computed by hand.
 
     Raises:
-      ValueError: both are given, or a pipeline is given a loss_fn, whose last stage has logits but no model.
+      ValueError: both are given, or a pipeline, whose last stage has logits but no model, is given a loss_fn.
     """
     is_own = loss_fn is not train.loss_fn
     if is_own and (loss_of is not None or plan.is_pipelined):
@@ -210,8 +211,8 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
         graph, params = parameters.split(model)
-        # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
-        # would be kept, and a policy around rematerialised blocks would keep what is inside them.
+        # Layers in a loop, or rematerialised ones, gather their own weights. Otherwise the stack of all gathered
+        # weights would be kept, and a policy around rematerialised blocks would keep what is inside them.
         is_by_layer = is_split and bool(model.scan_layers or model.remat)
         of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
         inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
@@ -231,13 +232,13 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
 def make_evaluation(
     plan: Plan, evaluate: Callable[..., Any], *, loss_fn: Callable[..., Array], accumulation: int
 ) -> Any:
-    """Jitted evaluation over a mesh: run(params, batch) -> sums over the batch, on every device.
+    """Make the jitted evaluation over a mesh: run(params, batch) -> sums over the batch, on every device.
 
     Args:
       evaluate: the mathematics, called as evaluate(params, batch, count=..., loss_fn=...).
-      loss_fn: the loss that it sums over `count` micro-batches, one after another.
-      accumulation: micro-batches of the step; a pipeline's rounds come on top, so that no device holds the activations
-        of more rows at once than in a step.
+      loss_fn: the loss that it sums over `count` sequential micro-batches.
+      accumulation: micro-batches of the step, multiplied by a pipeline's rounds (micro-batches per stage), so that no
+        device holds the activations of more rows at once than in a step.
     """
     count = accumulation * max(1, plan.config.micro_batches // plan.mesh.shape[STAGE])
     run = functools.partial(evaluate, count=count, loss_fn=partitioned(plan, loss_fn))
@@ -256,10 +257,10 @@ def attend(
     block_size: int,
     softcap: float | None,
 ) -> Float[Array, "B T N H"]:
-    """Attention (jaxbench/attention.py) over the plan's mesh.
+    """Compute attention (jaxbench/attention.py) over the plan's mesh.
 
     Every device attends for its rows, heads and tokens, so any kernel runs as on one device. Devices of an axis that
-    splits no head share the rows, where their number allows. `sequence_attention` says how other tokens' keys arrive.
+    splits no heads share the rows, if their number allows. `sequence_attention` says how other tokens' keys arrive.
     """
     out, width = (MODEL_Y, MODEL_X) if plan.config.mesh.is_2d else (MODEL, None)
     is_split = plan.config.heads == "split"
@@ -295,14 +296,14 @@ def attend(
 
 
 def used_params(plan: Plan, params: Any, *, within: str = "", leave: str | None = None) -> Any:
-    """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
+    """Place parameters as the model computes with them; their gradients go where the optimiser reads them.
 
     Args:
       params: parameters as a tree whose paths are their dotted names.
-      within: what stands before these names in the plan, such as "layers.0.".
-      leave: those whose name begins so stay as they are.
+      within: prefix of these names in the plan, such as "layers.0.".
+      leave: parameters whose name has this prefix are left as they are.
 
-    The scales of 8-bit products are no parameters: every device has them all.
+    The scales of 8-bit products are no parameters: they are replicated.
     """
 
     def place(path: tuple, value: Array) -> Array:
@@ -315,7 +316,7 @@ def used_params(plan: Plan, params: Any, *, within: str = "", leave: str | None 
 
 
 def _all_but(used: Shardings) -> Callable[..., bool]:
-    """Rematerialisation policy that keeps everything but gathered weights: the backward pass gathers anew.
+    """Rematerialisation policy that keeps everything but gathered weights: the backward pass gathers them again.
 
     ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.3): no device holds all gathered weights at once.
     """

@@ -1,7 +1,7 @@
 """Prefill, decode step and train step of the decoder on a mesh, with abstract arguments only.
 
 No weights exist here: parameters, cache and optimiser state are shapes with shardings, so that a program for hundreds
-of chips compiles on a laptop. The same programs run on real arrays of the same shapes.
+of chips compiles on a laptop. The same programs also run on real arrays of these shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEARNING_RATE, BETA1, BETA2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 
 
 class Program(NamedTuple):
-    """A function ready for `lower`, its abstract arguments, and what it keeps."""
+    """A function ready for `lower`, its abstract arguments, and its parameter counts."""
 
     name: str  # prefill, decode, train
     jitted: Any  # jax.jit of the function
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     batch: int  # rows over all chips
     tokens: int  # prompt tokens, cache slots, or sequence length
     stored_parameters: int  # elements of parameters that one chip stores
-    used_parameters: int  # elements that one chip computes with: what it stores, fsdp weights gathered
+    used_parameters: int  # elements that one chip computes with: those it stores, with fsdp weights gathered
 
 
 class Abstract(NamedTuple):
@@ -71,7 +71,7 @@ def make_plan(
     is_split: bool = False,
     extension: Extension = Extension(),
 ) -> Plan:
-    """Plan of a program: the batch split over all chips but those of the model axis.
+    """Plan a program: the batch is split over all axes but the model axis.
 
     Args:
       devices: the chips, a multiple of model_axis.
@@ -90,7 +90,7 @@ def make_plan(
 
 
 def prefill(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
-    """Prefill program: it fills a cache from whole prompts; the head runs at the last position only."""
+    """Make the prefill program: it fills a cache from whole prompts; the head runs at the last position only."""
 
     def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         transformer = model.merge(params)
@@ -104,7 +104,7 @@ def prefill(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
 
 
 def decode(model: Abstract, plan: Plan, *, batch: int, length: int) -> Program:
-    """Decode program: one greedy step over a donated cache of `length` slots."""
+    """Make the decode program: one greedy step over a donated cache of `length` slots."""
 
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
         transformer = model.merge(params)
@@ -112,7 +112,7 @@ def decode(model: Abstract, plan: Plan, *, batch: int, length: int) -> Program:
         return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
 
     def first_cache(params: dict, token_ids: jax.Array) -> KVCache:
-        """The generator's state behind prompts of one token."""
+        """Cache after prompts of one token."""
         cache = model.merge(params).features(token_ids, token_ids)[1]
         return cache.padded(length, dtype=str(params["embed.embedding"].dtype))
 
@@ -128,19 +128,19 @@ def decode(model: Abstract, plan: Plan, *, batch: int, length: int) -> Program:
 
 
 def _by_rows(tree: Any, rows: NamedSharding) -> Any:
-    """Sharding of arrays of rows; those of no axis are on every chip."""
+    """Sharding of arrays of rows; scalars are replicated."""
     everywhere = NamedSharding(rows.mesh, P())
     return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
 def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
-    """Training program: one AdamW step on the mean next-token loss; moments are float32, everything donated."""
+    """Make the training program: one AdamW step on the mean next-token loss; float32 moments, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
     def step_loss(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
-        # Gathered where they are used, or the partitioner splits activations over the weights' axis instead. Two layers
-        # of SmolLM2 compiled for v5e:2x2, batch 8 x 512: 1,186 MB sent a chip and 1,135 MiB of temporaries without,
-        # 160 MB and 355 MiB with.
+        # Gathered where they are used; otherwise the partitioner splits activations over the weights' axis. Two layers
+        # of SmolLM2 compiled for v5e:2x2, batch 8 x 512: 1,186 MB sent per chip and 1,135 MiB of temporaries without,
+        # 160 MB and 355 MiB with this.
         gathered = {
             name: sharding.place_both_ways(x, plan.used[name], plan.gradients[name]) for name, x in params.items()
         }
@@ -163,7 +163,7 @@ def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
 
 
 def _adamw(param, grad, first, second, step):
-    """(param, first moment, second moment) after one AdamW update, computed in float32."""
+    """Return (param, first moment, second moment) after one AdamW update, computed in float32."""
     grad = grad.astype(jnp.float32)
     first = BETA1 * first + (1 - BETA1) * grad
     second = BETA2 * second + (1 - BETA2) * grad * grad

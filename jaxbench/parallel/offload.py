@@ -1,6 +1,6 @@
-"""Optimiser state and gradients in the host's pinned memory, brought to the device where the step uses them.
+"""Optimiser state and gradients in the host's pinned memory, copied to the device where the step uses them.
 
-The transfers are part of the compiled step, so that its scheduler overlaps them with computing. Activations are
+The transfers are part of the compiled step, so that its scheduler overlaps them with computation. Activations are
 offloaded by rematerialisation (remat.py, policy offload).
 """
 
@@ -15,13 +15,13 @@ from jaxbench.sharding import PINNED_HOST
 
 
 def check(wanted: Sequence[str], device: jax.Device) -> None:
-    """Check that the device can reach pinned host memory where a step wants to keep something there.
+    """Check that the device can reach pinned host memory if a step keeps something there.
 
     Args:
-      wanted: what is to be kept there, by name: StepConfig.on_host; may be empty.
+      wanted: names of what is kept there: StepConfig.on_host; may be empty.
 
     Raises:
-      ValueError: it cannot; the message names the memories it has.
+      ValueError: it cannot; the message names its memories.
     """
     kinds = [memory.kind for memory in device.addressable_memories()]
     if wanted and PINNED_HOST not in kinds:
@@ -32,12 +32,12 @@ def check(wanted: Sequence[str], device: jax.Device) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Tree with its arrays moved to pinned host memory; scalars stay where they are."""
+    """Move a tree's arrays to pinned host memory; scalars stay where they are."""
     return _moved(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Any) -> Any:
-    """Tree with its arrays moved to device memory."""
+    """Move a tree's arrays to device memory."""
     return _moved(tree, jax.memory.Space.Device)
 
 
@@ -46,5 +46,5 @@ def _moved(tree: Any, space: jax.memory.Space) -> Any:
 
 
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The same sharding in pinned host memory."""
+    """Return the same sharding in pinned host memory."""
     return sharding.with_memory_kind(PINNED_HOST)

@@ -1,15 +1,15 @@
-"""Pipeline parallelism in plain SPMD over the mesh axis `stage`; when a stage does what: pipeline_schedule.py.
+"""Pipeline parallelism in plain SPMD over the mesh axis `stage`; for the timetable of a stage: pipeline_schedule.py.
 
-Every device runs one program (shard_map): a scan over ticks in which stage s works on its micro-batches, then hands
-activations to s + 1 and gradients to s - 1 (ppermute). What a stage has nothing to do for is skipped by lax.cond. A
-stage keeps the inputs of the micro-batches under way and computes its forward again in its backward pass; the last
-stage does only that. Rematerialisation of blocks (step.remat) plays no part here.
+Every device runs one program (shard_map): a scan over ticks in which stage s works on its micro-batches, then sends
+activations to s + 1 and gradients to s - 1 (ppermute). lax.cond skips passes that a stage does not have in a tick. A
+stage keeps the inputs of its micro-batches in flight and recomputes its forward pass in its backward pass; the last
+stage does only that. Rematerialisation of blocks (step.remat) has no effect here.
 
 The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
-stream towards the first, one a tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
+stream towards the first, one per tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
 splits heads and feed-forward width by hand (Shoeybi et al. 2019, arXiv:1909.08053, section 3: operators f and g), and
-the last stage's tokens among the devices of `model`. Parameters come unstacked; stacked by layer they are a view
-inside the step, which one all-to-all hands to the stages. Letters: M micro-batches, S stages.
+splits the last stage's tokens among its devices. Parameters arrive unstacked; inside the step, a view stacks them by
+layer, and one all-to-all sends the layers to their stages. Letters: M micro-batches, S stages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, r
 from jaxbench.parallel.pipeline_schedule import timing
 from jaxbench.parallel.step_plan import Plan
 
-ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
-# Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
+ENDS = ("embed", "position", "final_norm", "head")  # modules of the first and the last stage besides their layers
+# Weights that every head uses: if heads are split over `model`, each device has a part of their gradient.
 SHARED_BY_HEADS = ("attention.q_norm.scale", "attention.k_norm.scale")
 Weights = tuple[dict[str, Array], dict[str, Array]]  # a stage's layers, stacked [L/S ..], and everything else
 
@@ -60,14 +60,14 @@ class Pipeline(NamedTuple):
 
 
 def _operator(value: Callable[[Hidden], Hidden], gradient: Callable[[Hidden], Hidden]) -> Callable[[Hidden], Hidden]:
-    """Function of given value, whose gradient by its input is a function of that by its output alone."""
+    """Make a function with a custom gradient: its input's gradient depends on its output's gradient alone."""
     operator = jax.custom_vjp(value)
     operator.defvjp(lambda x: (value(x), None), lambda _, grad: (gradient(grad),))
     return operator
 
 
 def _on_first(x: Hidden) -> Hidden:
-    """The array on the first device of `model`, zeros on the others."""
+    """Return the array on the first device of `model`, zeros on the others."""
     return jnp.where(lax.axis_index(MODEL) == 0, x, jnp.zeros_like(x))
 
 
@@ -78,7 +78,7 @@ _counted_once = _operator(_identity, _on_first)  # a later sum over `model` coun
 
 
 def _embedded(pipeline: Pipeline, ends: dict[str, Array], micro: train.Batch) -> Hidden:
-    """Embeddings of a micro-batch's tokens, learned positions added: input of the first stage."""
+    """Embeddings of a micro-batch's tokens plus learned positions: the input of the first stage."""
     model = _merged(pipeline.ends, ends)
     hidden = model.embed(micro.tokens)
     if model.position is not None:
@@ -89,7 +89,7 @@ def _embedded(pipeline: Pipeline, ends: dict[str, Array], micro: train.Batch) ->
 def _loss_share(
     pipeline: Pipeline, ends: dict[str, Array], hidden: Hidden, micro: train.Batch, num_targets: Int[Array, ""]
 ) -> Scalar:
-    """Sum of the losses of this device's part of the tokens, over the number of targets in the batch; in nats."""
+    """Sum of this device's token losses divided by the number of targets in the batch; in nats."""
     model = _merged(pipeline.ends, ends)
     hidden = _copied(model.final_norm(hidden))
     length = hidden.shape[1] // pipeline.model
@@ -103,7 +103,7 @@ def _loss_share(
 def _run_stage(
     pipeline: Pipeline, weights: Weights, received: Hidden, micro: train.Batch, num_targets: Int[Array, ""]
 ) -> tuple[Hidden, Scalar]:
-    """Forward pass of this stage's layers: its output activations, and the loss share (0 but in the last stage)."""
+    """Run this stage's layers forward: its output activations, and its loss share (0 except in the last stage)."""
     layers, ends = weights
     stage, last = lax.axis_index(STAGE), pipeline.stages - 1
     hidden = lax.cond(stage == 0, lambda: _embedded(pipeline, ends, micro), lambda: received)
@@ -143,7 +143,7 @@ def _shift(tree: Any, step: int, stages: int) -> Any:
 def _next_micro(pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, tick: Array) -> tuple[train.Batch, Any]:
     """Micro-batch of this stage's forward pass, and the stream moved one place towards the first stage.
 
-    The first stage takes the front of the stream [M/S B T]; the others the one that came with their activations.
+    The first stage takes the front of the stream [M/S B T]; the others take the one received with their activations.
     """
     slot = tick % (pipeline.config.micro_batches // pipeline.stages)
     front = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stream)
@@ -160,7 +160,7 @@ class _Carry(NamedTuple):
     micro: train.Batch  # the micro-batch that they belong to
     output_grad: Hidden  # gradient of an earlier output of this stage, from the next stage
     stream: train.Batch  # [M/S B T] micro-batches on their way to the first stage
-    stash: tuple[Array, train.Batch]  # inputs of the micro-batches under way, by slot
+    stash: tuple[Array, train.Batch]  # inputs of the micro-batches in flight, by slot
     loss: Scalar  # share of the micro-batches done so far
     grads: Weights
 
@@ -170,7 +170,7 @@ def _run_schedule(
 ) -> tuple[Scalar, Weights]:
     """Loss share of this device, and the gradients of its weights times the loss scale: one scan over all ticks.
 
-    In a tick, a stage runs one micro-batch forward and one backward, where the schedule has them for it.
+    In a tick, a stage runs one micro-batch forward and one backward, if the schedule has them.
     """
     stage = lax.axis_index(STAGE)
     micro_batches = pipeline.config.micro_batches
@@ -207,7 +207,7 @@ def _run_schedule(
 
 def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_grad: Hidden, scale: Scalar,
                loss: Scalar, grads: Weights) -> tuple[Hidden, Scalar, Weights]:  # fmt: skip
-    """Backward pass of a stage: gradient of its input in a slot of the stash; loss and weight gradients added to."""
+    """Run a stage backward: gradient of its input in a slot of the stash; loss and weight gradients accumulate."""
     received, micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stash)
     (_, share), vjp = jax.vjp(lambda weights, received: run(weights, received, micro), weights, received)
     weight_grads, input_grad = vjp((output_grad, scale.astype(share.dtype)))
@@ -215,18 +215,18 @@ def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_
 
 
 def _stored(slot: Int[Array, ""], is_new: Bool[Array, ""], kept: Array, value: Array) -> Array:
-    """Slots `kept` with the value in one of them where it is new, else as they are."""
+    """Slots `kept` with the value stored in one of them if it is new, else unchanged."""
     old = lax.dynamic_index_in_dim(kept, slot, keepdims=False)
     return lax.dynamic_update_index_in_dim(kept, jnp.where(is_new, value, old), slot, 0)
 
 
 def _wide(dtype: Any) -> jnp.dtype:
-    """The type itself, or float32 where that is wider."""
+    """Return the wider of the type and float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _merged(graph: nnx.GraphDef, named: Mapping[str, Array]) -> Any:
-    """Module of a graph with these parameters, by dotted name."""
+    """Build a graph's module with these parameters, by dotted name."""
     flat = [(tuple(int(k) if k.isdigit() else k for k in name.split(".")), nnx.Param(x)) for name, x in named.items()]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -237,7 +237,7 @@ def _merged(graph: nnx.GraphDef, named: Mapping[str, Array]) -> Any:
 def make_loss(
     plan: Plan, *, loss_fn: Callable[..., Array], loss_of: Callable[[Array, Any], Array], scale: Array | None
 ) -> Callable[..., Array]:
-    """Loss of a pipeline as loss(model, batch, dropout=None), whose gradient is what the schedule computes.
+    """Make a pipeline's loss(model, batch, dropout=None), whose gradient the schedule computes.
 
     Args:
       plan: of a mesh with the axes stage, data, fsdp, sequence (1) and model.
@@ -245,9 +245,9 @@ def make_loss(
       loss_of: loss of (logits, batch) in nats per token, a mean over the targets of batch.mask.
       scale: loss scale of the step, None = 1; see data_parallel.py.
 
-    Decoders with dropout are refused where the plan is made (mesh_checks.py).
+    Decoders with dropout are refused when the plan is made (mesh_checks.py).
 
-    Raises (the loss, where it is traced):
+    Raises (the loss, when traced):
       ValueError: dropout is on.
     """
 
@@ -274,7 +274,7 @@ def make_loss(
 def _loss_and_gradients(
     pipeline: Pipeline, plan: Plan, params: dict[str, Array], batch: train.Batch, scale: Scalar
 ) -> tuple[Scalar, dict[str, Array]]:
-    """Loss in nats per token, and gradients of loss * scale by dotted name: the schedule run on the whole mesh."""
+    """Run the schedule on the whole mesh: loss in nats per token, and gradients of loss * scale by dotted name."""
     layers, ends = _stacked(params)
     layer_specs, layer_gradients = (
         {n: P(None, *where[f"layers.0.{n}"].spec) for n in layers} for where in (plan.params, plan.gradients)
@@ -290,7 +290,7 @@ def _loss_and_gradients(
         weights = (_with_biases_once(pipeline, layers), ends)
         loss, (layers, ends) = _run_schedule(pipeline, weights, stream, num_targets, scale)
         layers = {name: _to_owners(pipeline, grad, layer_gradients[name]) for name, grad in layers.items()}
-        # Embedding and head lie whole on every device of `model`, each of which saw a part of the tokens.
+        # Embedding and head are replicated over `model`, each device of which saw a part of the tokens.
         over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
         ends = {
             name: reduced(grad, end_gradients[name], over[name], gradient_type=plan.config.gradient_type)
@@ -309,7 +309,7 @@ def _loss_and_gradients(
 
 
 def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) -> Float[Array, "own_layers ..."]:
-    """This stage's layers of a stacked parameter stored as `spec` says."""
+    """This stage's layers of a stacked parameter that is sharded by `spec`."""
     value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
     if dim is not None:
         return lax.all_to_all(value, STAGE, split_axis=0, concat_axis=dim, tiled=True)
@@ -318,7 +318,7 @@ def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) ->
 
 
 def _to_owners(pipeline: Pipeline, grad: Float[Array, "own_layers ..."], spec: P) -> Float[Array, "layers ..."]:
-    """Gradients of a stage's layers as the part of all layers that is stored here, summed over the batch."""
+    """Sum the gradients of a stage's layers over the batch, and return this device's shard of all layers."""
     dim = dim_of(spec, STAGE)
     if dim is not None:
         grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)
@@ -338,7 +338,7 @@ def _stacked(params: Mapping[str, Array]) -> Weights:
 
 
 def _with_biases_once(pipeline: Pipeline, layers: dict[str, Array]) -> dict[str, Array]:
-    """Layers whose output biases are zero on all devices of `model` but the first: operator g sums them."""
+    """Zero the layers' output biases on all devices of `model` but the first, since operator g sums them."""
     added = {"mlp.down_proj.bias"} | ({"attention.o_proj.bias"} if pipeline.is_attention_split else set())
     if pipeline.model == 1:
         return layers

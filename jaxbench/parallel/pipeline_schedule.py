@@ -1,6 +1,6 @@
-"""When a pipeline stage works on which micro-batch (S file). Letters: M micro-batches, S stages, s a stage.
+"""Timetable of a pipeline's stages and micro-batches (S file). Letters: M micro-batches, S stages, s a stage.
 
-Forward of micro-batch m is at tick m + s in both schedules; the last stage's is part of its backward.
+The forward pass of micro-batch m is at tick m + s in both schedules; the last stage's is part of its backward pass.
 
 - gpipe (Huang et al. 2019, arXiv:1811.06965): backward after every forward, at tick M + m + 2S - 2 - s. A stage keeps
   the inputs of all M micro-batches.
@@ -24,13 +24,13 @@ class Work(NamedTuple):
 
 
 def timing(schedule: str, stages: int, micro_batches: int) -> tuple[int, int]:
-    """Tick of micro-batch 0's backward pass in stage 0, and the number of inputs that a stage keeps."""
+    """Return the tick of micro-batch 0's backward pass in stage 0, and the number of inputs that a stage keeps."""
     is_gpipe = schedule == "gpipe"
     return 2 * stages - 2 + is_gpipe * micro_batches, micro_batches if is_gpipe else 2 * stages - 1
 
 
 def timetable(schedule: str, stages: int, micro_batches: int) -> Iterator[Work]:
-    """Yield the passes of all stages, tick by tick: the schedule of the compiled program, written out."""
+    """Yield the passes of all stages, tick by tick: the explicit schedule of the compiled program."""
     offset, _ = timing(schedule, stages, micro_batches)
     for tick in range(offset + micro_batches):
         for stage in range(stages):

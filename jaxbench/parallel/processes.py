@@ -1,6 +1,6 @@
-"""The processes of one training run: who this one is, and how they agree (S file: neither JAX nor PyTorch).
+"""The processes of one training run: which one this is, and how they agree (S file: neither JAX nor PyTorch).
 
-One process is the rule (ALONE). Of several, distributed.py makes the value; the first one (index 0) writes records,
+One process is the default (ALONE). For several, distributed.py makes the value; the first one (index 0) writes records,
 metrics and the export for all.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 
 LOCK = ".lock"  # in the folder of a run
 MAX_PORT = 65535
-VISIBLE_TRIES, VISIBLE_PAUSE = 50, 0.2  # seconds between looks for the first process's lock
+VISIBLE_TRIES, VISIBLE_PAUSE = 50, 0.2  # attempts to see the first process's lock, and seconds between them
 
 
 class Processes(NamedTuple):
-    """This process among those of a run."""
+    """This process within the processes of a run."""
 
     index: int  # from 0
     count: int
@@ -36,11 +36,11 @@ class Processes(NamedTuple):
         return self.index == 0
 
     def agree(self, is_good: bool) -> bool:
-        """Logical AND of a flag over all processes; a barrier: every process has to call."""
+        """Logical AND of a flag over all processes; a barrier: every process must call."""
         return bool(self.gather(np.array([is_good], np.uint32)).all())
 
     def check_alike(self, content: Mapping[str, Any]) -> None:
-        """Check that all processes were given the same JSON values, by name; a barrier: every process has to call.
+        """Check that all processes were given the same JSON values, by name; a barrier: every process must call.
 
         Raises:
           ValueError: they were not; every process raises, and the message names the values that differ.
@@ -61,9 +61,9 @@ ALONE = Processes(0, 1, lambda own: own[None])
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Hold a folder for this process; the system lets go of it however the process ends.
+    """Lock a folder for this process; the system releases the lock however the process ends.
 
-    A folder that was made for this and in which an error left nothing is taken away again.
+    A folder that was created for this and is empty after an error is removed again.
 
     Raises:
       ValueError: another live process holds it.
@@ -94,10 +94,10 @@ def locked(workdir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(workdir: Path, processes: Processes) -> Iterator[None]:
-    """Hold a folder for all processes of a run: the first one locks it, and all have to see that.
+    """Lock a folder for all processes of a run: the first one locks it, and all must see the lock.
 
     Raises:
-      ValueError: another run holds it, or it is another folder for a process; every process raises.
+      ValueError: another run holds it, or a process sees another folder there; every process raises.
     """
     with contextlib.ExitStack() as stack:
         refused = None
@@ -119,7 +119,7 @@ def held(workdir: Path, processes: Processes) -> Iterator[None]:
 
 
 def _sees(workdir: Path, holder: str) -> bool:
-    """True where the folder's lock is that of this holder; a shared file system may show it late."""
+    """Return True if the folder's lock is that of this holder; a shared file system may show it late."""
     for _ in range(VISIBLE_TRIES):
         with contextlib.suppress(OSError):
             if (workdir / LOCK).read_text(encoding="utf-8") == holder:

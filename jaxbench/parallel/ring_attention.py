@@ -1,10 +1,10 @@
-"""Attention over a row whose tokens are split over devices: keys and values go round a ring (context parallelism).
+"""Attention over a row whose tokens are split over devices: keys and values rotate in a ring (context parallelism).
 
 Call it within shard_map, each device with its part of the tokens. In step r a device attends to the part of the device
-r places before it, while keys and values move on by one (ppermute); the online softmax puts the steps together. The
-backward pass goes round once more, the gradients of keys and values travelling with them, so that no device ever holds
-more than one part of anything. Within a step scores are of one block of keys at a time, forward and backward, so that
-temporaries grow linearly with a device's tokens. A block none of whose keys a query may see is skipped.
+r places before it, while keys and values move on by one (ppermute); the online softmax combines the steps. The backward
+pass goes round the ring once more; the gradients of keys and values travel with them, so that no device ever holds more
+than one part of anything. Within a step, scores are computed for one block of keys at a time, forward and backward, so
+that temporaries grow linearly with a device's tokens. Blocks with no key that a query may attend to are skipped.
 
 Source: Liu et al. 2023, arXiv:2310.01889, algorithm 1; Dao 2023, arXiv:2307.08691, algorithm 2, for the gradient.
 Differs from the paper: parts are contiguous, so later devices of a causal row do more of the work.
@@ -33,7 +33,7 @@ class Ring(NamedTuple):
     """Static settings of one ring attention."""
 
     axis: str  # of the mesh, whose devices form the ring
-    sliding_window: int | None  # tokens a query sees, itself included; None = all before it
+    sliding_window: int | None  # tokens that a query attends to, including itself; None = all before it
     block_size: int  # keys whose scores are held at once; divides the keys of a device
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None = they stay
 
@@ -51,13 +51,13 @@ def ring_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention output of this device's queries over the keys of all devices of a mesh axis; call under shard_map.
 
-    A query that may attend to nothing gives zeros. Scores and sums are of at least float32.
+    The output of a query that may attend to nothing is zeros. Scores and sums are in at least float32.
 
     Args:
       query, key, value: this device's tokens; N is a multiple of K.
       spans: the same tokens' positions and segments.
-      sliding_window: tokens a query sees, itself included; None = all before it.
-      axis: of the mesh, over which a row's tokens are split.
+      sliding_window: tokens that a query attends to, including itself; None = all before it.
+      axis: mesh axis over which a row's tokens are split.
       block_size: keys whose scores are held at once.
       softcap: scores become softcap * tanh(score / softcap); None = they stay.
     """
@@ -73,14 +73,14 @@ def ring_attention(
 
 
 def _padded(x: Shaped[Array, "..."], size: int, axis: int, fill: int = 0) -> Shaped[Array, "..."]:
-    """Lengthen an axis to a multiple of size; keys that are added have position -1, which nothing attends to."""
+    """Pad an axis to a multiple of size; added keys have position -1, which nothing attends to."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths, constant_values=fill)
 
 
 def _einsum(equation: str, left: Array, right: Array) -> Array:
-    """einsum summed, and returned, in at least float32."""
+    """Compute einsum with sums and result in at least float32."""
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
 
 
@@ -92,9 +92,9 @@ def _scores(ring: Ring, query: Query, key: Key, mask: Bool[Array, "B T S"]) -> F
 
 
 def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
-    """Once round the ring: step(carry, moving, spans) -> (carry, moving) with the keys of every device in turn.
+    """Go once round the ring: step(carry, moving, spans) -> (carry, moving) with the keys of every device in turn.
 
-    `moving` and the keys' positions and segments pass on by one device a step, and end where they began.
+    `moving` and the keys' positions and segments move on by one device per step, and end where they began.
     """
     size = lax.axis_size(axis)
     pairs = [(device, (device + 1) % size) for device in range(size)]
@@ -120,12 +120,12 @@ def _block(spans: Spans, ring: Ring, start: Int[Array, ""], key: Key, value: Val
 
 
 def _starts(spans: Spans, ring: Ring) -> Int[Array, " blocks"]:
-    """First key of every block."""
+    """Index of the first key of every block."""
     return jnp.arange(0, spans.key_positions.shape[1], ring.block_size, dtype=jnp.int32)
 
 
 def _forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> tuple[Query, Float[Array, "B K G T 1"]]:
-    """Attention output, and the log-sum-exp of a query's scores, -inf where it has no key."""
+    """Attention output, and the log-sum-exp of each query's scores, -inf if it has no key."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
 
     def absorb(carry: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple:
@@ -173,7 +173,7 @@ def _ring_backward(ring: Ring, residuals: tuple, grad: Query) -> tuple[Query, Ke
         weights = jnp.exp(scores - normaliser)
         upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))
         scores_grad = weights * (upstream - along) / math.sqrt(query.shape[-1])
-        if ring.softcap is not None:  # the tanh's slope; a score that is masked has no gradient
+        if ring.softcap is not None:  # derivative of tanh; a masked score has no gradient
             slope = 1.0 - jnp.square(jnp.where(mask[:, None, None], scores, 0.0) / ring.softcap)
             scores_grad = scores_grad * slope
         value_grad = value_grad + _einsum("BKGTS,BKGTH->BKSH", weights, grad)

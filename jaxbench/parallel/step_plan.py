@@ -1,4 +1,4 @@
-"""Where everything of one training run over a mesh lives; mesh_plan.py makes a plan."""
+"""Placement of everything in one training run over a mesh; mesh_plan.py makes a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shardings = Mapping[str, NamedSharding]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where everything of one training run lives."""
+    """Placement of everything in one training run."""
 
     mesh: Mesh
     config: ParallelConfig
@@ -31,13 +31,13 @@ class Plan:
 
     @property
     def is_pipelined(self) -> bool:
-        """True where the step runs a pipeline schedule."""
+        """True if the step runs a pipeline schedule."""
         return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
 
     def elements_per_chip(self) -> tuple[int, int]:
-        """Elements of parameters that one chip stores, and that it uses once they are gathered.
+        """Parameter elements that one chip stores, and that it uses once they are gathered.
 
-        In a pipeline a chip uses its stage's layers, and whole what is no layer (pipeline.py).
+        In a pipeline a chip uses its stage's layers, and everything outside the layers (pipeline.py).
         """
         shapes = initial.parameter_shapes(self.model)
         count = lambda where, names: sum(math.prod(where[name].shard_shape(shapes[name])) for name in names)

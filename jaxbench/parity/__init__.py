@@ -1,1 +1,1 @@
-"""The parity engine: proof that backends compute the same function, and the name of the module where they do not."""
+"""Parity engine: prove that backends compute the same function, or name the module where they differ."""

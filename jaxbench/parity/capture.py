@@ -1,7 +1,7 @@
 """Traces of one backend, and the module names that align two backends (S file: neither JAX nor PyTorch).
 
-A module is named by its path, "layers.0.attention.q_proj", the model itself "model". The sides (flax_side.py,
-torch_side.py, equinox_side.py) fill these types without any change to the models.
+A module is named by its path, "layers.0.attention.q_proj"; the model itself is "model". The sides (flax_side.py,
+torch_side.py, equinox_side.py) fill these types without changing the models.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Trace(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Floating tensors of one module's call."""
+    """Floating-point tensors of one module's call."""
 
     inputs: tuple[Any, ...]  # in the order of its arguments
-    # The first one it returns, as what follows, such as a cache, may be laid out as it likes; in a pair (jaxbench/pair)
-    # every one, None where the other side has no counterpart.
+    # Only the first one it returns, since the layout of the others, such as a cache, may differ between backends; in a
+    # pair (jaxbench/pair) every one, None where the other side has no counterpart.
     outputs: tuple[Any, ...]
 
 
@@ -44,14 +44,14 @@ class Training(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """Logits of one batch computed in one call, and token by token behind a prefill, all [B T V]."""
+    """Logits of one batch computed in one call, and token by token after a prefill, all [B T V]."""
 
     full: np.ndarray
     incremental: np.ndarray
 
 
 class Outputs(NamedTuple):
-    """A call's outputs: the arrays by kind, and where each stands."""
+    """A call's outputs: the arrays by kind, and the place of each."""
 
     floating: tuple[Any, ...]  # from left to right
     exact: tuple[Any, ...]  # integers and booleans, likewise
@@ -59,23 +59,23 @@ class Outputs(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Place of one output among those of its kind."""
+    """Index of one output among those of its kind."""
 
     is_floating: bool
     index: int
-    is_plain: bool = False  # a number of Python
+    is_plain: bool = False  # a Python number
 
 
 class Local(NamedTuple):
     """Error of one module's own code: its distance from the twin, given the twin's inputs and inner results."""
 
     module: str
-    part: str  # "output", or "input of <child>" for what it hands to a module inside it
+    part: str  # "output", or "input of <child>" for what it passes to a module inside it
     error: float  # relative 2-norm, the largest of its tensors
 
 
 def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
-    """Name of the nearest module around a module, "model" for the outermost ones."""
+    """Return the name of the nearest enclosing module, "model" for the outermost ones."""
     parent = name.rpartition(".")[0]
     while parent and parent not in modules:
         parent = parent.rpartition(".")[0]
@@ -83,11 +83,11 @@ def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
 
 
 def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Callable[[Any], bool]) -> Any:
-    """Apply a function to the floating tensors of nested tuples, lists and dictionaries, from left to right."""
+    """Apply a function to the floating-point tensors of nested tuples, lists and dictionaries, from left to right."""
     if is_floating(tree):
         return function(tree)
     if isinstance(tree, dict):
-        changed = copy.copy(tree)  # of its own class: transformers' outputs are dictionaries with attributes
+        changed = copy.copy(tree)  # keeps its class: transformers' outputs are dictionaries with attributes
         for key, value in tree.items():
             changed[key] = map_floating(value, function, is_floating=is_floating)
         return changed
@@ -98,13 +98,13 @@ def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Call
 
 
 def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
-    """Outputs of a call, out of nested mappings, dataclasses, tuples and lists; what holds no array is left out.
+    """Collect a call's outputs from nested mappings, dataclasses, tuples and lists; parts without arrays are left out.
 
-    Plain numbers are exact outputs, as arrays of no axis.
+    Plain numbers are exact outputs, as arrays without axes.
 
     Args:
       result: what the model returned.
-      kind_of: "floating", "exact" or "" for what is no array to compare.
+      kind_of: returns "floating", "exact", or "" for anything that is no array to compare.
     """
     arrays: dict[str, list[Any]] = {"floating": [], "exact": []}
 
@@ -130,9 +130,9 @@ def outputs_of(result: Any, *, kind_of: Callable[[Any], str]) -> Outputs:
 
 
 def in_order_of(outputs: Outputs, tree: Any) -> Outputs:
-    """The same outputs in the order of another tree of the same places; as they are where the places differ.
+    """Reorder outputs like another tree with the same places; return them unchanged if the places differ.
 
-    A compiled function returns its dictionaries sorted by key, and the same function op by op as they were made.
+    A compiled function returns its dictionaries sorted by key, the same function run op by op in insertion order.
     """
     here, there = (dict(_places(each)) for each in (outputs.tree, tree))
     if here.keys() != there.keys() or any(here[p].is_floating != there[p].is_floating for p in here):
@@ -153,13 +153,13 @@ def _places(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, Leaf]]:
 
 
 def paired_outputs(mine: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, list[Leaf], list[Leaf]]]:
-    """(path, leaves of one side, those of the other) of two trees of outputs: dictionaries by key, lists by position.
+    """Yield (path, leaves of one side, of the other) for two trees of outputs: dictionaries by key, lists by position.
 
     Where one side has a list and the other something else, or another length, all leaves inside are one group. A key
-    that only one side has, with nothing but plain numbers, is a group whose other side is empty.
+    that only one side has, holding only plain numbers, is a group whose other side is empty.
 
     Raises:
-      ValueError: two dictionaries have other keys; the message names them.
+      ValueError: two dictionaries have different keys; the message names them.
     """
     if isinstance(mine, dict) and isinstance(theirs, dict):
         missing, more = (
@@ -191,12 +191,12 @@ def _leaves(tree: Any) -> Iterator[Leaf]:
 
 
 def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:
-    """Each module's own error, in the reference's order; forced calls were made on the reference's tensors.
+    """Compute each module's own error, in the reference's order; forced calls were made on the reference's tensors.
 
-    A call's inputs are the work of the module around it, so their error is that module's.
+    The enclosing module computes a call's inputs, so their error counts as that module's.
 
     Raises:
-      ValueError: modules differ, or one passes another number of tensors.
+      ValueError: the modules differ, or one passes a different number of tensors.
     """
     distance.check_names(forced, reference, kind="modules called")
     local = []
@@ -214,5 +214,5 @@ def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> l
 
 
 def blame(local: Iterable[Local], *, tolerance: float) -> Local | None:
-    """First part whose own error is above the tolerance, in order of computation; None where there is none."""
+    """Return the first part whose own error is above the tolerance, in order of computation; None if there is none."""
     return next((entry for entry in local if not entry.error <= tolerance), None)

@@ -1,13 +1,13 @@
-"""The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
+"""Table of parity cases, one row per case; unit tests, the parity command and every workload share it (S file).
 
 A row names the module that holds `build(config, params, dtype=..., **options)` in jaxbench/, torch_ref/ and
-jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; where its model is no decoder, the
-row also names
+jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; if its model is no decoder, the row
+also names
 
-    task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
+    task    the module, next to `module` in every package, with Batch, predict, loss_of and loss_fn, as in train.py
     data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
             seed=, step=), whose result has the fields of Batch and `positions` [B T], -1 = padding
-    exact   a module of jaxbench/parity/ with `gates_of(case)`, for what has no model: bits, lists, counts, tokens
+    exact   a module of jaxbench/parity/ with `gates_of(case)`, for cases without a model: bits, lists, counts, tokens
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.detector.features import NeuralConfig
 
 # Backends that are compared with PyTorch's, and the module of each one's side.
-BACKENDS = ("flax", "equinox")  # each has a module of its own beside this one: <name>_side.py
+BACKENDS = ("flax", "equinox")  # each has its own module in this package: <name>_side.py
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
     dropout=0.1,
@@ -48,9 +48,9 @@ GPT2 = LLAMA.model_copy(
         "num_kv_heads": 4,
     }
 )
-# Heads wider together than the residual stream, as in the small models of the family.
+# Heads whose total width exceeds the residual stream's, as in the small models of the family.
 QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
-# Parts of the three releases of the family; windows in all layers but the last of two or of three.
+# Features of the family's three releases; windows in all layers but the last of every two or three.
 GEMMA = {"activation": "geglu", "embedding_scale": 32**0.5, "norm_eps": 1e-6, "head_dim": 16}
 GEMMA2 = GEMMA | {
     "post_norms": True, "query_pre_attn_scalar": 12.0, "attention_softcap": 2.0, "logit_softcap": 3.0,
@@ -84,26 +84,26 @@ COMPRESSOR = CompressorConfig(
 
 
 class Case(NamedTuple):
-    """One configuration that every backend must compute alike."""
+    """One configuration for which every backend must compute the same."""
 
     id: str  # <workload>/<variant>
     config: Any  # the configuration that `build` takes; None = the default model with its own weights
     module: str = "transformer"  # relative path of the module with `build`
     options: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, projection_groups, ...
-    batch: int = 2  # rows; every second one starts with padding
+    batch: int = 2  # rows; every second row starts with padding
     length: int = 16  # tokens a row
     prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
-    packed: bool = False  # two documents a row, told apart by segment ids
-    sampled: bool = False  # draw tokens too, and compare them exactly
+    packed: bool = False  # two documents per row, distinguished by segment ids
+    sampled: bool = False  # also sample tokens, and compare them exactly
     steps: int = 20  # AdamW steps; 0 = no training
     gradients: bool = True  # compare gradients by default
     seed: int = 0
     task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
-    exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
+    exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) replace all others
     backends: tuple[str, ...] = BACKENDS  # JAX backends that have the case
-    device: str | None = None  # device of `kernel`, without which the case is left out; None = any
-    kernel: str | None = None  # attention of 16 bits only: the case in bfloat16, where float64 is dense's
+    device: str | None = None  # device that `kernel` needs; without it the case is skipped; None = any
+    kernel: str | None = None  # 16-bit-only attention, used in bfloat16; float64 uses dense attention
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
 
     @property
@@ -125,7 +125,7 @@ def _llama(
 
 
 def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
-    """Case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
+    """Case of a neural memory; with 18 tokens the last chunk is half full; odd seeds have padding."""
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
     path = {"module": "memory.neural", "task": "memory.target", "data": "memory.config"}
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
@@ -154,19 +154,19 @@ def _mark(name: str, **scheme: Any) -> Case:
 
 
 def _sparse(name: str, **pattern: Any) -> Case:
-    """Case of block-sparse attention on rows with two documents and padding, the last block half full."""
+    """Case of block-sparse attention on rows with two documents and padding; the last block is half full."""
     return Case(f"sparse_attention/{name}", BlockPattern(block_size=4, **pattern), module="sparse_attention",
                 length=22, exact="sparse_attention", backends=("flax",))  # fmt: skip
 
 
 def _reader(family: str) -> Case:
-    """Case of the hallucination lab's token scores, of a model of a family that transformers makes."""
+    """Case of the hallucination lab's token scores, on a transformers model of a family."""
     return Case(f"hallucination/{family}", LLAMA, module="hallucination.token_scores", exact="hallucination",
                 backends=("flax",))  # fmt: skip
 
 
 def _oracle(name: str) -> Case:
-    """Case of what all backends share, held to answers from outside."""
+    """Case of code that all backends share, compared with an outside oracle."""
     return Case(f"oracle/{name}", LLAMA, module=f"oracles.{name}", exact=f"oracles.{name}")
 
 
@@ -185,7 +185,7 @@ CASES: tuple[Case, ...] = (
     _llama("llama-blocked", options=BLOCKED),
     _llama("llama-blocked-window", options=BLOCKED, sliding_window=5, packed=True),
     _llama("llama-scan", options={"scan_layers": True}),
-    _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as on a mesh with model=2
     _llama("llama-encoder", is_causal=False)._replace(prompt=0),
     _llama("llama-encoder-blocked", options=BLOCKED, packed=True, is_causal=False)._replace(prompt=0),
     _llama("qwen3", sampled=True, **QWEN3),
@@ -258,7 +258,7 @@ CASES: tuple[Case, ...] = (
 
 
 def find(case_id: str) -> Case:
-    """Case of an id.
+    """Return the case of an id.
 
     Raises:
       ValueError: there is none; the message names the nearest ids.
@@ -271,7 +271,7 @@ def find(case_id: str) -> Case:
 
 
 def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Configuration and parameters of a case: distinct random ones, the default model's, or those of `model`."""
+    """Return a case's configuration and parameters: distinct random ones, the default model's, or those of `model`."""
     if case.data is not None:
         source = importlib.import_module(f"jaxbench.{case.data}")
         return case.config, source.initial_params(case.config, case.seed, distinct=True)
@@ -307,7 +307,7 @@ def arrays(case: Case, config: Any, *, step: int = 0) -> Any:
     if case.packed:
         segments = np.zeros(shape, np.int32)
         segments[:, case.length // 2 :] = 1
-        # The second document counts its positions from 0 again.
+        # Positions of the second document start at 0 again.
         positions[:, case.length // 2 :] -= positions[:, case.length // 2 :].min(axis=1, keepdims=True)
     mask = (positions >= 0) & (random.random(shape) < 0.9)
     return Arrays(tokens[:, :-1], tokens[:, 1:], positions, mask, segments)

@@ -1,4 +1,4 @@
-"""Bugs of gate P9 in the context compressor: those that the shape of such models invites."""
+"""Bugs of gate P9 in the context compressor: those that such models invite."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch_ref.compress import compressor
 
 
 def _first_of_group(original: Callable, x: torch.Tensor, is_token: torch.Tensor, size: int) -> torch.Tensor:
-    """Take a group's first token for its mean."""
+    """Take a group's first token instead of its mean."""
     return x[:, ::size] * is_token[:, ::size, None]
 
 
 def _padding_in_means(original: Callable, x: torch.Tensor, is_token: torch.Tensor, size: int) -> torch.Tensor:
-    """Divide a short group by all of its places."""
+    """Divide a short group's sum by its full size."""
     return original(torch.where(is_token[:, :, None], x, 0.0), torch.ones_like(is_token), size)
 
 
 def _causal(original: Callable, spans: attention.Spans, sliding_window: int | None, *how: Any) -> torch.Tensor:
-    """Let no token see those behind it."""
+    """Let no token attend to later ones."""
     return original(spans, sliding_window, True)
 
 
 def _vectors_of_first_row(original: Callable, self: Any, batch: compressor.Batch) -> torch.Tensor:
-    """Let every row read the first one's vectors."""
+    """Let every row read the first row's vectors."""
     found = original(self, batch)
     size = self.decoder.vocab_size
     own = batch.groups.shape[1] * batch.groups.shape[2]
@@ -37,13 +37,13 @@ def _vectors_of_first_row(original: Callable, self: Any, batch: compressor.Batch
 
 
 def _means_as_they_are(original: Callable, self: Any, states: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Leave the mean embeddings as short as they are."""
+    """Leave the mean embeddings unscaled."""
     means, ratio = args
     return original(self, states, means / ratio**0.5, ratio)
 
 
 def _asked_everywhere(original: Callable, output: compressor.Output, batch: compressor.Batch) -> torch.Tensor:
-    """Ask the local head for tokens that are not there."""
+    """Ask the local head for tokens that do not exist."""
     return original(output, batch._replace(sampled=batch.sampled.clamp(min=0)))
 
 
@@ -52,7 +52,7 @@ def _no_teacher(original: Callable, output: compressor.Output, batch: compressor
 
 
 def _slots_of_another_ratio(original: Callable, self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Tell the encoder the places of another ratio's groups."""
+    """Give the encoder the slots of another ratio's groups."""
     known, self.first_slot = self.first_slot, {ratio: first + 1 for ratio, first in self.first_slot.items()}
     try:
         return original(self, x, *args)

@@ -1,7 +1,7 @@
-"""The one distance between tensors, and the two gates built on it (S file: neither JAX nor PyTorch).
+"""The distance between tensors, and the two gates built on it (S file: neither JAX nor PyTorch).
 
 Every gate compares dictionaries {name: array} of one kind (module outputs, gradients, weights, ...) and keeps their
-order, which is the order of computation; so the first name over the tolerance is where the difference starts.
+order, which is the order of computation. So the difference starts at the first name over the tolerance.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 TOLERANCE_FLOAT64 = 1e-9  # relative; the twins reach 1e-13 (docs/lab_log.md), one operation in float32 gives 1e-8
 HUGE = 1e150  # values whose squares overflow: equal on both sides, or infinitely far apart
-MASK = 1e30  # values that stand for infinity, such as a mask's float32 minimum; they have a norm of their own
+MASK = 1e30  # values that stand for infinity, such as a mask's float32 minimum; they have a separate norm
 FLOOR = 1e-3  # share of the kind's RMS norm under which a tensor counts as zero, such as the gradient of a key bias
-# Where the errors of a tensor of n elements are one draw, its slack is 1 + FEW_ELEMENTS / n times as large. Of n normal
-# errors of one epsilon each the RMS is, but for one draw in 10^4, below 3.9, 2.4, 1.7 and 1.3 epsilons (n = 1, 4, 16,
-# 64), and above 0.0, 0.1, 0.4 and 0.7; so two exact twins differ by up to 3.9, 2.3, 1.0 and 0.3 epsilons beyond the
-# ratio of 1.5. Where terms cancel the errors are larger than that, and the ratio of two such RMS is chance: its
-# logarithm has a standard deviation of 1 / sqrt(n) (exp(DRAW_SIGMAS / sqrt(n)) = 22, 4.7, 2.2 and 1.5, where
-# the 99.9 % quantiles of sqrt(F(n, n)) are 636, 7.3, 2.3 and 1.5; the ratio of two scalars, Cauchy's, has no bound).
+# If the errors of a tensor of n elements are one draw, its slack is 1 + FEW_ELEMENTS / n times as large. The RMS of n
+# normal errors of one epsilon each is, except for one draw in 10^4, below 3.9, 2.4, 1.7 and 1.3 epsilons (n = 1, 4, 16,
+# 64) and above 0.0, 0.1, 0.4 and 0.7; so two exact twins differ by up to 3.9, 2.3, 1.0 and 0.3 epsilons beyond the
+# ratio of 1.5. Where terms cancel, the errors are larger, and the ratio of two such RMS is chance: its logarithm has a
+# standard deviation of 1 / sqrt(n) (exp(DRAW_SIGMAS / sqrt(n)) = 22, 4.7, 2.2 and 1.5, versus 636, 7.3, 2.3 and 1.5
+# for the 99.9 % quantiles of sqrt(F(n, n)); the ratio of two scalars is Cauchy distributed and has no bound).
 FEW_ELEMENTS = 4.0
 DRAW_SIGMAS = 3.1
 ERROR_RATIO = 1.5  # allowed ratio of two backends' errors; medians over positions are 1.0 to 1.3 (docs/lab_log.md)
@@ -37,12 +37,12 @@ class Entry(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True where the error is within the tolerance."""
+        """True if the error is within the tolerance."""
         return self.error <= self.tolerance
 
     @property
     def badness(self) -> float:
-        """What the worst tensor has most of: the error."""
+        """Sort key of the worst tensor: the error."""
         return self.error
 
 
@@ -53,21 +53,21 @@ class RatioEntry(NamedTuple):
     error: float  # of the first backend, relative 2-norm
     other_error: float  # of the second
     slack: float  # c * eps, absolute
-    ratio: float = ERROR_RATIO  # that is allowed
+    ratio: float = ERROR_RATIO  # largest allowed
 
     @property
     def limit(self) -> float:
-        """The larger error that the smaller one allows."""
+        """Largest error that the smaller of the two allows."""
         return self.ratio * min(self.error, self.other_error) + self.slack
 
     @property
     def passed(self) -> bool:
-        """True where neither error is more than the ratio times the other plus the slack."""
+        """True if neither error is more than the ratio times the other plus the slack."""
         return bool(max(self.error, self.other_error) <= self.limit)
 
     @property
     def badness(self) -> float:
-        """What the worst tensor has most of: its larger error over the one that the smaller allows."""
+        """Sort key of the worst tensor: its larger error over the limit that the smaller allows."""
         return max(self.error, self.other_error) / max(self.limit, np.finfo(float).tiny)
 
 
@@ -79,22 +79,22 @@ class Comparison(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True where every tensor passes."""
+        """True if every tensor passes."""
         return all(entry.passed for entry in self.entries)
 
     @property
     def worst(self) -> Entry | RatioEntry | None:
-        """The worst tensor, None where there is no tensor."""
+        """The worst tensor; None if there are no tensors."""
         return max(self.entries, key=lambda entry: entry.badness, default=None)
 
     @property
     def first_failure(self) -> Entry | RatioEntry | None:
-        """First tensor that does not pass, None where all do."""
+        """First tensor that does not pass; None if all pass."""
         return next((entry for entry in self.entries if not entry.passed), None)
 
 
 def norm_floor(reference: Mapping[str, Any]) -> float:
-    """Norm under which a tensor counts as zero: FLOOR times the root mean square of the tensors' 2-norms.
+    """Return the norm under which a tensor counts as zero: FLOOR times the root mean square of the tensors' 2-norms.
 
     Infinities, and values above MASK, are left out.
     """
@@ -105,9 +105,9 @@ def norm_floor(reference: Mapping[str, Any]) -> float:
 def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
     """Relative error ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where undefined.
 
-    Infinities (and values above HUGE) that stand in the same places on both sides, such as those of a mask, are equal
-    and left out of both norms; one that stands on one side only, and NaN on any side, make the error infinite. Values
-    above MASK on any side are compared among themselves, without the floor, so that they hide nothing beside them.
+    Infinities (and values above HUGE) in the same places on both sides, such as those of a mask, are equal and left out
+    of both norms; one on only one side, and NaN on either side, make the error infinite. Values above MASK on either
+    side are compared among themselves, without the floor, so that they do not hide errors of other values.
     """
     wide, wide_reference = _wide(value), _wide(reference)
     if wide.shape != wide_reference.shape:
@@ -142,16 +142,16 @@ def compare(
     widen: Mapping[str, float] | None = None,
     has_floor: bool = True,
 ) -> Comparison:
-    """Distances of tensors of one kind from their references, by name, in the references' order.
+    """Compute distances of tensors of one kind from their references, by name, in the references' order.
 
     Args:
       values: by name.
-      reference: what they are compared with.
+      reference: the values that they are compared with.
       kind: name of the comparison.
       tolerance: largest error that passes.
-      widen: what is added to a tensor's tolerance, its own repeat error; 0 for those it does not name.
-      has_floor: a tensor that is small beside the others may hold noise of their size (gradients); False where every
-        tensor counts by itself, such as the outputs of a model, whose sizes have nothing to do with each other.
+      widen: added to a tensor's tolerance, its own repeat error; 0 for tensors not named.
+      has_floor: a tensor much smaller than the others may hold noise of their size (gradients). False: every tensor is
+        judged by itself, such as the outputs of a model, whose magnitudes are unrelated.
 
     Raises:
       ValueError: the names differ; the message lists them.
@@ -177,9 +177,9 @@ def compare_errors(
 ) -> Comparison:
     """Compare two backends' errors against a float64 reference: each at most ERROR_RATIO x the other + c * eps.
 
-    A tensor that counts as zero (norm under the floor, such as the gradient of a key bias) holds nothing but rounding
-    of the tensors around it; its slack is c * eps of the kind's RMS norm. With is_single_draw every tensor counts by
-    itself, and one of few elements has more slack and a larger ratio, because its error is chance.
+    A tensor that counts as zero (norm under the floor, such as the gradient of a key bias) holds only rounding errors
+    of the tensors around it; its slack is c * eps of the kind's RMS norm. With is_single_draw every tensor is judged by
+    itself, and one with few elements has more slack and a larger ratio, because its error is chance.
 
     Raises:
       ValueError: the names differ; the message lists them.
@@ -206,9 +206,10 @@ def compare_errors(
 def averaged(draws: Sequence[Comparison]) -> Comparison:
     """Geometric means of the errors of several draws (batches), tensor by tensor; kind and slack are the first's.
 
-    The rounding error of one batch's gradient is a single draw where few terms enter a tensor: two exact twins then
+    If few terms enter a tensor, the rounding error of one batch's gradient is a single draw: two exact twins then
     differ by a factor of 1.6 from batch to batch (one standard deviation, gate kernels of a neural memory in
-    bfloat16), either way. A lasting factor between two backends stays in the mean. Errors of 0 count as the slack.
+    bfloat16), in either direction. A systematic factor between two backends remains in the mean. Errors of 0 count as
+    the slack.
     """
     entries = []
     for rows in zip(*(draw.entries for draw in draws), strict=True):
@@ -231,7 +232,7 @@ def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind
 
 
 def _without_masks(*tensors: Any) -> list[np.ndarray]:
-    """Tensors as vectors without what stands for infinity in all of them, with one sign: float64 compared it exactly.
+    """Tensors as vectors, without values that stand for the same infinity in all; float64 compared them exactly.
 
     A mask's float32 minimum is infinity in bfloat16, or that type's own minimum.
     """
@@ -244,18 +245,18 @@ def _without_masks(*tensors: Any) -> list[np.ndarray]:
 
 
 def _is_below(x: np.ndarray, limit: float) -> bool:
-    """True where every absolute value is at most the limit; NaN is not."""
+    """Return True if every absolute value is at most the limit; NaN is not."""
     return not x.size or bool(max(x.max(), -x.min()) <= limit)
 
 
 def _small(x: np.ndarray) -> np.ndarray:
-    """Values that take part in a norm, as a vector: all but infinities and those above MASK; NaN stays."""
+    """Values that enter a norm, as a vector: all but infinities and those above MASK; NaN is kept."""
     x = x.ravel()
     return x if _is_below(x, MASK) else x[~(np.abs(x) > MASK)]
 
 
 def _wide(value: Any) -> np.ndarray:
-    """Values in float64, complex ones as (real, imaginary) along a further axis: the norms are the same."""
+    """Values in float64, complex ones as (real, imaginary) along an additional axis: the norms are the same."""
     x = widest(value)
     return np.stack((x.real, x.imag), axis=-1) if np.iscomplexobj(x) else x
 

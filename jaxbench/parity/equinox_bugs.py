@@ -36,7 +36,7 @@ def _tied_gradient_lost(original: Callable, self: nn.Embed, x: Array) -> Array:
 def decode_position_late(
     original: Callable, self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any
 ) -> Any:
-    """Positions one too high in every step that reads a cache; the PyTorch twin gets it too."""
+    """Increase positions by one in every step that reads a cache; the PyTorch twin has the same bug."""
     return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
 
 

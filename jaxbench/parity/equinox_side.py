@@ -1,4 +1,4 @@
-"""The Equinox side of the parity engine: one case run with jaxbench/eqx, captured without a change to the models."""
+"""The Equinox side of the parity engine: one case run with jaxbench/eqx, captured without changing the models."""
 
 from __future__ import annotations
 

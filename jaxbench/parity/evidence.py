@@ -1,6 +1,7 @@
-"""Results of one backend in float64, gathered once, and the gates on those of two (S file).
+"""Float64 results of one backend, gathered once, and the gates that compare those of two (S file).
 
-The mutation score compares one backend's evidence with that of many broken twins, so gathering and comparing are apart.
+The mutation score compares one backend's evidence with that of many broken twins, so gathering and comparing are
+separate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
 SAMPLING = {"temperature": 0.9, "top_k": 24, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 SEED = 7  # of dropout and sampling
 NUM_SAMPLED = 32  # tokens drawn per row, if the context allows
-NUM_BATCHES = 4  # distinct batches that the training steps go round
+NUM_BATCHES = 4  # distinct batches, which the training steps cycle through
 
 
 class Evidence(NamedTuple):
@@ -43,21 +44,21 @@ class Findings(NamedTuple):
 
 
 def training_steps(case: Case, config: TransformerConfig) -> list[cases.Arrays]:
-    """Batch of every training step: NUM_BATCHES batches in turn, so that the loss falls."""
+    """Batch of every training step: NUM_BATCHES batches in rotation, so that the loss falls."""
     return [cases.arrays(case, config, step=i % NUM_BATCHES) for i in range(case.steps)]
 
 
 def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool, is_quick: bool = False) -> Evidence:
-    """Evidence of one side of a case in float64.
+    """Gather the float64 evidence of one side of a case.
 
-    Dropout is on in traces and training. Training comes last, because it moves PyTorch's weights. is_quick leaves out
+    Dropout is on in traces and training. Training comes last, because it changes PyTorch's weights. is_quick leaves out
     sampling and training.
     """
     arrays = cases.arrays(case, config)
     trace = side.trace(arrays, gradients=gradients, seed=SEED)
-    # The second trace goes at once: with the default model's gradients it holds a gigabyte.
+    # The second trace is not kept: with the default model's gradients it holds a gigabyte.
     repeat = gates.repeatability(trace, side.trace(arrays, gradients=gradients, seed=SEED), name=side.name)
-    # Decoding continues one document a row, so a packed batch has none.
+    # Decoding continues one document per row, so packed batches do not decode.
     decoding = None if case.packed or not case.prompt else side.decode(arrays, prompt=case.prompt)
     tokens = None
     if case.sampled and not is_quick:
@@ -72,7 +73,7 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
 
 
 def judge(evidence: Evidence, reference: Evidence) -> Findings:
-    """Gates P1, P6, P7, P8 and P10 of one backend's float64 evidence against another's."""
+    """Compute gates P1, P6, P7, P8 and P10 of one backend's float64 evidence against another's."""
     traces = _traces(evidence, reference)
     rows = [_gate("P1", kind, comparison) for kind, comparison in traces.items()]
     training = {}
@@ -94,7 +95,7 @@ def judge(evidence: Evidence, reference: Evidence) -> Findings:
 def _traces(evidence: Evidence, reference: Evidence) -> dict[str, distance.Comparison]:
     """Distances of loss, module outputs, their gradients and parameters' gradients, by kind.
 
-    A tensor's tolerance is widened by how far it is from itself when either backend repeats it.
+    A tensor's tolerance is widened by its repeat error in either backend.
     """
     loss, wanted_loss = {"loss": evidence.trace.loss}, {"loss": reference.trace.loss}
     comparisons = {"loss": distance.compare(loss, wanted_loss, kind="loss")}

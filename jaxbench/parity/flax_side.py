@@ -1,6 +1,6 @@
-"""The Flax side of the parity engine: one case run with jaxbench, captured without a change to the models.
+"""The Flax side of the parity engine: one case run with jaxbench, captured without changing the models.
 
-The modules' calls are intercepted: each output is kept, a zero is added to it and differentiated, or the call is made
+The modules' calls are intercepted: each output is kept, a zero is added to it to differentiate by, or the call is made
 on the twin's recorded inputs. The Equinox side (equinox_side.py) is this one with other modules.
 """
 
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def is_captured(self) -> bool:
-        """True where every module's output can be seen, not the model's alone."""
+        """True if every module's output can be captured, not only the model's."""
         return not self.case.is_scanned
 
     def get_params(self) -> dict[str, np.ndarray]:
@@ -56,7 +56,7 @@ class Side:
         self._hold(self.nn.load_params(self.model, params))
 
     def products(self) -> dict[str, np.ndarray]:
-        """What this backend computes of products.operands and products.attended: gate P3."""
+        """This backend's products of products.operands and attention of products.attended: gate P3."""
         left, right, gradient = map(jnp.asarray, products.operands(self.dtype))
         query, key, value = map(jnp.asarray, products.attended(self.dtype))
         positions = jnp.arange(2)[None]
@@ -67,7 +67,7 @@ class Side:
         return {name: np.asarray(x) for name, x in found.items()}
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
-        """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        """Loss, every module's output and, with gradients, gradients of outputs and parameters; seed: of dropout."""
         batch, dropout = self._batch(arrays), _dropout(seed, 0)
         if not gradients:
             loss, outputs = self._forward(self.params, {}, batch, dropout)
@@ -90,7 +90,7 @@ class Side:
         return jax.jit(jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True))
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
-        """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
+        """Loss and every module's output; deltas are added to outputs, to differentiate with respect to them."""
         model, outputs = parameters.merge(self.graph, params), {}
 
         def watch(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -111,7 +111,7 @@ class Side:
     ) -> dict[str, capture.Call]:
         """Inputs and first output of every module's call, each made on the reference's tensors (teacher forcing).
 
-        A module's own error stays its own: its inputs are the reference's, and so are the results of modules inside.
+        Each module's own error is isolated: its inputs and the results of its inner modules are the reference's.
         """
         given = {
             name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()
@@ -186,14 +186,14 @@ def _is_floating(x: Any) -> bool:
 
 
 def _floating(tree: Any) -> tuple[Any, ...]:
-    """Floating tensors of a tree, from left to right."""
+    """Floating-point tensors of a tree, from left to right."""
     tensors: list[Any] = []
     capture.map_floating(tree, tensors.append, is_floating=_is_floating)
     return tuple(tensors)
 
 
 def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
-    """Tree with its floating tensors replaced by others, from left to right."""
+    """Replace a tree's floating-point tensors by others, from left to right."""
     count = len(_floating(tree))
     if count != len(values):
         raise ValueError(f"parity: {where}: {count} floating tensors in JAX, {len(values)} in the twin")

@@ -1,4 +1,4 @@
-"""The gates of a parity run; each turns arrays of two backends into passed or failed, with the worst place (S file).
+"""Gates of a parity run; each turns arrays of two backends into pass or fail, with the worst tensor (S file).
 
 P1 float64 equality, P2 error ratios of float32 and bfloat16, P3 precision of products, measured, P4 first divergence
 and blame, P5 weight conversion, P6 shared randomness, P7 training curves, P8 cached decoding, P9 mutation score
@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxbench.parity import capture, distance
 
-# Slack c of the ratio gate, in epsilons of the type: twice the largest excess of one backend's error over 1.5x the
-# other's that was measured over all cases (outputs 0.1 in float32 and 0.4 in bfloat16, gradients 2.0 and 0.2), at
-# least 1. Gradients of biases are sums of few cancelling terms, and the two backends add them in different orders.
+# Slack c of the ratio gate, in epsilons of the type: twice the largest measured excess of one backend's error over 1.5x
+# the other's, over all cases (outputs 0.1 in float32 and 0.4 in bfloat16, gradients 2.0 and 0.2), but at least 1.
+# Gradients of biases are sums of few cancelling terms, and the two backends add them in different orders.
 SLACK_EPSILONS = {
     ("outputs", "float32"): 1.0,
     ("outputs", "bfloat16"): 1.0,
     ("gradients", "float32"): 4.0,
     ("gradients", "bfloat16"): 1.0,
 }
-CURVE_EPSILONS = 2.0  # rounding of the loss itself, which is a mean of few terms
-NOISE_BAND = 4.0  # a float32 curve may leave the reference by this multiple of what one-ulp changes do to it
+CURVE_EPSILONS = 2.0  # rounding error of the loss itself, a mean of few terms
+NOISE_BAND = 4.0  # a float32 curve may deviate from the reference by this multiple of the effect of one-ulp changes
 
 
 class Gate(NamedTuple):
@@ -33,14 +33,14 @@ class Gate(NamedTuple):
     id: str  # P1 .. P11
     what: str
     passed: bool
-    error: float  # worst error, in the unit of the limit
+    error: float  # largest error, in the unit of the limit
     limit: float
     where: str = ""  # first name over the limit, or the worst one
     note: str = ""
 
 
 def from_comparison(gate_id: str, comparison: distance.Comparison, *, what: str | None = None) -> Gate:
-    """Gate of one comparison; a failure names the first tensor over its tolerance."""
+    """Make the gate of one comparison; a failure names the first tensor over its tolerance."""
     shown = comparison.first_failure or comparison.worst
     error, limit, where = (shown.error, shown.tolerance, shown.name) if shown else (0.0, distance.TOLERANCE_FLOAT64, "")
     return Gate(gate_id, what or comparison.kind, comparison.passed, error, limit, where)
@@ -65,7 +65,7 @@ def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERAN
 
 
 def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[Gate]:
-    """Gates P5: weights travel params -> side -> other -> side unchanged, and wrong sets are refused."""
+    """Gates P5: weights go params -> side -> other -> side unchanged, and wrong sets are refused."""
     original = side.get_params()
     differing = set(_differing(original, params))
     other.load_params(original)
@@ -83,7 +83,7 @@ def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[
 
 
 def _differing(values: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
-    """Names that only one side has, or whose arrays differ after a cast to the first side's type."""
+    """Names on only one side, or whose arrays differ after a cast to the first side's type."""
     shared = values.keys() & reference.keys()
     unequal = [name for name in shared if not np.array_equal(values[name], reference[name].astype(values[name].dtype))]
     return sorted(unequal) + sorted(values.keys() ^ reference.keys())
@@ -109,7 +109,7 @@ def _accepted(side: Any, params: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def sampling(tokens: Mapping[str, np.ndarray]) -> Gate:
-    """Gate P6: two backends draw the same tokens, compared exactly; [B new tokens] int32 by backend."""
+    """Gate P6: two backends sample the same tokens, compared exactly; [B new tokens] int32 by backend."""
     (name, first), (other, second) = tokens.items()
     if first.shape != second.shape:
         return Gate("P6", "sampled tokens", False, float("inf"), 0.0, f"{name} {first.shape}, {other} {second.shape}")
@@ -123,13 +123,13 @@ def training_noise(
 ) -> Gate:
     """Gate P7: two training curves differ by no more than one-ulp changes of the initial weights move one of them.
 
-    The band is NOISE_BAND times the largest gap so far, plus the rounding of the loss itself.
+    The band is NOISE_BAND times the largest gap so far, plus the rounding error of the loss itself.
 
     Args:
-      losses: of every step, nats per token, by the backend that is tested.
+      losses: of every step, nats per token, by the tested backend.
       other: the same by the other backend.
       perturbed: curves of `other` from weights moved by one unit in the last place.
-      reference: curve that the rounding is relative to.
+      reference: curve that the rounding error is relative to.
       dtype: of the steps.
     """
     spread = np.max([np.abs(curve - other) for curve in perturbed], axis=0)
@@ -145,7 +145,7 @@ def training_noise(
 def decoding(
     side: capture.Decoding, other: capture.Decoding, *, names: tuple[str, str], tolerance: float
 ) -> list[Gate]:
-    """Gates P8: cached decoding equals the full call on each backend, and both backends agree."""
+    """Gates P8: cached decoding equals the full forward pass on each backend, and both backends agree."""
     rows = []
     for name, result in zip(names, (side, other), strict=True):
         rows.append(_by_position(f"{name}: cached decode = full call", result.incremental, result.full, tolerance))
@@ -164,9 +164,9 @@ def _by_position(what: str, values: np.ndarray, reference: np.ndarray, tolerance
 def repeatability(
     first: capture.Trace, second: capture.Trace, *, name: str
 ) -> tuple[Gate, dict[str, dict[str, float]]]:
-    """Gate P10 and, by kind and tensor, a backend's distance from its own repetition: what tolerances are widened by.
+    """Gate P10, and a backend's repeat errors by kind and tensor, by which tolerances are widened.
 
-    The gate fails only where the repeat error would hide a bug, above the float64 tolerance.
+    The gate fails only if the repeat error would hide a bug: above the float64 tolerance.
     """
     widen: dict[str, dict[str, float]] = {}
     for kind in ("outputs", "output_gradients", "gradients"):
@@ -192,7 +192,7 @@ def oracle(
     source: str,
     tolerance: float = distance.TOLERANCE_FLOAT64,
 ) -> Gate:
-    """Gate P11: values equal, by name, those of a source that no code here wrote; `source` names it."""
+    """Gate P11: values equal, by name, those of an independent source, written by no code here; `source` names it."""
     odd = sorted(values.keys() ^ reference.keys())
     if odd:
         return Gate("P11", what, False, float(len(odd)), 0.0, ", ".join(odd[:3]), f"only on one side; {source}")
@@ -201,7 +201,7 @@ def oracle(
 
 
 def chance(what: str, p_values: Mapping[str, float], *, source: str, digits: float = 6.0) -> Gate:
-    """Gate P11: no test statistic is one that chance gives once in 10**digits draws; the error is -log10(p)."""
+    """Gate P11: no test statistic is as rare as one in 10**digits draws by chance; the error is -log10(p)."""
     errors = {name: -float(np.log10(max(p, 1e-300))) for name, p in p_values.items()}
     where = max(errors, key=errors.__getitem__)
     return Gate("P11", what, errors[where] <= digits, errors[where], digits, where, source)

@@ -1,7 +1,7 @@
-"""Parity of the hallucination lab's token scores: JAX and PyTorch against the formulas, literally, in float64.
+"""Parity of the hallucination lab's token scores: JAX and PyTorch versus the literal formulas, in float64.
 
 The literal formulas (jaxbench/hallucination/reference.py) get attention, residual streams and logits from transformers,
-one response at a time without padding; jaxbench reads prompts once, several responses a row, with padding.
+one response at a time without padding; jaxbench reads prompts once, with several responses per row and padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxbench.parity.oracles import families, transformers_model
 from jaxbench.pretrained import weights
 
 TOLERANCE = 1e-9  # relative 2-norm
-PERCENT = 10  # of a context's tokens count as attended to
+PERCENT = 10  # of a context's tokens that count as attended to
 SHAPE = families.SHAPE | {"num_hidden_layers": 3}
 # Where transformers keeps the residual stream between a block's branches: the input of this norm.
 BETWEEN = {"gpt2": "ln_2", "gemma2": "pre_feedforward_layernorm"}
@@ -41,17 +41,17 @@ class Sample(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What transformers computed of one response behind its prompt; S slots."""
+    """What transformers computed for one response after its prompt; S slots."""
 
     attention: np.ndarray  # [L N S S]
     stream: np.ndarray  # [L + 1, S D]
     middle: np.ndarray  # [L S D]
-    hidden: np.ndarray  # [S D], behind the final norm
+    hidden: np.ndarray  # [S D], after the final norm
     logits: np.ndarray  # [S V]
 
 
 def samples(vocab_size: int) -> list[Sample]:
-    """Two prompts of different lengths, with three responses and with two, one of a single token."""
+    """Two prompts of different lengths, with three and two responses, one of them a single token."""
     random = np.random.default_rng(0)
 
     def ids(length: int) -> list[int]:
@@ -62,7 +62,7 @@ def samples(vocab_size: int) -> list[Sample]:
 
 
 def family_model(family: str) -> torch.nn.Module:
-    """transformers' random model of a family, in float64, whose attention weights can be seen."""
+    """Build transformers' random model of a family, in float64, with attention weights exposed."""
     extra: dict[str, Any] = {} if family == "gpt2" else dict(families.GROUPED)
     extra |= {"mistral": {"sliding_window": 9}, "gemma2": {"sliding_window": 9}}.get(family, {})
     epsilon = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"
@@ -73,7 +73,7 @@ def family_model(family: str) -> torch.nn.Module:
 
 
 def seen(model: torch.nn.Module, ids: list[int]) -> Seen:
-    """What transformers computes of token ids."""
+    """Run transformers on token ids and keep what it computes."""
     kept: dict[str, list[np.ndarray]] = {"stream": [], "middle": []}
     core = model.transformer if hasattr(model, "transformer") else model.model
     blocks = core.h if hasattr(core, "h") else core.layers
@@ -102,7 +102,7 @@ def seen(model: torch.nn.Module, ids: list[int]) -> Seen:
 
 
 def by_the_formulas(model: torch.nn.Module, sample: Sample, response: list[int]) -> dict[str, np.ndarray]:
-    """Every score of one response: arrays [L N R], [R L] or [R]."""
+    """Compute every score of one response: arrays [L N R], [R L] or [R]."""
     text = sample.text
     full = seen(model, [*text.ids, *response[:-1]])
     core = model.transformer if hasattr(model, "transformer") else model.model
@@ -146,7 +146,7 @@ def _window(model: torch.nn.Module, layer: int) -> int | None:
 
 
 def in_jax(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.ndarray]:
-    """Every score of all slots in JAX: arrays [L N B T], [B T L] or [B T]."""
+    """Compute every score of all slots in JAX: arrays [L N B T], [B T L] or [B T]."""
     model = transformer.build(checkpoint.config, checkpoint.params, dtype="float64")
     prompts, rows = _arrays(given)
 
@@ -166,7 +166,7 @@ def in_jax(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.
 
 @torch.no_grad()
 def in_torch(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.ndarray]:
-    """The same in PyTorch."""
+    """Compute the same in PyTorch."""
     of, scores = torch_ref.hallucination.reader, torch_ref.hallucination.token_scores
     model = torch_ref.transformer.build(checkpoint.config, checkpoint.params, dtype="float64")
     prompts, rows = (type(each)(*map(torch.from_numpy, each)) for each in _arrays(given))
@@ -183,7 +183,7 @@ def in_torch(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, n
 
 
 def _arrays(given: list[Sample]) -> tuple[layout.PromptArrays, layout.ResponseArrays]:
-    """Arrays longer than the texts."""
+    """Arrays of prompts and responses, longer than the texts."""
     texts = [sample.text for sample in given]
     prompts = layout.prompt_arrays(texts, share=PERCENT / 100, size=40)
     return prompts, layout.response_arrays(texts, [sample.responses for sample in given], size=24)
@@ -195,13 +195,13 @@ def _named(found: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, np.nda
 
 
 def of_response(found: Mapping[str, np.ndarray], row: int, place: slice) -> dict[str, np.ndarray]:
-    """Scores of one response, out of those of all slots."""
+    """Select the scores of one response from those of all slots."""
     heads = token_scores.AttentionScores._fields
     return {name: value[:, :, row, place] if name in heads else value[row, place] for name, value in found.items()}
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """One gate a backend: every score of every response; the case's last word is the family."""
+    """One gate per backend: every score of every response; the last part of the case's id is the family."""
     model = family_model(case.id.rsplit("/", 1)[1])
     given = samples(SHAPE["vocab_size"])
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Bugs of gate P9 in the hallucination lab's token scores: those that released detectors have, and their like.
+"""Bugs of gate P9 in the hallucination lab's token scores: those of released detectors, and similar ones.
 
-Of ReDeEP's code and its descendants: the divergence with its arguments swapped, the lens without the final norm,
-attention over the whole prompt, scores of the slot after the one that predicts, a divergence of a distribution with
+From ReDeEP's code and its descendants: the divergence with swapped arguments, the lens without the final norm,
+attention over the whole prompt, scores of the slot after the one that predicts, a divergence of a distribution from
 itself.
 """
 
@@ -31,7 +31,7 @@ def _whole_prompt(original: Callable, weights: Any, mask: Any, prompt: reader.Pr
 
 
 def _one_late(original: Callable, model: Any, prompt: Any, responses: reader.Responses, trace: Any, *args: Any) -> Any:
-    """Let every slot's rows be those of the next one."""
+    """Give every slot the rows of the next slot."""
     late = trace._replace(stream=torch.roll(trace.stream, -1, dims=2))
     return original(model, prompt, responses, late, *args)
 
@@ -45,17 +45,17 @@ def _without_norm(original: Callable, model: Any, *args: Any) -> Any:
 
 
 def _no_segments(original: Callable, spans: attention.Spans, *how: Any) -> torch.Tensor:
-    """Let a response see the ones that share its row."""
+    """Let a response attend to others in its row."""
     return original(spans._replace(query_segments=None, key_segments=None), *how)
 
 
 def _padding_counts(original: Callable, logits: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Let padding be tokens of a response."""
+    """Count padding as tokens of a response."""
     return original(logits, torch.ones_like(is_token))
 
 
 def _one_response(original: Callable, output: torch.Tensor, batch: tuned_reader.Batch) -> torch.Tensor:
-    """Take the responses of a row for one."""
+    """Treat all responses of a row as one."""
     return original(output, batch._replace(segments=torch.zeros_like(batch.segments)))
 
 

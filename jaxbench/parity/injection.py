@@ -1,4 +1,4 @@
-"""A bug put in the place of one function or constant of unchanged code, and taken out again (S file)."""
+"""Replace one function or constant of unchanged code by a bug, and restore it (S file)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Mutation(NamedTuple):
     name: str
     case: str  # parity case it is injected into
     place: tuple[Any, str]  # module or class, and the name of its function or constant
-    bug: Any  # called in the function's place, with the function itself and then its arguments; or another constant
+    bug: Any  # called instead of the function, with the function itself and then its arguments; or another constant
     module: str | None = None  # module that teacher forcing must blame; None = not a module's output
-    side: str = "torch"  # twin that has the bug; "shared": all have it, in a file that they share
+    side: str = "torch"  # twin that has the bug; "shared": all twins, in a file that they share
 
     def injected(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the code has the bug."""
@@ -24,7 +24,7 @@ class Mutation(NamedTuple):
 
 
 def replaced(target: Any, name: str, bug: Callable[..., Any] | Any) -> contextlib.AbstractContextManager[Any]:
-    """Context in which a call of target.name is bug(original, the call's arguments), or target.name is a constant."""
+    """Context in which target.name(...) calls bug(original, ...), or target.name is another constant."""
     original = getattr(target, name)
     wrong = (lambda *args, **options: bug(original, *args, **options)) if callable(bug) else bug
     return mock.patch.object(target, name, wrong)

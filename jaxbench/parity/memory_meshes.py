@@ -1,4 +1,4 @@
-"""Cases for the proof of meshes (meshes.py) whose decoder has memory."""
+"""Cases of the mesh proofs (meshes.py) whose decoder has memory."""
 
 from __future__ import annotations
 

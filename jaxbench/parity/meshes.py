@@ -1,4 +1,4 @@
-"""Proofs that a step over a mesh computes what one device computes: the cases, and how one is proven.
+"""Prove that a training step on a mesh computes what one device computes: the cases, and the proof of one.
 
 A case trains a tiny decoder for three steps on a mesh of simulated devices and compares losses, gradients, optimiser
 state and parameters with the unsharded program, in float64. PAIRWISE is what continuous integration proves: every pair
@@ -36,10 +36,10 @@ OTHER = {"num_kv_heads": 4, "norm": "layernorm", "activation": "gelu", "position
 FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embeddings": False})}
 FAMILIES |= {"qwen3": LLAMA.model_copy(update={"qk_norm": True, "head_dim": 8})}
 GEMMA = {"activation": "geglu", "embedding_scale": 4.0, "post_norms": True, "query_pre_attn_scalar": 6.0}
-FAMILIES |= {"gemma": LLAMA.model_copy(update=GEMMA | {"qkv_bias": True})}  # what a pipeline can do of it, and Qwen2's
+FAMILIES |= {"gemma": LLAMA.model_copy(update=GEMMA | {"qkv_bias": True})}  # what pipelines support, and Qwen2's
 CAPPED_SCORES = {"attention_softcap": 0.5, "logit_softcap": 3.0, "sliding_window": 4, "global_every": 2}
 FAMILIES |= {"gemma2": LLAMA.model_copy(update=GEMMA | CAPPED_SCORES)}
-# What the rows axis does: devices that split the batch, and the ZeRO stage.
+# Values of the rows factor: devices that split the batch, and the ZeRO stage.
 ROWS = {
     "one": {},
     "data": {"data": 2},
@@ -50,7 +50,7 @@ ROWS = {
 FACTORS: dict[str, tuple] = {
     "family": ("llama", "gpt2"),
     "stage": (1, 2, 4),
-    "rounds": (1, 2, 4),  # micro-batches a stage
+    "rounds": (1, 2, 4),  # micro-batches per stage
     "schedule": ("gpipe", "1f1b"),
     "model": (1, 2),
     "rows": tuple(ROWS),
@@ -58,7 +58,7 @@ FACTORS: dict[str, tuple] = {
 
 
 class Case(NamedTuple):
-    """One mesh, one way to use it, one model."""
+    """One mesh, one parallelisation, one model."""
 
     id: str
     model: TransformerConfig
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: str) -> Case:
-    """Case of one value of each of FACTORS."""
+    """Make the case with one value of each of FACTORS."""
     sizes = {"data": 1, "stage": stage, "model": model} | ROWS[rows]
     zero = sizes.pop("zero", 3)
     parallel = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
@@ -82,7 +82,7 @@ def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: 
 
 
 def form(name: str, decoder: TransformerConfig = LLAMA, *, zero: int = 3, **settings: Any) -> Case:
-    """Case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
+    """Make a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
     return Case(name, decoder, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
@@ -98,10 +98,10 @@ FORMS = (
     form("2.5d", model_x=2, model_y=2, data=2),
     form("3d", FAMILIES["qwen3"], model_x=2, model_y=2, fsdp=2),
 )
-# Pipelines that split heads over `model`, each of which adds to the gradient of the scales they share; norms behind
-# the sum over `model`.
+# Pipelines that split heads over `model`, where every head adds to the gradient of the shared scales; norms after the
+# sum over `model`.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
-# Capped scores, over whole rows and round a ring.
+# Capped scores, over whole rows and over a ring.
 CAPPED = (
     form("capped", FAMILIES["gemma2"], fsdp=2, model=2),
     form("capped-ring", FAMILIES["gemma2"], data=2, sequence=2),
@@ -129,7 +129,7 @@ PAIRWISE = FORMS + tuple(
 
 
 def every_case() -> Iterator[Case]:
-    """Yield the full product of the factors, as far as it fits 8 devices, and the forms without a pipeline."""
+    """Yield the full product of the factors that fits 8 devices, and the forms without a pipeline."""
     yield from FORMS
     for values in itertools.product(*FACTORS.values()):
         listed = case(*values)
@@ -138,7 +138,7 @@ def every_case() -> Iterator[Case]:
 
 
 def find(name: str, *more: Case) -> Case:
-    """Case of an id, of those here and `more`, the forms of workloads.
+    """Return the case of an id, from those here and `more`, the forms of workloads.
 
     Raises:
       ValueError: there is none.
@@ -150,7 +150,7 @@ def find(name: str, *more: Case) -> Case:
 
 
 def batch_of(step: int, config: TransformerConfig) -> train.Batch:
-    """Packed batch of a step, BATCH rows of TOKENS: two documents a row, some targets that do not count."""
+    """Make a step's packed batch, BATCH rows of TOKENS: two documents per row, some masked targets."""
     words = philox.words(step, step=0, site="parallel_proof", rows=np.arange(BATCH), num_elements=2 * TOKENS + 1)
     ids = (words[:, : TOKENS + 1] % config.vocab_size).astype(np.int32)
     ends = 2 + np.arange(BATCH, dtype=np.int32)[:, None] % (TOKENS - 3)  # where the first document ends
@@ -206,9 +206,9 @@ def _train(state: optimizer_step.TrainState, step: Any, config: TransformerConfi
 
 
 def prove(proved: Case) -> dict[str, distance.Comparison]:
-    """Distances between mesh and one device of losses, gradients, parameters and moments, by kind, in float64.
+    """Compute distances between mesh and one device of losses, gradients, parameters and moments, by kind, in float64.
 
-    Call with JAX's 64-bit types on.
+    Call with JAX's 64-bit types enabled.
     """
     sharded, unsharded = run_case(proved, "float64"), run_unsharded(proved.model, "float64", proved.extension)
     return {kind: distance.compare(values, unsharded[kind], kind=kind) for kind, values in sharded.items()}

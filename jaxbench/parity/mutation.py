@@ -1,10 +1,10 @@
-"""Gate P9: a table of bugs, every one of which the float64 gates or the outside oracles must catch.
+"""Gate P9: a table of bugs, each of which the float64 gates or the outside oracles must catch.
 
-Those of this file are injected into the PyTorch twin, those of equinox_bugs.py into Equinox's modules; those of
-shared_bugs.py sit in files that all backends share, where only an oracle can see them; those of hallucination_bugs.py
-are of published detectors, those of compress_bugs.py of the compressor. The first thirteen are those of
-a published trial of other projects' checks, which caught 0 to 8 of them; the rest came with the gates that first needed
-them. Each bug takes the place of one function of the unchanged code.
+The bugs of this file are injected into the PyTorch twin, those of equinox_bugs.py into Equinox's modules; those of
+shared_bugs.py are in files that all backends share, where only an oracle can detect them; those of
+hallucination_bugs.py are from published detectors, those of compress_bugs.py from the compressor. The first thirteen
+are from a published trial of other projects' checks, which caught 0 to 8 of them; the rest were added with the gates
+that first needed them. Each bug replaces one function of the unchanged code.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from torch_ref.training import optimizer_step
 
 
 class Outcome(NamedTuple):
-    """Gates that one mutation made fail."""
+    """Gates that failed because of one mutation."""
 
     name: str
     caught_by: tuple[str, ...]  # failed gates
 
     @property
     def is_caught(self) -> bool:
-        """True where at least one gate failed."""
+        """True if at least one gate failed."""
         return bool(self.caught_by)
 
 
 def _adapter_unscaled(original: Callable, self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
-    """Forget alpha / rank."""
+    """Omit the factor alpha / rank."""
     scale, self.lora_scale = self.lora_scale, 1.0
     try:
         return original(self, x)
@@ -75,7 +75,7 @@ def _rope_not_on_keys(original: Callable, x: torch.Tensor, *angles: torch.Tensor
 
 
 def _qk_norm_after_rotary(original: Callable, self: transformer.Attention, *args: Any) -> Any:
-    """Let the norms of queries and keys, which are all that an attention calls, wait for the rotation."""
+    """Apply the norms of queries and keys, the only norms that an attention calls, after the rotation."""
     waiting: list[nn.RMSNorm] = []
 
     def postponed(original: Callable, norm: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _qk_norm_after_rotary(original: Callable, self: transformer.Attention, *args
 
 
 def _qk_norm_of_all_heads(original: Callable, self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """Divide queries and keys, whose norms alone have inputs of four axes, by the root mean square of all heads."""
+    """Divide queries and keys (only their norms have four-axis inputs) by the root mean square of all heads."""
     if x.ndim < 4:
         return original(self, x)
     mean_square = torch.mean(torch.square(x), dim=(-2, -1), keepdim=True)
@@ -125,7 +125,7 @@ def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask
 
 
 class _Adam(torch.optim.Optimizer):
-    """AdamW by hand, with eps inside the root, or the second moment not corrected for its start."""
+    """AdamW by hand, with eps inside the root, or without bias correction of the second moment."""
 
     def __init__(self, model: Any, optimizer: OptimizerConfig, *, eps_inside: bool, is_corrected: bool):
         self._eps_inside, self._is_corrected, self._steps = eps_inside, is_corrected, 0
@@ -198,7 +198,7 @@ def _temperature_squared(original: Callable, logits: torch.Tensor, sampling: Any
 
 
 def _swapped(original: Callable, model: Any, params: dict[str, Any], **options: Any) -> Any:
-    """Load the first layer's keys and values, which have one shape, into each other's place."""
+    """Swap the first layer's key and value kernels, which have the same shape, on loading."""
     key, value = (f"layers.0.attention.{x}_proj.kernel" for x in "kv")
     return original(model, dict(params) | {key: params[value], value: params[key]}, **options)
 
@@ -260,7 +260,7 @@ MUTATIONS = (
 
 
 def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
-    """Gates that every mutation makes fail in float64, and those of each case as it is ("none": there must be none)."""
+    """Find the gates that fail in float64 for every mutation, and for each unchanged case ("none": none may fail)."""
     outcomes = []
     for case_id, side in dict.fromkeys((mutation.case, mutation.side) for mutation in MUTATIONS):
         case = cases.find(case_id)
@@ -277,7 +277,7 @@ Judged = Iterator[tuple[Mutation | None, list[gates.Gate]]]
 
 
 def _judged_by_oracles(case: cases.Case, mutations: Sequence[Mutation]) -> Judged:
-    """Gates of a case with gates of its own, without a bug and with each one."""
+    """Judge a case that has its own gates, without a bug and with each one."""
     from jaxbench.parity import run
 
     for mutation in (None, *mutations):
@@ -286,17 +286,17 @@ def _judged_by_oracles(case: cases.Case, mutations: Sequence[Mutation]) -> Judge
 
 
 def _judged_by_twins(case: cases.Case, mutations: Sequence[Mutation], name: str) -> Judged:
-    """Gates between two twins without a bug, and with each one in the twin that is named."""
+    """Judge two twins without a bug, and with each one in the named twin."""
     from jaxbench.parity import run
 
     backend = "flax" if name == "torch" else name
     config, params = cases.load(case)
-    # Where every bug sits in a module, outputs, gradients and decoding must do without training and sampling.
+    # If every bug is in a module, outputs, gradients and decoding must suffice, without training and sampling.
     is_quick = all(mutation.module for mutation in mutations) or name != "torch"
     gather = functools.partial(evidence.gather, case=case, config=config, gradients=True, is_quick=is_quick)
     sides = functools.partial(run.sides, case, config, params, dtype="float64", backend=backend)
     with run.pinned("float64"), run.torch_threads(case):
-        place = int(name == "torch")  # of the twin with the bugs, the other one being right
+        place = int(name == "torch")  # index of the twin with the bugs; the other one is correct
         right = gather(sides()[1 - place])
         for mutation in (None, *mutations):
             with mutation.injected() if mutation else contextlib.nullcontext():
@@ -306,7 +306,7 @@ def _judged_by_twins(case: cases.Case, mutations: Sequence[Mutation], name: str)
 
 
 def gate(outcomes: list[Outcome]) -> gates.Gate:
-    """Gate P9: every mutation caught, and no gate fails on the twin as it is."""
+    """Gate P9: every mutation is caught, and no gate fails on the unchanged twin."""
     wrong = [o.name for o in outcomes if o.is_caught == o.name.startswith("none")]
     injected_bugs = [o for o in outcomes if not o.name.startswith("none")]
     caught = sum(o.is_caught for o in injected_bugs)

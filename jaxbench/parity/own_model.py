@@ -1,6 +1,6 @@
-"""A user's checkpoint proved in float64: the twins against each other, module by module, and against transformers.
+"""Prove a user's checkpoint in float64: the twins against each other, module by module, and against transformers.
 
-The twins share what reads a checkpoint (families.py, weights.py), so only transformers' own reading shows a bug there.
+The twins share the code that reads a checkpoint (families.py, weights.py), so only transformers' reader shows its bugs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxbench.parity import cases, distance, gates, run
 from jaxbench.parity.capture import ROOT
 from jaxbench.pretrained import families, weights
 
-LENGTH = 64  # tokens of a row, or fewer where the model takes fewer
-LONGEST = 1024  # tokens of the row that is held to transformers, where it takes that many to pass a window
-PAST_WINDOW = 16  # tokens of it past the window
+LENGTH = 64  # tokens per row, or fewer if the model takes fewer
+LONGEST = 1024  # most tokens of the row compared with transformers, if passing a window takes that many
+PAST_WINDOW = 16  # tokens of that row past the window
 BYTES_PER_PARAMETER = 40  # in float64, at the peak; the default model's 134.5 million take 4.8 GiB
 Result = dict[str, Any]
 
 
 def case_of(path: Path, checkpoint: weights.Checkpoint) -> cases.Case:
-    """Parity case of a checkpoint: outputs of every module, decoding and sampling; gradients where they are asked for.
+    """Make the parity case of a checkpoint: every module's output, decoding and sampling; gradients if asked for.
 
     Raises:
       ValueError: the model takes too few tokens, or its proof does not fit into memory.
@@ -46,7 +46,7 @@ def case_of(path: Path, checkpoint: weights.Checkpoint) -> cases.Case:
 
 
 def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Checkpoint) -> Result | str:
-    """Result of torch_ref against transformers' model of the same file, or why transformers does not read it."""
+    """Compare torch_ref with transformers' model of the same file, or return why transformers does not read it."""
     from jaxbench.parity import torch_side
     from jaxbench.parity.oracles import transformers_model
 
@@ -72,7 +72,7 @@ def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Check
     )
     modules = {name: value for name, value in ours.items() if name in theirs}
     comparison = distance.compare(modules, {name: theirs[name] for name in modules}, kind="outputs")
-    # The verdict is that of the logits; modules name the place, where both have one that returns the same.
+    # The logits decide; modules only name the place, where both sides have one that returns the same.
     gate = gates.oracle(
         f"logits of {rows} x {length} tokens, float64",
         {ROOT: ours[ROOT]},
@@ -85,9 +85,9 @@ def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Check
 
 
 def shape_of(case: cases.Case, checkpoint: weights.Checkpoint) -> tuple[int, int]:
-    """Rows and tokens that are held to transformers: one long row where it takes that to pass the model's window.
+    """Rows and tokens compared with transformers: one long row if it takes that to pass the model's window.
 
-    No scaling of rotary positions asks for more: its frequencies differ from the first token on.
+    No rotary scaling requires more tokens: its frequencies differ from the first token on.
     """
     config, window = checkpoint.config, checkpoint.config.sliding_window
     plain = 2, case.length
@@ -101,9 +101,9 @@ def shape_of(case: cases.Case, checkpoint: weights.Checkpoint) -> tuple[int, int
 
 
 def wide_params(path: Path, checkpoint: weights.Checkpoint) -> dict[str, np.ndarray]:
-    """Parameters, Gemma's norms with the 1 added in float64, as the oracle adds it, that files store less 1.
+    """Load parameters; to Gemma's norms, which files store minus 1, add the 1 in float64, as the oracle does.
 
-    A norm that is not the file's own with 1 added in its type stays as it is: the proof shall see what was loaded.
+    A norm that is not the file's value plus 1 in its type is left unchanged: the proof must see what was loaded.
     """
     if not path.is_dir() or checkpoint.config.activation != "geglu":
         return checkpoint.params
@@ -120,7 +120,7 @@ def wide_params(path: Path, checkpoint: weights.Checkpoint) -> dict[str, np.ndar
 def _renamed(
     outputs: dict[str, np.ndarray], config: Any, num_layers: int, ours: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """transformers' module outputs under our names, in our shapes; modules that only one side has are left out."""
+    """transformers' module outputs under our names and in our shapes; modules on only one side are left out."""
     found = {ROOT: outputs["model output"]}
     for rule in families.HF_FAMILIES[config.model_type].rules:
         for layer in range(num_layers):
@@ -135,7 +135,7 @@ def _renamed(
 
 
 def _result(case: cases.Case, rows: list[gates.Gate], comparison: distance.Comparison | None, start: float) -> Result:
-    """Result as run.run returns it, for the report."""
+    """Make a result in the form that run.run returns, for the report."""
     passed = all(row.passed for row in rows)
     entries = comparison.entries if comparison else ()
     first = {} if passed else {"outputs": rows[0].where}

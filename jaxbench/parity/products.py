@@ -1,9 +1,9 @@
-"""Gate P3's measurement: products of whole numbers that are exact in the stated type and wrong in any narrower one.
+"""Measurement of gate P3: products of integers that are exact in the stated type and wrong in any narrower one.
 
-Operands have more bits than a narrower type holds, results no more than the stated one holds: 13 and 10 bits whose
-sums of two fill the 24 of a float32, 26 and 25 bits for the 53 of a float64. A TensorFloat-32 product (11 bits), one in
-bfloat16 (8), or one of three bfloat16 passes (which leave out the product of the low parts) is off by whole numbers,
-and so is float32 where float64 is stated (S file).
+Operands have more bits than a narrower type holds, results no more than the stated type holds: 13 and 10 bits, whose
+sums of two products fill the 24 bits of a float32; 26 and 25 bits for the 53 of a float64. A TensorFloat-32 product
+(11 bits), one in bfloat16 (8), or one of three bfloat16 passes (which leave out the product of the low parts) is off by
+whole numbers, and so is float32 if float64 is stated (S file).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZE = 64  # rows and columns: large enough for a device's fast kernels
 
 
 class Operands(NamedTuple):
-    """Whole numbers [SIZE SIZE] in the stated type; each row of `left` and of `gradient` has two that are not 0."""
+    """Integers [SIZE SIZE] stored in the stated type; each row of `left` and of `gradient` has two nonzeros."""
 
     left: np.ndarray
     right: np.ndarray
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
 
 
 def operands(dtype: str) -> Operands:
-    """Odd whole numbers that use every bit allowed, at random places.
+    """Make odd integers that use every allowed bit, at random places.
 
     Raises:
       ValueError: the type is not one whose precision is stated.
@@ -49,9 +49,9 @@ def operands(dtype: str) -> Operands:
 
 
 def attended(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Query [1 2 1 4], keys [1 1 4 2] and values [1 1 2 4] of the stated type, for a causal attention of two tokens.
+    """Make query [1 2 1 4], keys [1 1 4 2] and values [1 1 2 4] of the stated type, for causal attention of two tokens.
 
-    The second token's scores differ by 2 / sqrt(4) where its query keeps all its bits, and by another number elsewhere;
+    The second token's scores differ by 2 / sqrt(4) if its query keeps all its bits, and by another number otherwise;
     values of both keys hold as many bits.
     """
     bits = BITS[dtype][0]
@@ -65,9 +65,9 @@ def attended(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def gate(found: dict[str, dict[str, np.ndarray]], dtype: str, settings: dict[str, Any]) -> gates.Gate:
-    """Gate P3: every product of every backend, by name, has the precision of the stated type; as measured.
+    """Gate P3: by measurement, every product of every backend, by name, has the precision of the stated type.
 
-    The error is in epsilons of the type; the settings stand in the note.
+    The error is in epsilons of the type; the note holds the settings.
     """
     left, right, gradient = (x.astype(np.int64) for x in operands(dtype))
     share = 1.0 / (1.0 + np.exp(-1.0))  # of the first key: scores differ by 1
@@ -77,7 +77,7 @@ def gate(found: dict[str, dict[str, np.ndarray]], dtype: str, settings: dict[str
     for backend, values in found.items():
         for name, exact in wanted.items():
             value = values[name]
-            is_stated = value.dtype == dtype  # a float32 array where float64 is stated is wrong, whatever it holds
+            is_stated = value.dtype == dtype  # a float32 array is wrong if float64 is stated, whatever its values
             error = distance.relative_error(value, exact) if is_stated else float("inf")
             errors[f"{backend}: {name}"] = error / distance.MACHINE_EPSILON[dtype]
     where = max(errors, key=errors.__getitem__)

@@ -22,15 +22,15 @@ COLUMNS = {
     "float32_torch": "torch\nfloat32",
     "bfloat16": "{backend}\nbfloat16",
     "bfloat16_torch": "torch\nbfloat16",
-}  # "by itself": given the twin's inputs and the twin's results of the modules inside
-MAX_TERMINAL_ROWS = 60  # above, modules of one layer share a row with their worst error
+}  # "by itself": given the twin's inputs and the twin's results of the inner modules
+MAX_TERMINAL_ROWS = 60  # beyond this, modules of one layer share a row with their worst error
 LOG10_RANGE = (-17.0, 0.0)  # of the heat map's colours
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Result in one sentence: passed with the worst error, or where the difference starts and the module to blame."""
+    """Summarise a result: passed with the worst error, or where the difference starts and the module to blame."""
     head = f"{result['case']}, {result['backend']} against torch"
-    if result["passed"] and not result["layers"]:  # gates of its own, each in its own unit
+    if result["passed"] and not result["layers"]:  # the case's own gates, each in its own unit
         nearest = max(result["gates"], key=lambda gate: gate["error"] / gate["limit"] if gate["limit"] else 0.0)
         found = f"{nearest['what']}, {nearest['error']:.1e} of {nearest['limit']:.1e}"
         return f"{head}: equal, {len(result['gates'])} gates passed; nearest to its limit: {found}"
@@ -52,7 +52,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def layer_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the modules' errors; where there are too many, one row a layer with its worst errors."""
+    """Rows of the modules' errors; if there are too many, one row per layer with its worst errors."""
     rows = result["layers"]
     if len(rows) <= MAX_TERMINAL_ROWS:
         return rows
@@ -129,7 +129,7 @@ def _number(value: float | None) -> str:
 
 
 def heat_map(result: dict[str, Any]) -> page.Figure:
-    """A plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
+    """Plotly figure: modules as rows in order of computation, kinds of error as columns, colour = log10."""
     titles, rows = columns(result), result["layers"]
     errors = [[row.get(key) for key in titles] for row in rows]
     marked = [(row["module"], _marks(result, row["module"])) for row in rows]
@@ -149,7 +149,7 @@ def heat_map(result: dict[str, Any]) -> page.Figure:
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """One self-contained HTML page of several results; those that failed are open."""
+    """Render several results as one self-contained HTML page; failed ones are expanded."""
     failed = [result for result in results if not result["passed"]]
     figures = {f"chart-{index}": heat_map(result) for index, result in enumerate(results) if result["layers"]}
     title = f"Parity: {len(results) - len(failed)} of {len(results)} cases equal"
@@ -158,5 +158,5 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     outputs.write_text(path, render(results))

@@ -27,12 +27,12 @@ NUM_PERTURBED = 4  # curves from weights moved by one ulp
 ULP = 2.0**-23  # of float32, relative
 REDUCED = ("float32", "bfloat16")
 KERNEL_DTYPE = "bfloat16"  # of a case's fused attention
-NUM_DRAWS = 16  # batches whose gradients decide where one batch's rounding errors differ too much
+NUM_DRAWS = 16  # batches whose gradients decide when one batch's rounding errors differ too much
 
 
 @contextlib.contextmanager
 def pinned(dtype: str) -> Iterator[dict[str, Any]]:
-    """Pin products to the highest precision, and JAX's 64-bit mode to what the dtype needs; yield the settings."""
+    """Set products to the highest precision, and JAX's 64-bit mode as the dtype needs; yield the settings."""
     import jax
     import torch
 
@@ -51,9 +51,9 @@ def unit_positions(
 ) -> dict[str, np.ndarray]:
     """Module outputs [B T ..] at real positions [R D], each divided by the norm of its reference.
 
-    Rounding errors are compared so that every position counts alike: real models put most of a layer's norm on one
-    token (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding reaches nobody. Outputs of
-    a whole row [B ...] count by row.
+    So every position has the same weight in rounding errors: real models put most of a layer's norm on one token
+    (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding affects no result. Outputs of a
+    whole row [B ...] are normalised by row.
     """
     scaled = {}
     for name, value in outputs.items():
@@ -87,7 +87,7 @@ def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> 
 
 
 def check_backend(case: Case, backend: str) -> None:
-    """Check that a backend has a case.
+    """Check that a backend supports a case.
 
     Raises:
       ValueError: there is no such backend, or the case has no twin in it.
@@ -99,7 +99,7 @@ def check_backend(case: Case, backend: str) -> None:
 
 
 def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: str, backend: str) -> tuple[Any, Any]:
-    """JAX side and PyTorch side of a case.
+    """Make the JAX side and the PyTorch side of a case.
 
     Raises:
       ValueError: no such backend, or the case has no twin in it.
@@ -121,14 +121,14 @@ def run(
     dtypes: tuple[str, ...] = REDUCED,
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Result of a case as plain values: gates, errors of every layer, first divergence and blame.
+    """Run a case and return plain values: gates, errors of every layer, first divergence and blame.
 
     Args:
       backend: flax or equinox; PyTorch is the other side.
       quick: float64 outputs, blame, weights and decoding only.
-      gradients: compare them; None follows the case.
-      dtypes: narrower types, each compared by the ratio of errors against float64; a case of a kernel has its own.
-      model: checkpoint in place of the case's own weights.
+      gradients: whether to compare them; None = as the case says.
+      dtypes: narrower types, each compared by the ratio of errors against float64; a kernel's case uses KERNEL_DTYPE.
+      model: checkpoint that replaces the case's own weights.
 
     Raises:
       ValueError: no such backend, or the case has no twin in it.
@@ -146,7 +146,7 @@ def run(
 
 
 def exact_gates(case: Case) -> tuple[list[gates.Gate], dict[str, Any]]:
-    """Gates of a case that names a module of its own for them, and the settings they ran under."""
+    """Gates of a case that names its own module for them, and the settings they ran under."""
     with pinned("float64") as settings, torch_threads(case):
         return importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case), settings
 
@@ -194,7 +194,7 @@ def _ratio(
 
 
 class _Work:
-    """Gates and layers of one run, as they come."""
+    """Gates and layers of one run, collected as they are computed."""
 
     def __init__(self, case: Case, config: Any, params: Mapping[str, np.ndarray], backend: str, gradients: bool):
         self.case, self.config, self.params, self.backend = case, config, params, backend
@@ -207,7 +207,7 @@ class _Work:
         self.settings: dict[str, Any] = {}
 
     def float64(self, *, is_quick: bool) -> None:
-        """Run every float64 gate; keep PyTorch's float64 results as the reference of the others."""
+        """Run every float64 gate; keep PyTorch's float64 results as the reference of the narrower types."""
         gradients = self.has_gradients and not is_quick
         with pinned("float64") as self.settings:
             side, other = self._sides("float64")
@@ -235,7 +235,7 @@ class _Work:
         return products.gate(found, dtype, settings)
 
     def _free_memory(self) -> None:
-        """Let go of compiled programs, which hold weights as constants, and of freed blocks that malloc keeps.
+        """Release compiled programs, which hold weights as constants, and freed blocks that malloc keeps.
 
         The default model's proof takes 4.8 GiB instead of 6.4; a tiny case keeps its programs.
         """
@@ -254,7 +254,7 @@ class _Work:
             if dtype in products.BITS:
                 self.gates.append(self._precision(side, other, dtype, settings))
             is_captured = side.is_captured
-            # A real model's gradients are compared in float64 alone: in narrow types a few tokens decide their error.
+            # A real model's gradients are compared in float64 only: in narrow types a few tokens decide their error.
             gradients = self.has_gradients and self.case.gradients
             traces = [each.trace(self.arrays, gradients=gradients, seed=evidence.SEED) for each in (side, other)]
             values, others, wanted = (trace.outputs for trace in (*traces, self.reference.trace))
@@ -278,14 +278,14 @@ class _Work:
                 self._train_float32(side, other)
 
     def _decoding_ratio(self, side: Any, other: Any, dtype: str) -> distance.Comparison:
-        """Errors of cached decoding against the float64 reference, whose full call and cached one agree."""
+        """Errors of cached decoding against the float64 reference, whose full and cached results agree."""
         decoded = [each.decode(self.arrays, prompt=self.case.prompt).incremental for each in (side, other)]
         logits = [{capture.ROOT: each} for each in (*decoded, self.reference.decoding.full)]
         scaled = (unit_positions(each, logits[-1], self.arrays.positions) for each in logits)
         return _ratio(*scaled, kind="outputs", dtype=dtype)._replace(kind="decoding")
 
     def _over_batches(self, first: distance.Comparison, side: Any, other: Any, dtype: str) -> distance.Comparison:
-        """Gradients' errors averaged over NUM_DRAWS batches, the first included: one draw decides nothing."""
+        """Gradients' errors averaged over NUM_DRAWS batches, including the first: one draw decides nothing."""
         draws = [first]
         with pinned("float64"):
             _, exact = self._sides("float64")
@@ -303,7 +303,7 @@ class _Work:
         self.gates.append(gates.from_ratio(ratio, what=f"{ratio.kind}, {dtype}{over}"))
 
     def _train_float32(self, side: Any, other: Any) -> None:
-        """Run gate P7: the float32 training curve stays within what one-ulp changes of the weights do to it."""
+        """Run gate P7: the float32 training curve stays within the effect of one-ulp changes of the weights."""
         steps, random = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
         rate, seed = evidence.LEARNING_RATE, evidence.SEED
         curve = side.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
@@ -367,7 +367,7 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Run the case named by the flags; 0 when every gate passes, else 1."""
+    """Run the case named by the flags; return 0 if every gate passes, else 1."""
     from absl import flags
 
     from jaxbench.parity import report

@@ -1,4 +1,4 @@
-"""Bugs in files that all backends share, where backends cannot disagree: each must be caught by an outside oracle."""
+"""Bugs in files that all backends share, so that backends cannot disagree: an outside oracle must catch each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _one_step_late(original: Callable, schedule: Any, step: int, **options: Any)
 
 
 def _target_across_documents(original: Callable, self: dataset.PackedDataset, index: int) -> dataset.Batch:
-    """Let the last token of a document aim at the next document's first."""
+    """Use the next document's first token as the target of a document's last."""
     row = original(self, index)
     targets, mask = row.targets.copy(), row.mask.copy()
     ends = np.flatnonzero(np.diff(row.segments) > 0)

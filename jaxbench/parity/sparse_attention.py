@@ -1,6 +1,6 @@
-"""Parity of block-sparse attention: outputs and gradients of JAX and PyTorch, and a dense mask in numpy, in float64.
+"""Parity of block-sparse attention: outputs and gradients of JAX, PyTorch and a dense mask in numpy, in float64.
 
-The dense mask is a sum written from the definition, which shares nothing with the two but the pattern itself.
+The dense computation is written from the definition and shares only the pattern itself with the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 8
 
 
 class Inputs(NamedTuple):
-    """Arrays of one call, and what its outputs are weighed with in the loss."""
+    """Arrays of one call, and the weights of its outputs in the loss."""
 
     query: np.ndarray  # [B T N H]
     key: np.ndarray  # [B K H T]
@@ -50,12 +50,12 @@ def inputs(seed: int, *, length: int) -> Inputs:
 
 
 def dense(pattern: BlockPattern, case: Inputs) -> np.ndarray:
-    """Attention output [B T N H] by a mask over all slots, row by row and head by head."""
+    """Compute the attention output [B T N H] with a mask over all slots, row by row and head by head."""
     return _each_head(pattern, case, lambda mixed, *_: {"output": mixed})["output"]
 
 
 def dense_gradients(pattern: BlockPattern, case: Inputs) -> tuple[np.ndarray, ...]:
-    """Gradients of sum(output * weight) by query, key and value, by hand."""
+    """Gradients of sum(output * weight) with respect to query, key and value, derived by hand."""
 
     def backward(mixed, weights, query, key, value, given):
         inner = given @ value.T
@@ -70,7 +70,7 @@ def dense_gradients(pattern: BlockPattern, case: Inputs) -> tuple[np.ndarray, ..
 
 
 def _each_head(pattern: BlockPattern, case: Inputs, work) -> dict[str, np.ndarray]:
-    """What `work` makes of each row's heads, arrays [T H] by name, as [B T N H]."""
+    """Apply `work` to each head of each row, which returns arrays [T H] by name; stack them as [B T N H]."""
     batch, length, heads, _ = case.query.shape
     found: dict[str, np.ndarray] = {}
     for row, head in np.ndindex(batch, heads):
@@ -114,7 +114,7 @@ def _named(values) -> dict[str, np.ndarray]:
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Gates of a case, whose configuration is the pattern: each backend against the dense mask."""
+    """Gates of a case, whose configuration is the pattern: each backend versus the dense mask."""
     given = inputs(case.seed, length=case.length)
     wanted = _named([dense(case.config, given), *dense_gradients(case.config, given)])
     found = []

@@ -1,4 +1,4 @@
-"""The PyTorch side of the parity engine: one case run with torch_ref, its module outputs taken by hooks."""
+"""The PyTorch side of the parity engine: one case run with torch_ref, its module outputs captured by hooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Side:
         return self.task.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
 
     def products(self) -> dict[str, np.ndarray]:
-        """What this backend computes of products.operands and products.attended: gate P3."""
+        """This backend's products of products.operands and attention of products.attended: gate P3."""
         left, right, gradient = map(torch.tensor, products.operands(self.dtype))
         query, key, value = map(torch.tensor, products.attended(self.dtype))
         left.requires_grad_()
@@ -54,7 +54,7 @@ class Side:
         return {"product": _numpy(product), "gradient": _numpy(left.grad), "attention": _numpy(mixed[0, :, 0])}
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
-        """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        """Loss, every module's output and, with gradients, gradients of outputs and parameters; seed: of dropout."""
         calls: dict[str, capture.Call] = {}
         output_gradients: dict[str, np.ndarray] = {}
         self.model.zero_grad(set_to_none=True)
@@ -70,7 +70,7 @@ class Side:
         return capture.Trace(_numpy(loss), outputs, output_gradients, grads)
 
     def calls(self, arrays: Arrays, *, seed: int | None) -> dict[str, capture.Call]:
-        """Floating inputs and outputs of every module's call, in the order of completion."""
+        """Floating-point inputs and outputs of every module's call, in order of completion."""
         calls: dict[str, capture.Call] = {}
         with torch.no_grad(), _hooked(self.model, calls, None):
             self.task.loss_fn(self.model, self._batch(arrays), dropout=_dropout(seed, 0))
@@ -82,7 +82,7 @@ class Side:
     def train(
         self, steps: list[Arrays], step_config: StepConfig, *, learning_rate: float, seed: int
     ) -> capture.Training:
-        """Losses and final state of optimiser steps in the model's type, dropout on; the model's parameters move."""
+        """Losses and final state of optimiser steps in the model's type, dropout on; changes the model's parameters."""
         state = optimizer_step.init_state(
             self.model, self.get_params(), step_config, policy=precision.uniform(self.dtype)
         )
@@ -120,11 +120,11 @@ class Side:
 def _hooked(
     model: torch.nn.Module, calls: dict[str, capture.Call], gradients: dict[str, np.ndarray] | None
 ) -> Iterator[None]:
-    """Record every module's call and, where `gradients` is given, the gradient of its first output."""
+    """Record every module's call and, if `gradients` is given, the gradient of its first output."""
     inputs: dict[str, tuple] = {}
 
     def before(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        # Copies: attention writes into the cache that it is handed.
+        # Copies: attention writes into the cache that it is given.
         inputs[name] = tuple(x.detach().clone() for x in _floating((args, kwargs)))
 
     def after(name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
@@ -143,7 +143,7 @@ def _hooked(
 
 
 def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
-    """Floating tensors of a tree, from left to right."""
+    """Floating-point tensors of a tree, from left to right."""
     tensors: list[torch.Tensor] = []
     capture.map_floating(
         tree, tensors.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()

@@ -1,8 +1,8 @@
 """Parity of the watermarks, which have no weights: the same bits, tokens and p-values in numpy, JAX and PyTorch.
 
-For one scheme: the evidence of texts (words and scored positions, with prompts, padding and a key for each row) is
-equal bit for bit in reference.py and both detectors; scores and p-values computed from it agree to 1e-12; and both
-generators draw the same tokens from one model, marked and unmarked rows in one batch, in float32.
+For one scheme: the evidence of texts (words and scored positions, with prompts, padding and one key per row) is
+bit-identical in reference.py and both detectors; scores and p-values computed from it agree to 1e-12; and both
+generators sample the same tokens from one model, with marked and unmarked rows in one batch, in float32.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def gates_of_generation(scheme: Scheme, *, seed: int) -> list[gates.Gate]:
 
 
 def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]; all int32."""
+    """Random tokens [B T] with repetitions, lengths [B] from 0 on, and prompt lengths [B]; all int32."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, vocab_size, (NUM_TEXTS, 40), dtype=np.int32)
     tokens[:, 20:30] = tokens[:, 5:15]

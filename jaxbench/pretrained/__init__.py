@@ -1,1 +1,1 @@
-"""Pretrained models: where they come from, how they are named, their tokenizers."""
+"""Pretrained models: sources, parameter names, tokenizers."""

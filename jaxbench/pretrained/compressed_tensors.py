@@ -1,17 +1,17 @@
 """Integers of weights in a Hugging Face folder: the layout of compressed-tensors, which vLLM and transformers read
 (S file).
 
-config.json's `quantization_config` says what the matrices of all linear layers are. A matrix `X.weight`
-[outputs, inputs] is then, in safetensors:
+config.json's `quantization_config` describes the matrices of all linear layers. In safetensors, a matrix `X.weight`
+[outputs, inputs] is then stored as:
 
 | tensor | what it is |
 |---|---|
 | X.weight_packed | int32 [outputs, inputs bits / 32]: codes as a stream of bits, the lowest first (pack-quantized) |
 | X.weight_shape | int64 [2]: outputs, inputs |
-| X.weight_scale | [outputs, groups], in the type that the scales have; weight = scale (code - zero) |
+| X.weight_scale | [outputs, groups], in the scales' type; weight = scale (code - zero) |
 | X.weight_zero_point | int32 [outputs bits / 32, groups]: zeros packed along the outputs, if not `symmetric` |
-| X.weight | int8 [outputs, inputs], in place of the first two (int-quantized) |
-| X.input_scale | float32 [1]: the step of 8-bit inputs, with a static scale alone |
+| X.weight | int8 [outputs, inputs], instead of the first two (int-quantized) |
+| X.input_scale | float32 [1]: the step of 8-bit inputs, only with a static scale |
 
 Packed codes are unsigned: signed ones have 2^(bits-1) added.
 Source: https://github.com/vllm-project/compressed-tensors (0.20), compressors/pack_quantized.
@@ -35,7 +35,7 @@ FORMATS = ("pack-quantized", "int-quantized")
 
 
 class Layout(NamedTuple):
-    """What quantization_config says."""
+    """Contents of quantization_config."""
 
     grid: Grid  # its scale_dtype is that of the tensors
     format: str
@@ -43,10 +43,10 @@ class Layout(NamedTuple):
 
 
 def described(grid: Grid, activations: str) -> dict[str, Any]:
-    """quantization_config of a model whose linear layers, head aside, lie on a grid.
+    """Make the quantization_config of a model whose linear layers, except the head, are on a grid.
 
     Raises:
-      ValueError: the layout has no such grid.
+      ValueError: the layout does not support this grid.
     """
     if grid.type != "int":
         raise ValueError(f"compressed-tensors: codes of type {grid.type} are not written here, wanted integers")
@@ -72,10 +72,10 @@ def described(grid: Grid, activations: str) -> dict[str, Any]:
 
 
 def layout(values: Mapping[str, Any], source: Path) -> Layout:
-    """What a quantization_config says; its scales' type comes with the tensors.
+    """Parse a quantization_config; the scales' type comes with the tensors.
 
     Raises:
-      ValueError: another method, format, or kind of scheme than this file reads; the message names it.
+      ValueError: a method, format, or kind of scheme that this file does not read; the message names it.
     """
 
     def refuse(what: str, value: Any, wanted: str) -> ValueError:
@@ -125,24 +125,24 @@ def stored(matrix: Quantized, format: str) -> dict[str, np.ndarray]:
 
 
 def packed(codes: np.ndarray, bits: int) -> Int32[np.ndarray, "rows words"]:
-    """Rows of unsigned codes as streams of bits, the lowest first, filled up with 0 to whole words."""
+    """Pack rows of unsigned codes as bit streams, lowest bit first, padded with 0 to whole words."""
     stream = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little").reshape(len(codes), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
     return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
 def unpacked(words: Int32[np.ndarray, "rows words"], bits: int, count: int) -> Int[np.ndarray, "rows count"]:
-    """The first `count` codes of each row."""
+    """Unpack the first `count` codes of each row."""
     raw = np.ascontiguousarray(words.astype("<i4")).view(np.uint8)
     stream = np.unpackbits(raw, axis=1, count=count * bits, bitorder="little").reshape(len(words), count, bits)
     return np.packbits(stream, axis=2, bitorder="little")[:, :, 0]
 
 
 class Folder(NamedTuple):
-    """A folder's tensors with matrices put together again."""
+    """A folder's tensors, with matrices reassembled."""
 
-    shapes: dict[str, tuple[int, ...]]  # by the names that a folder of floats has
-    matrices: dict[str, Callable[[], Quantized]]  # by those names, what is no float
+    shapes: dict[str, tuple[int, ...]]  # by tensor names of a float folder
+    matrices: dict[str, Callable[[], Quantized]]  # by those names, the quantised ones
     input_ranges: dict[str, Callable[[], float]]  # static: the |x| that becomes 127
 
 
@@ -153,11 +153,11 @@ def opened(
     plan: Layout,
     source: Path,
 ) -> Folder:
-    """Matrices of a folder's tensors.
+    """Reassemble the matrices of a folder's tensors.
 
     Args:
-      shapes, types: by tensor, types as safetensors name them.
-      read: values of a tensor, as they lie.
+      shapes, types: by tensor; types by their safetensors names.
+      read: returns a tensor's values as stored.
 
     Raises:
       ValueError: a part of a matrix is missing or does not fit the rest.
@@ -187,7 +187,7 @@ SCALE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) -> Callable[[], Quantized]:
-    """What puts one matrix together, checked but for its values."""
+    """Make the function that reassembles one matrix; everything but its values is checked now."""
     groups = 1 if grid.group_size is None or len(whole) != 2 else -(-whole[1] // grid.group_size)
     scale_type = types[f"{module}.weight_scale"]
     wanted = {f"{module}.weight_scale": (whole[0], groups) if len(whole) == 2 else None}
@@ -217,12 +217,12 @@ def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) 
 
 
 def bound(shape: tuple[int, ...]) -> str:
-    """A shape in words."""
+    """Format a shape as text."""
     return " x ".join(map(str, shape))
 
 
 def dequantized(matrix: Quantized, name: str, source: Path) -> np.ndarray:
-    """Weights of a matrix in float32.
+    """Dequantise a matrix to float32 weights.
 
     Raises:
       ValueError: its scales are not finite.

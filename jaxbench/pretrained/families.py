@@ -3,12 +3,12 @@
 A rule maps one module of a file to one or several of ours; `{i}` is the layer. The kind says how values are stored:
   embed        (rows, D), as ours
   norm         scale and bias vectors, as ours
-  shifted      scale vectors less 1; Gemma's, which llama.cpp stores as ours
+  shifted      scale vectors minus 1; Gemma's, which llama.cpp stores as ours
   linear       (out, in), ours transposed
   conv1d       (in, out), as ours; GPT-2's Conv1D
   interleaved  (out, in) with rotary pairs side by side in each head, as llama.cpp stores query and key kernels;
                ours keeps the two halves of each head apart (rotate-half)
-Where a rule names several of ours, their outputs are concatenated in that order.
+If a rule names several of ours, their outputs are concatenated in that order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Family(NamedTuple):
     """How one kind of file stores one family."""
 
     rules: tuple[Rule, ...]
-    prefix: str = ""  # some files leave this out in front of every name but the head's
+    prefix: str = ""  # some files omit this prefix from all names but the head's
     ignored: str = r"$^"  # regular expression: buffers that carry no parameter
 
 
@@ -58,7 +58,7 @@ HF_LLAMA = Family(
 HF_GEMMA = HF_LLAMA._replace(
     rules=tuple(rule._replace(kind="shifted") if rule.kind == "norm" else rule for rule in HF_LLAMA.rules)
 )
-_POST_NORMS = {  # Gemma 2 and 3 have four norms a layer, and another one under Llama's name for the third
+_POST_NORMS = {  # Gemma 2 and 3 have four norms per layer; Llama's name for mlp_norm is attention_post_norm here
     "post_attention_layernorm": "attention_post_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",

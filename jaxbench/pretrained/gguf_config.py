@@ -14,7 +14,7 @@ from jaxbench.pretrained.settings import Settings, shortest
 
 
 def config_from_gguf(file: gguf_file.GgufFile) -> TransformerConfig:
-    """Translate a GGUF file's metadata; biases, tying and llama3 scaling show in which tensors there are.
+    """Translate a GGUF file's metadata; the tensors present reveal biases, tying and llama3 scaling.
 
     Raises:
       ValueError: an unsupported architecture or setting, or a missing one.
@@ -62,7 +62,7 @@ def _llama_from_gguf(s: Settings, file: gguf_file.GgufFile, arch: str, default_h
         "rope_scaling": _scaling(s, file, head_dim, theta),
         "use_bias": has_bias and is_bias_everywhere,
         "qkv_bias": has_bias and not is_bias_everywhere,
-        # llama.cpp reads it over; a converted Mistral needs it, and says that it is a Llama
+        # llama.cpp ignores it; a converted Mistral needs it, and claims to be a Llama
         "sliding_window": (s.get("attention.sliding_window", 0) or None) if arch == "llama" else None,
         "qk_norm": arch in ("qwen3", "gemma3"),
     }
@@ -70,7 +70,7 @@ def _llama_from_gguf(s: Settings, file: gguf_file.GgufFile, arch: str, default_h
 
 
 def _gemma_from_gguf(s: Settings, arch: str) -> dict[str, Any]:
-    """Settings that llama.cpp takes from the architecture's name (src/llama-model.cpp)."""
+    """Settings that llama.cpp derives from the architecture's name (src/llama-model.cpp)."""
     d_model, heads, layers = s.count("embedding_length"), s.count("attention.head_count"), s.count("block_count")
     own = {"activation": "geglu", "embedding_scale": d_model**0.5, "post_norms": arch != "gemma"}
     if arch == "gemma":
@@ -121,7 +121,7 @@ def _scaling(s: Settings, file: gguf_file.GgufFile, head_dim: int, theta: float)
 
 
 def _llama3_from_gguf(file: gguf_file.GgufFile, head_dim: int, theta: float) -> RotaryScaling:
-    """Recognise Llama 3's scaling by its divisors, which llama.cpp stores instead of the settings."""
+    """Recover Llama 3's scaling from its divisors, which llama.cpp stores instead of the settings."""
     divisors = file.tensor("rope_freqs.weight")
     scaling = RotaryScaling(kind="llama3", factor=shortest(divisors.max()))
     base, scaled = (np.array(rotary.frequencies(head_dim, theta, kind)) for kind in (None, scaling))

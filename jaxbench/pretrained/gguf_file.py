@@ -1,7 +1,7 @@
 """Read GGUF files, versions 2 and 3, little-endian (S file).
 
-Only the container is parsed here, because `gguf.GGUFReader` takes 1.8 s for the default model's vocabulary where this
-takes 0.1 s and because a damaged file should be one clear error; values are dequantised by the `gguf` package.
+Only the container is parsed here, because `gguf.GGUFReader` takes 1.8 s for the default model's vocabulary versus 0.1 s
+here, and because a damaged file should give one clear error; the `gguf` package dequantises the values.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -19,9 +19,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type code
 STRING, ARRAY = 8, 9
-# Types that `gguf` does not turn into float32: integers, and those of llama.cpp's intermediate results
+# Types that `gguf` does not convert to float32: integers, and those of llama.cpp's intermediate results
 NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0")
-# Name, values and bytes of a block by type code: `gguf` has them all, and takes 30 ms to import
+# Name, values and bytes of a block by type code: `gguf` has all of them, but takes 30 ms to import
 COMMON = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -35,7 +35,7 @@ DEFAULT_ALIGNMENT = 32  # bytes
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor lies: shape with the slowest axis first, ggml type code, place and size in bytes."""
+    """Location of one tensor: shape with the slowest axis first, ggml type code, offset and size in bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -44,7 +44,7 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """The metadata and table of contents of one file, whose bytes stay mapped."""
+    """Metadata and table of contents of one file, whose bytes stay memory-mapped."""
 
     path: Path
     metadata: dict[str, Any]
@@ -64,7 +64,7 @@ class GgufFile(NamedTuple):
 
 
 def type_of(kind: int) -> tuple[str, int, int]:
-    """Name of a type code, and the values and bytes of one of its blocks.
+    """Return a type code's name, and the values and bytes of one of its blocks.
 
     Raises:
       ValueError: there is no such type.
@@ -103,7 +103,7 @@ def read(path: str | Path) -> GgufFile:
 
 
 class _Parser:
-    """A cursor over the mapped bytes; struct raises where they end early."""
+    """A cursor over the mapped bytes; struct raises if they end early."""
 
     def __init__(self, path: Path, content: mmap.mmap):
         self.path, self.content, self.at = path, content, 8
@@ -138,7 +138,7 @@ class _Parser:
         return self.content[self.at - length : self.at].decode("utf-8")
 
     def strings(self, count: int) -> list[str]:
-        """Strings one after another: a vocabulary, 100,000 of them, in a third of the time of string()."""
+        """Read consecutive strings: a vocabulary of 100,000 in a third of the time of string()."""
         content, at, end, found = self.content, self.at, len(self.content), []
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -167,7 +167,7 @@ class _Parser:
         return [self.value(kind, nesting + 1) for _ in range(length)]
 
     def tensor_entry(self) -> tuple[str, tuple]:
-        """Name, and (shape, type code, offset), of the next tensor in the table of contents."""
+        """Read the name and (shape, type code, offset) of the next tensor in the table of contents."""
         name = self.string()
         (num_dims,) = self.unpack("I")
         if not 1 <= num_dims <= 4:
@@ -176,7 +176,7 @@ class _Parser:
         return name, (shape, *self.unpack("IQ"))
 
     def locate(self, name: str, entry: tuple, data_start: int) -> TensorInfo:
-        """Place of one tensor, checked to lie inside the file."""
+        """Locate one tensor, and check that it lies inside the file."""
         shape, kind, offset = entry
         try:
             type_name, block, block_bytes = type_of(kind)

@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files: byte-level BPE ("gpt2") and SentencePiece ("llama") from a file's metadata (S file).
 
-What the metadata leaves out is what llama.cpp takes (src/llama-vocab.cpp): whether the begin token stands in front,
+Missing metadata gets llama.cpp's defaults (src/llama-vocab.cpp): whether the begin token is put in front,
 SentencePiece's begin and end ids, and the tokens, by name, that end a generation.
 """
 
@@ -27,24 +27,24 @@ QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")  # every digit alone; Qwen3 has 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")
 PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": (LLAMA3_SPLIT,), "qwen2": (QWEN2_SPLIT,)}
-PRE_TOKENIZERS |= {"default": DEFAULT_SPLITS}  # llama.cpp's where a file names none
+PRE_TOKENIZERS |= {"default": DEFAULT_SPLITS}  # llama.cpp's if a file names none
 WITH_BEGIN = ("llama-bpe",)  # of these; SentencePiece has it too
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
-# Of llama.cpp's list, those of families that are read here; not its tokens of fill-in-the-middle.
+# From llama.cpp's list, those of the families read here, without its fill-in-the-middle tokens.
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 ENDS += ("</s>", "<eos>")
 SPACE = "\u2581"  # SentencePiece's
 
 
 class Read(NamedTuple):
-    """What a file says about its tokenizer."""
+    """Tokenizer data of a file."""
 
     core: tokenizers.Tokenizer
     eos_id: int | None
     bos_id: int | None
     end_ids: tuple[int, ...]  # end a generation; eos_id first
     chat_template: str | None
-    tool_template: str | None  # instead, where tools are described
+    tool_template: str | None  # used instead if tools are described
 
 
 def read(path: Path) -> Read:
@@ -90,7 +90,7 @@ def _special_ids(path: Path, metadata: dict[str, Any], tokens: list[str], defaul
 
 
 def _add_around(core: tokenizers.Tokenizer, metadata: dict, tokens: list[str], ids: dict, *, has_begin: bool) -> None:
-    """Put the begin and end tokens around every text, where the file or llama.cpp's default for it says so."""
+    """Put the begin and end tokens around every text, if the file or llama.cpp's default for it says so."""
     from tokenizers import processors
 
     wanted = {"bos": metadata.get("tokenizer.ggml.add_bos_token", has_begin)}
@@ -108,7 +108,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], pre: str) -> tokeni
 
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    # Llama 3 keeps words that are in the vocabulary whole, even where no merges lead to them.
+    # Llama 3 keeps words of the vocabulary whole, even if no merges lead to them.
     core = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":  # as Qwen's own tokenizer.json; llama.cpp leaves it out
         core.normalizer = normalizers.NFC()
@@ -156,8 +156,8 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
     """Pairs of pieces that make a piece, the piece of the highest score first; only text can be made or merged.
 
-    Differs from SentencePiece: where two pairs that overlap make pieces of one score, it takes the left one, and this
-    the one whose pair comes first in the list. Scores of trained vocabularies are all different.
+    Differs from SentencePiece: if two overlapping pairs make pieces of equal score, SentencePiece takes the left one,
+    and this one the pair that comes first in the list. Scores of trained vocabularies are all different.
     """
     if len(scores) != len(tokens):
         raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")

@@ -20,7 +20,7 @@ GEMMA_ONLY += ("global_every", "local_rope_theta")
 MEMORY = "jaxbench_memory"  # memory/folder.py's own
 GPT2_NAMES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"}  # transformers' attribute_map
 GPT2_NAMES |= {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
-# num_key_value_heads, None for as many as query heads, and max_position_embeddings where they are left out
+# Defaults of num_key_value_heads (None = as many as query heads) and of max_position_embeddings
 DEFAULTS = {"llama": (None, 2048), "mistral": (8, 131072), "qwen2": (32, 32768), "qwen3": (32, 32768)}
 DEFAULTS |= {"gemma": (16, 8192), "gemma2": (4, 8192), "gemma3_text": (4, 131072)}
 
@@ -29,8 +29,8 @@ def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
     """Translate a Hugging Face config.json. Its dropout rates are a training recipe and are left out.
 
     Raises:
-      ValueError: an unsupported architecture or setting, a missing one, or one that changes the function and that no
-        reader of its family knows.
+      ValueError: an unsupported architecture or setting, a missing one, or one that changes the function and is unknown
+        to the reader of its family.
     """
     s = Settings(values, source)
     model_type = s.get("model_type", None)
@@ -43,7 +43,7 @@ def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
         wanted = ", ".join(HF_FAMILIES)
         raise ValueError(f"{source}: architecture {shown(model_type)} is not supported, wanted one of {wanted}")
     readers = {"gpt2": _gpt2_from_hf, "qwen2": _qwen_from_hf, "qwen3": _qwen_from_hf}
-    if s.given("is_causal", True) is not True:  # null too: transformers then lets every token see all
+    if s.given("is_causal", True) is not True:  # null too: transformers then lets every token attend to all
         raise ValueError(f"{source}: is_causal={shown(values['is_causal'])} is not supported, wanted True")
     readers |= {"gemma": _gemma_from_hf, "gemma2": _gemma_from_hf, "gemma3_text": _gemma_from_hf}
     config = settings.build(readers.get(model_type, _llama_from_hf), s)
@@ -145,7 +145,7 @@ def _gemma_from_hf(s: Settings) -> dict[str, Any]:
     """Settings of Gemma, Gemma 2, or Gemma 3 as far as it is a text decoder."""
     kind, tanh = s.need("model_type"), "gelu_pytorch_tanh"
     if kind == "gemma":
-        s.only("hidden_act", tanh, tanh, "gelu")  # which transformers reads as the approximation too, of Gemma 1 alone
+        s.only("hidden_act", tanh, tanh, "gelu")  # only for Gemma 1, transformers reads this as the approximation too
     else:
         s.only("hidden_activation", tanh, tanh)
     s.only("attention_bias", False, False)
@@ -165,7 +165,7 @@ def _gemma_from_hf(s: Settings) -> dict[str, Any]:
 
 
 def _gemma2_from_hf(s: Settings, head_dim: int, *, has_caps: bool) -> dict[str, Any]:
-    """What Gemma 2 added: norms, caps on scores and logits, windows in all layers but every n-th."""
+    """Features that Gemma 2 added: norms, caps on scores and logits, windows in all layers but every n-th."""
     layers, scalar = s.count("num_hidden_layers"), s.get("query_pre_attn_scalar", 256)
     default = 2 if has_caps else s.get("sliding_window_pattern", 6)
     if has_caps:
@@ -192,7 +192,7 @@ def _gemma2_from_hf(s: Settings, head_dim: int, *, has_caps: bool) -> dict[str, 
 def _gemma3_rotary(s: Settings) -> dict[str, Any]:
     """Read either form: `rope_parameters` by kind of layer, or `rope_theta`, `rope_local_base_freq`, `rope_scaling`.
 
-    Both may stand in one file; `rope_scaling` then changes what the layers without a window have.
+    A file may have both; `rope_scaling` then applies to the layers without a window.
     """
     rope, stretched = s.get("rope_parameters", {}), s.get("rope_scaling", {})
     local = {"rope_theta": s.get("rope_local_base_freq", 10000.0)} | (rope.get("sliding_attention") or {})
@@ -209,9 +209,9 @@ def _gemma3_rotary(s: Settings) -> dict[str, Any]:
 
 
 def _rotary_from_hf(s: Settings) -> tuple[float, RotaryScaling | None]:
-    """Read transformers 5 `rope_parameters`, or the older `rope_scaling`, which wins where it says something.
+    """Read transformers 5 `rope_parameters`, or the older `rope_scaling`, which takes precedence if it is set.
 
-    So does the trained context that stands beside them, not in them.
+    A trained context given next to these objects, not in them, takes precedence too.
     """
     newer, older = s.get("rope_parameters", {}), s.get("rope_scaling", {})
     context = s.get("original_max_position_embeddings", None)
@@ -219,7 +219,7 @@ def _rotary_from_hf(s: Settings) -> tuple[float, RotaryScaling | None]:
 
 
 def _scaled(s: Settings, rope: Settings, theta: float, context: int | None) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling of one object of rotary settings; theta: where it has none; context: beats the object's own."""
+    """Base and scaling of one object of rotary settings; theta: its default; context: overrides the object's own."""
     rope.only("partial_rotary_factor", s.get("partial_rotary_factor", 1.0), 1.0)
     theta = rope.get("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -238,7 +238,7 @@ def _scaled(s: Settings, rope: Settings, theta: float, context: int | None) -> t
 
 
 def _yarn_from_hf(rope: Settings, original: int, length: int) -> RotaryScaling:
-    """Settings of yarn; mscale and mscale_all_dim, DeepSeek's, become the factor that they stand for."""
+    """Settings of yarn; DeepSeek's mscale and mscale_all_dim become the equivalent factor."""
     factor = rope.get("factor", length / original)
     keys = {"beta_fast": rope.get("beta_fast", 32.0), "beta_slow": rope.get("beta_slow", 1.0)}
     keys |= {"truncate": rope.get("truncate", True), "attention_factor": rope.get("attention_factor", None)}
@@ -250,7 +250,7 @@ def _yarn_from_hf(rope: Settings, original: int, length: int) -> RotaryScaling:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    """Hugging Face config.json of a decoder, in the form that transformers 4 and 5 both read.
+    """Make a decoder's Hugging Face config.json, in the form that transformers 4 and 5 both read.
 
     Raises:
       ValueError: no Hugging Face architecture has this combination of parts.
@@ -296,7 +296,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _architecture(c: TransformerConfig) -> str | None:
-    """Find the architecture that has exactly a decoder's parts, as transformers spells it; None: no one does."""
+    """Find the architecture that has exactly a decoder's parts, as transformers spells it; None if there is none."""
     plain = {key: TransformerConfig.model_fields[key].default for key in GEMMA_ONLY}
     is_plain = all(getattr(c, key) == value for key, value in plain.items())
     is_ungrouped = (c.num_kv_heads, c.num_heads * c.head_dim, c.sliding_window) == (c.num_heads, c.d_model, None)
@@ -322,7 +322,7 @@ def _architecture(c: TransformerConfig) -> str | None:
 
 
 def _gemma_to_hf(c: TransformerConfig, name: str) -> dict[str, Any]:
-    """What the families of Gemma say otherwise than Llama, or besides."""
+    """Settings of the Gemma families that differ from Llama's or are additional."""
     if name == "Gemma":
         return {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
     scalar = c.head_dim if c.query_pre_attn_scalar is None else c.query_pre_attn_scalar

@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def opened(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], Callable]:
-    """Shapes and types of all tensors of a folder's safetensors files, and what reads one as it lies."""
+    """Return shapes and types of all tensors in a folder's safetensors files, and a reader of one as stored."""
     import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
     import safetensors
 
@@ -55,7 +55,7 @@ def opened(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str
             home[name], shapes[name], types[name] = file, tuple(part.get_shape()), part.get_dtype()
 
     def read(name: str) -> np.ndarray:
-        # Opened anew for each tensor: pages of one that stays open add up to the file's size in memory.
+        # Reopened for each tensor: the pages of a file that stays open add up to its size in memory.
         with safetensors.safe_open(home[name], framework="np") as content:
             return content.get_tensor(name)
 
@@ -63,7 +63,7 @@ def opened(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str
 
 
 def annotated(path: Path, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The JSON object that a file's metadata have under `key`, and its tensors.
+    """Return the JSON object under `key` in a file's metadata, and its tensors.
 
     Raises:
       ValueError: the file is damaged, or has no such object.

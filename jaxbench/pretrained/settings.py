@@ -13,14 +13,14 @@ import pydantic
 
 from jaxbench.config import TransformerConfig, shown
 
-# A setting that no reader asks for and whose name holds one of these changes what a model computes, or says that it
-# does: the words come from Granite, Gemma 2, Mixtral, DBRX, OLMo 2, GPT-NeoX, MPT, Qwen2-VL, SmolLM3 and GPT-OSS. Only
-# these numbers mean that it does not.
+# A setting that no reader asks for and whose name contains one of these words changes what a model computes, or claims
+# to: the words come from Granite, Gemma 2, Mixtral, DBRX, OLMo 2, GPT-NeoX, MPT, Qwen2-VL, SmolLM3 and GPT-OSS. Only
+# with these numbers it does not.
 NEUTRAL: dict[str, tuple[float, ...]] = {"multiplier": (1,), "scaling": (1,), "scale": (1,), "rotary": (1,)}
 NEUTRAL |= {"expert": (0, 1), "moe": (0, 1)}
 NEUTRAL |= dict.fromkeys(("softcap", "window", "clip", "norm", "interleaved", "mrope", "no_rope", "alibi", "sink"), ())
 NEUTRAL |= dict.fromkeys(("parallel_attn", "parallel_residual", "layer_types"), ())
-# What training leaves behind, precisions of norms that the family has not, and what transformers keeps for itself.
+# Leftovers of training, epsilons of norms that the family lacks, and settings internal to transformers.
 INERT = re.compile(r"^_|grad|loss|init|dropout|pdrop|eps(ilon)?$")
 
 
@@ -29,16 +29,16 @@ class Settings:
 
     def __init__(self, values: dict[str, Any], source: Path, prefix: str = ""):
         self.values, self.source, self.prefix = values, source, prefix
-        self.asked: set[str] = set()  # for, by a reader: the others are judged by their names
+        self.asked: set[str] = set()  # keys that a reader has asked for; the others are judged by their names
 
     def need(self, key: str) -> Any:
-        """Setting that must be there."""
+        """Return a required setting."""
         if (value := self.given(key, None)) is None:
             raise ValueError(f"{self.source}: the setting {self.prefix + key!r} is missing")
         return value
 
     def count(self, key: str) -> int:
-        """Setting that is a whole number from 1."""
+        """Return a setting that is an integer from 1."""
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is no whole number from 1")
@@ -52,12 +52,12 @@ class Settings:
         return shortest(value)
 
     def get(self, key: str, default: Any) -> Any:
-        """Setting, or the default where it is missing or null."""
+        """Return a setting, or the default if it is missing or null."""
         value = self.given(key, None)
         return default if value is None else value
 
     def given(self, key: str, default: Any) -> Any:
-        """Setting, null too, or the default where it is missing."""
+        """Return a setting, even null, or the default if it is missing."""
         self.asked.add(self.prefix + key)
         return self.values.get(self.prefix + key, default)
 
@@ -88,10 +88,10 @@ def _said(error: Mapping[str, Any]) -> str:
 
 
 def refuse_other_functions(s: Settings, config: TransformerConfig) -> None:
-    """Raise where a setting that no reader asked for says that the model computes something else.
+    """Raise if a setting that no reader asked for says that the model computes something else.
 
     Raises:
-      ValueError: there is one; its name and value.
+      ValueError: there is such a setting; the message has its name and value.
     """
     for key, value in s.values.items():
         word = next((word for word in NEUTRAL if word in key.lower()), None)
@@ -104,7 +104,7 @@ def refuse_other_functions(s: Settings, config: TransformerConfig) -> None:
 
 
 def _is_neutral(key: str, word: str, value: Any, config: TransformerConfig) -> bool:
-    """True where a setting by this name changes nothing."""
+    """Return True if a setting of this name changes nothing."""
     if value is None or value is False or value in ({}, [], ""):
         return True
     if word == "layer_types":
@@ -112,7 +112,7 @@ def _is_neutral(key: str, word: str, value: Any, config: TransformerConfig) -> b
         return isinstance(value, list) and all(each == kind for each in value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if key == "attention_multiplier":  # Granite's stands in place of the root of a head's width
+    if key == "attention_multiplier":  # Granite's replaces the root of a head's width
         return math.isclose(value, config.head_dim**-0.5)
     if word == "window":
         return value == config.sliding_window or (config.sliding_window is None and value >= config.max_seq_len)

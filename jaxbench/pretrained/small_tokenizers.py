@@ -1,7 +1,7 @@
-"""Tokenizers that need no vocabulary file: one id a byte, or one id a character (S file).
+"""Tokenizers that need no vocabulary file: one id per byte, or one id per character (S file).
 
-Both encode a text of any length to an array at once, and say how many UTF-8 bytes each id stands for, which is what
-turns nats per token into bits per byte. Saved, they are tokenizers of Hugging Face that give the same ids.
+Both encode a text of any length to an array at once, and know how many UTF-8 bytes each id stands for, which converts
+nats per token to bits per byte. Saved, they are Hugging Face tokenizers that give the same ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; end tokens are dropped, invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if int(i) != BYTES).decode(errors="replace")
 
     def byte_lengths(self) -> Int64[np.ndarray, " V"]:
@@ -56,7 +56,7 @@ class ByteTokenizer:
 
 
 class CharacterTokenizer:
-    """One id a character, in the order of code points; no end token (nanoGPT's data/shakespeare_char/prepare.py)."""
+    """One id per character, in order of code points; no end token (nanoGPT's data/shakespeare_char/prepare.py)."""
 
     eos_id: int | None = None
 
@@ -82,7 +82,7 @@ class CharacterTokenizer:
         """Token ids of a text.
 
         Raises:
-          ValueError: a character that is not in the vocabulary, with its place.
+          ValueError: a character is not in the vocabulary; the message gives its position.
         """
         codes = _codes(text)
         ids = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
@@ -103,7 +103,7 @@ class CharacterTokenizer:
         return np.array([len(c.encode()) for c in self.characters], np.int64)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json: a word a character."""
+        """Write tokenizer.json and tokenizer_config.json: one word per character."""
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Core
 
@@ -121,9 +121,9 @@ def encode_array(tokenizer: Any, text: str) -> Int[np.ndarray, " T"]:
 
 
 def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> Int64[np.ndarray, " V"] | None:
-    """Number of UTF-8 bytes of each token id; None where the tokens of this kind of tokenizer do not tell.
+    """Number of UTF-8 bytes of each token id; None if this kind of tokenizer does not determine it.
 
-    A byte-level BPE writes one printable character a byte; control tokens stand for no text.
+    A byte-level BPE writes one printable character per byte; control tokens stand for no text.
     """
     if hasattr(tokenizer, "byte_lengths"):
         return tokenizer.byte_lengths()

@@ -1,6 +1,6 @@
 """Text to token ids and back, from a GGUF file's metadata or a Hugging Face folder (S file).
 
-The work is done by `tokenizers`; this adds what a checkpoint keeps elsewhere: begin and end ids, chat template.
+`tokenizers` does the work; this module adds what a checkpoint keeps elsewhere: begin and end ids, chat template.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece voca
 def _byte_of() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for (Radford et al. 2019, GPT-2's encoder).
 
-    Printable bytes of Latin-1 stand for themselves, the others, in order, for what comes from U+0100 on.
+    Printable bytes of Latin-1 map to themselves, the others, in order, to the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -39,11 +39,11 @@ def _byte_of() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A vocabulary with its begin and end ids (None where a model has none) and its chat template.
+    """A vocabulary with its begin and end ids (None if a model has none) and its chat template.
 
-    eos_id ends a document; end_ids are all that end a generation, eos_id first: a chat model has one for its turn, too.
-    tool_template stands for chat_template where tools are described. special_tokens are those that templates see by
-    their names in transformers (bos_token, pad_token, ...); None: the begin and end token, as far as there are.
+    eos_id ends a document; end_ids are all that end a generation, eos_id first: a chat model also has one that ends its
+    turn. tool_template replaces chat_template if tools are described. special_tokens are those that templates get by
+    their names in transformers (bos_token, pad_token, ...); None = the begin and end tokens that exist.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Tokenizer:
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text; add_special puts in front what the model was trained with (often nothing)."""
+        """Token ids of a text; add_special adds the prefix that the model was trained with (often nothing)."""
         return self.core.encode(text, add_special_tokens=add_special).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
@@ -76,16 +76,16 @@ class Tokenizer:
         return [encoding.ids for encoding in self.core.encode_batch(list(texts), add_special_tokens=add_special)]
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of a text without special ones added, and the character that each begins in."""
+        """Token ids of a text, without added special tokens, and the index of the character in which each begins."""
         encoding = self.core.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self.core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def token_bytes(self, id: int) -> bytes:
-        """UTF-8 of one token's text; of a token that is part of a character, the bytes that it has."""
+        """UTF-8 bytes of one token's text; for a token that is part of a character, its bytes of it."""
         text, piece = self.decode([id]), self.core.id_to_token(id) or ""
         if "\ufffd" not in text:
             return text.encode()
@@ -158,10 +158,10 @@ def _from_folder(folder: Path) -> Tokenizer:
         core = Core.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{file}: cannot be read as a tokenizer ({error})") from error
-    core.no_truncation()  # a limit of whoever wrote it, which transformers lifts too
+    core.no_truncation()  # a limit set by the file's author, which transformers lifts too
     core.no_padding()
     settings = _optional_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in settings:  # which stands for the two older files
+    if "added_tokens_decoder" not in settings:  # it replaces the two older files
         settings = settings | _optional_json(folder / "special_tokens_map.json")
     named = {name: _content(settings[name]) for name in NAMES if _content(settings.get(name)) is not None}
     _add_tokens(core, folder, settings, named)
@@ -176,15 +176,15 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """Text of a token of tokenizer_config.json, which may be an object; None where it is none."""
+    """Text of a token of tokenizer_config.json, which may be an object; None if it is no token."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
 
 def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict, named: dict[str, str]) -> None:
-    """Add what a folder says of tokens outside tokenizer.json, as transformers does: each is then kept whole.
+    """Add the tokens that a folder defines outside tokenizer.json, as transformers does: each is then kept whole.
 
-    Special tokens that are in no vocabulary stay out: a model has no embedding of them.
+    Special tokens that are in no vocabulary are not added: the model has no embedding for them.
 
     Raises:
       ValueError: a token cannot have the id that the folder gives it.
@@ -221,7 +221,7 @@ def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict, named:
 
 
 def _special_id(core: tokenizers.Tokenizer, named: dict[str, str], model: dict, name: str) -> int | None:
-    """Find the id by the token that the folder names, else by the model configuration's (the first of several)."""
+    """Find the id of the token that the folder names, else the model configuration's id (the first of several)."""
     token = named.get(f"{name}_token")
     if token is not None and core.token_to_id(token) is not None:
         return core.token_to_id(token)
@@ -229,7 +229,7 @@ def _special_id(core: tokenizers.Tokenizer, named: dict[str, str], model: dict, 
 
 
 def _model_ids(core: tokenizers.Tokenizer, model: dict, name: str) -> list[int]:
-    """Ids that the model's configuration names, one or a list, as far as the vocabulary has them."""
+    """Ids that the model's configuration names, one or a list, restricted to the vocabulary."""
     given = model.get(f"{name}_token_id")
     size = core.get_vocab_size(with_added_tokens=True)
     ids = [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int) and 0 <= i < size]
@@ -237,5 +237,5 @@ def _model_ids(core: tokenizers.Tokenizer, model: dict, name: str) -> list[int]:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file, empty where there is none."""
+    """Read a file's JSON object, empty if there is no file."""
     return safetensors_files.read_json(path) if path.is_file() else {}

@@ -1,7 +1,7 @@
 """Read and write checkpoints: GGUF file, Hugging Face folder or hub id <-> {dotted name: numpy array} (S file).
 
-Names and layouts are translated by the tables of families.py. Reading is strict: every parameter must be there with its
-shape and finite values, and every tensor of the file must be used.
+The tables of families.py translate names and layouts. Reading is strict: every parameter must be present with its shape
+and finite values, and every tensor of the file must be used.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", chat_template.DEFAULT_FILE)
 TEXT_FILES += (chat_template.TOOLS_FILE, "special_tokens_map.json", "added_tokens.json")
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", *TEXT_FILES]
-# Our name of a module's main tensor; all others have a kernel.
+# Our name of a module's main tensor, if it is not "kernel".
 WEIGHT = {"embed": "embedding", "norm": "scale", "shifted": "scale"}
-ALIGNMENT = 64  # bytes, a cache line; XLA:CPU takes a host array as it lies from this alignment on
+ALIGNMENT = 64  # bytes, a cache line; XLA:CPU uses a host array without a copy from this alignment on
 MAX_LISTED = 8  # names shown of each kind of problem
 
 
 class Checkpoint(NamedTuple):
-    """A model as read: shape, parameters by dotted name, and where they came from."""
+    """A model as read: shape, parameters by dotted name, and their source."""
 
     config: TransformerConfig
     params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out); read-only
     tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
-    source: str  # what a record shows
+    source: str  # shown in records
     sha256: str  # of the GGUF file; of a folder, over config.json, all safetensors files and what load_tokenizer reads
 
 
@@ -59,7 +59,7 @@ class Tensors(NamedTuple):
     source: Path
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]  # float32 or float64 values of one tensor; may be called from several threads
-    matrices: Mapping[str, Callable[[], Quantized]] = {}  # a folder's quantised tensors, as they lie
+    matrices: Mapping[str, Callable[[], Quantized]] = {}  # a folder's quantised tensors, as stored
 
 
 def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
@@ -81,7 +81,7 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
 
 
 def read_config(spec: str | Path | None = None) -> TransformerConfig:
-    """Configuration of a model, without reading a tensor.
+    """Read a model's configuration, without reading a tensor.
 
     Raises:
       ValueError: an unsupported architecture, or a damaged file.
@@ -93,7 +93,7 @@ def read_config(spec: str | Path | None = None) -> TransformerConfig:
 
 
 def resolve(spec: str | Path | None = None) -> Path:
-    """Path of the GGUF file or Hugging Face folder that a model's name stands for, fetched if need be.
+    """Return the path of the GGUF file or Hugging Face folder that a model's name stands for, fetched if necessary.
 
     Raises:
       ValueError: nothing has this name, or it cannot be fetched.
@@ -122,10 +122,10 @@ def resolve(spec: str | Path | None = None) -> Path:
 
 
 def checksum(spec: str | Path | None = None) -> str:
-    """SHA-256 of a model as Checkpoint.sha256 has it, without reading a tensor.
+    """Compute a model's SHA-256, as in Checkpoint.sha256, without reading a tensor.
 
     Raises:
-      ValueError: as resolve raises.
+      ValueError: see resolve.
     """
     path = resolve(spec)
     if path.is_dir():
@@ -148,14 +148,14 @@ def save_checkpoint(
     matrices: Mapping[str, Mapping[str, np.ndarray]] = {},
     quantization: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
+    """Write a Hugging Face folder that transformers and load_checkpoint read, atomically.
 
-    The tokenizer's ids of beginning and end stand in config.json and generation_config.json, null where there are none:
-    transformers would take its own otherwise.
+    The tokenizer's begin and end ids are written to config.json and generation_config.json, null if there are none:
+    transformers would use its own defaults otherwise.
 
     Args:
-      matrices: tensors that stand for a module's kernel, by module and by the last part of their names
-        (compressed_tensors.stored); quantization is what config.json says of them.
+      matrices: tensors that replace a module's kernel, by module and by the last part of their names
+        (compressed_tensors.stored); quantization is their description in config.json.
 
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
@@ -203,7 +203,7 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     """Read a Hugging Face folder's configuration and tables of contents.
 
     Raises:
-      ValueError: as load_checkpoint raises.
+      ValueError: see load_checkpoint.
     """
     values = safetensors_files.read_json(folder / "config.json")
     config = hf_config.config_from_hf(values, folder / "config.json")
@@ -211,7 +211,7 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     if index.is_file():
         weight_map = safetensors_files.weight_map(index)
         files = sorted({folder / name for name in weight_map.values()})
-        whole = folder / "model.safetensors"  # of which transformers alone reads, where there is one
+        whole = folder / "model.safetensors"  # the only file that transformers reads, if it exists
         if whole.is_file() and files not in ([], [whole]):
             raise ValueError(
                 f"{folder}: holds model.safetensors beside an index of {files[0].name} and others, wanted one of them; "
@@ -230,7 +230,7 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
 
 
 def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: Callable) -> Tensors:
-    """The tensors of a folder, those in integers put together as its quantization_config says."""
+    """The tensors of a folder; integer ones are reassembled as its quantization_config says."""
     matrices = {}
     if quantization is not None:
         if not isinstance(quantization, dict):
@@ -251,7 +251,7 @@ def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: C
 
 
 def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
-    """Rules of a family with their layer, those of a layer once for each layer."""
+    """Rules of a family with their layer; a layer's rules appear once for each layer."""
     return [
         (rule, layer)
         for rule in family.rules
@@ -260,7 +260,7 @@ def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
 
 
 def _parts(rule: Rule, layer: int, wanted: dict[str, Any]) -> dict[str, list[str]]:
-    """Our names of one row by part, {"weight": [..], "bias": [..]}, without those the configuration has not."""
+    """Our names of one row by part, {"weight": [..], "bias": [..]}, without those that the configuration lacks."""
     names = {
         "weight": [f"{name.format(i=layer)}.{WEIGHT.get(rule.kind, 'kernel')}" for name in rule.ours],
         "bias": [f"{name.format(i=layer)}.bias" for name in rule.ours],
@@ -278,12 +278,12 @@ class Job(NamedTuple):
 
 
 def plan(tensors: Tensors, config: TransformerConfig, family: Family) -> list[Job]:
-    """Every tensor of a file with the parameters that it holds, checked to be all of them, in their shapes.
+    """List every tensor of a file with its parameters, and check that all are there with their shapes.
 
     Raises:
       ValueError: tensors are missing, unused or misshapen; all names are listed.
     """
-    if config.num_layers > len(tensors.shapes):  # before names are listed: a header may say billions
+    if config.num_layers > len(tensors.shapes):  # before names are listed: a header may claim billions
         count = len(tensors.shapes)
         raise ValueError(f"{tensors.source}: says it has {config.num_layers} layers, and holds {count} tensors in all")
     shapes, own_names = parameter_shapes(config), _own_names(tensors, family, config)
@@ -301,20 +301,20 @@ def plan(tensors: Tensors, config: TransformerConfig, family: Family) -> list[Jo
 
 
 def values_of(tensors: Tensors, job: Job, config: TransformerConfig) -> dict[str, np.ndarray] | None:
-    """Parameters of one tensor by name, as ours lie; None where it has NaN or infinite values."""
+    """Parameters of one tensor by name, in our layout; None if it has NaN or infinite values."""
     value = tensors.read(job.name)
     if not (np.isfinite(value.min()) and np.isfinite(value.max())):
         return None
     if job.rule.kind == "interleaved":
         value = rotate_half_rows(value, config.head_dim)
-    value = value + 1 if job.rule.kind == "shifted" else value  # a type's own rounding, as transformers' module
+    value = value + 1 if job.rule.kind == "shifted" else value  # rounded in its own type, as in transformers' module
     value = value.T if job.rule.kind in ("linear", "interleaved") else value
     split = np.split(value, np.cumsum(job.widths)[:-1], axis=-1)
     return {name: _aligned(v) for name, v in zip(job.ours, split, strict=True)}
 
 
 def read_all(source: Path, jobs: list[Job], work: Callable[[Job], dict | None]) -> dict[str, Any]:
-    """What `work` makes of every tensor, by parameter name; several threads, because NumPy releases the lock.
+    """Apply `work` to every tensor and merge its results by parameter name; threaded, because NumPy releases the lock.
 
     Raises:
       ValueError: work returned None for a tensor, which then has NaN or infinite values.
@@ -334,7 +334,7 @@ def _convert(tensors: Tensors, config: TransformerConfig, family: Family) -> dic
 
 
 def _own_names(tensors: Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
-    """Names in the file by those of the family's table, whose prefix it may lack; no buffers and no tied head."""
+    """Map names of the family's table to those in the file, which may lack the prefix; no buffers and no tied head."""
     own_names = {}
     has_prefix = any(name.startswith(family.prefix) for name in tensors.shapes)
     for own in tensors.shapes:
@@ -350,15 +350,15 @@ def _own_names(tensors: Tensors, family: Family, config: TransformerConfig) -> d
 
 
 def rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows, one an output, in our order; undo llama.cpp's order of rows: pairs side by side -> first halves,
-    then second halves, in each head.
+    """Reorder rows, one per output, from llama.cpp's order to ours: adjacent pairs -> first halves, then second
+    halves, in each head.
     """
     pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
 
 
 def _aligned(value: np.ndarray) -> np.ndarray:
-    """Copy in rows that starts on a multiple of 64 bytes and is read-only: what JAX on a CPU holds without a copy."""
+    """Copy to a read-only row-major array at a multiple of 64 bytes, which JAX on a CPU uses without another copy."""
     room = np.empty(value.nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     copy = room[start : start + value.nbytes].view(value.dtype).reshape(value.shape)

@@ -1,1 +1,1 @@
-"""Where the time and the memory of a command go (docs/profiling.md)."""
+"""Profile a command's time and memory (docs/profiling.md)."""

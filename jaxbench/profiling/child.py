@@ -1,10 +1,10 @@
-"""A process that runs one script under a profile: `python -m jaxbench.profiling.child MODE OUTPUT VALUE SCRIPT ...`.
+"""A process that runs one script under a profiler: `python -m jaxbench.profiling.child MODE OUTPUT VALUE SCRIPT ...`.
 
-MODE is `cpu` (a thread that reads every thread's stack VALUE times a second at most, waiting ones too) or `memory`
-(tracemalloc: the lines that had allocated what was there when it was most). Written as JSON: stacks, the outermost
-frame first, with weights, samples or bytes. They stand in for py-spy and memray where these are not installed. With
-MODE `exit` the script is py-spy's to sample, and what is written is its exit code, of which py-spy says nothing; VALUE
-names the descriptors of its standard output and error, so that py-spy's own words are not among them (S file).
+MODE is `cpu` (a thread reads every thread's stack, waiting ones too, at most VALUE times a second) or `memory`
+(tracemalloc: allocations by line at their peak). Both write JSON: stacks, the outermost frame first, with weights in
+samples or bytes. They replace py-spy and memray where these are not installed. With MODE `exit`, py-spy samples the
+script, and only its exit code is written, which py-spy does not report. VALUE then names the descriptors of its
+standard output and error, which keeps py-spy's own messages out of them (S file).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-HIGHER = 1.02  # a snapshot is taken when this many times the last one's bytes are allocated, and MORE
+HIGHER = 1.02  # a snapshot is taken when allocated bytes exceed this many times the largest one's, plus MORE
 MORE = 2**20
-DOUBLED = 2.0  # so many times the last one's bytes, and MORE, are not waited for: such snapshots are few
-PAUSE = 10  # times what a snapshot took pass before any other: these cost an eleventh of the time at most
+DOUBLED = 2.0  # used instead of HIGHER during the pause after a snapshot: growth by so much is rare
+PAUSE = 10  # length of the pause, in durations of the snapshot: snapshots then cost at most an eleventh of the time
 LOOK_S = 0.05
-EXIT_INTERRUPT, EXIT_PIPE = 130, 141  # what a shell says of SIGINT and of SIGPIPE
+EXIT_INTERRUPT, EXIT_PIPE = 130, 141  # a shell's exit codes for SIGINT and SIGPIPE
 
 
 class Stacks:
-    """Samples of all threads' stacks, `rate` a second where the machine keeps up with it."""
+    """Samples of all threads' stacks, `rate` a second if the machine keeps up."""
 
     def __init__(self, rate: int):
         self.interval_s, self.found, self.looks = 1 / rate, collections.Counter(), 0
@@ -44,20 +44,20 @@ class Stacks:
                 self.found[_stack(frame)] += 1
 
     def end(self) -> dict[str, Any]:
-        """How often it looked: a sample stands for the whole time over it, whatever the rate was to be."""
+        """Return the number of looks: a sample's weight is the total time over this number, not 1 / rate."""
         return {"looks": self.looks}
 
 
 class Allocations:
-    """Lines that had allocated what was there when it was most."""
+    """Allocated bytes by line, when they were most."""
 
     def __init__(self):
         self.interval_s, self.found, self._most = LOOK_S, collections.Counter(), 0
         self._next_s = 0.0
-        tracemalloc.start()  # a frame a trace: what snapshots keep is traced memory itself, and has to stay small
+        tracemalloc.start()  # one frame per trace: snapshots are traced memory themselves and must stay small
 
     def look(self) -> None:
-        """Take a snapshot where more is allocated than at the last one, and that one's pause is over or it is twice."""
+        """Take a snapshot if more is allocated than at the largest one; during a pause, only if it is twice as much."""
         higher = HIGHER if time.monotonic() >= self._next_s else DOUBLED
         if tracemalloc.get_traced_memory()[0] > higher * self._most + MORE:
             started = time.monotonic()
@@ -65,7 +65,7 @@ class Allocations:
             self._next_s = time.monotonic() + PAUSE * (time.monotonic() - started)
 
     def end(self) -> dict[str, Any]:
-        """Take a last snapshot, which is kept where it is the largest; the true peak, which may lie between two."""
+        """Take a last snapshot, kept if it is the largest; return the true peak, which snapshots may have missed."""
         peak = tracemalloc.get_traced_memory()[1]
         self._take()
         tracemalloc.stop()
@@ -81,7 +81,7 @@ class Allocations:
 
 
 def main(mode: str, output: str, rate: int, words: list[str]) -> None:
-    """Run a script (or `-m MODULE`) under a profile and write it; the script's exit code is this process's."""
+    """Run a script (or `-m MODULE`) under a profiler and write the profile; this process exits as the script does."""
     ended = threading.Event()
     profile = Stacks(rate) if mode == "cpu" else Allocations()
 
@@ -94,7 +94,7 @@ def main(mode: str, output: str, rate: int, words: list[str]) -> None:
     thread.start()
     names: dict[str, Any] = {}
     try:
-        names = _run(words)  # held, so that what the script keeps to its end is in the last snapshot
+        names = _run(words)  # kept alive, so that what the script holds at its end is in the last snapshot
     finally:
         seconds = time.monotonic() - started
         ended.set()
@@ -106,7 +106,7 @@ def main(mode: str, output: str, rate: int, words: list[str]) -> None:
 
 
 def hand_on(output: str, streams: str, words: list[str]) -> None:
-    """Run a script with these streams and write its exit code, as a shell gives it, where it ends by itself."""
+    """Run a script with these output streams and write its exit code as a shell would give it."""
     for number, stream in enumerate(streams.split(","), 1):
         os.dup2(int(stream), number)
     code = 1
@@ -124,7 +124,7 @@ def hand_on(output: str, streams: str, words: list[str]) -> None:
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
-    """A thread's frames, read without the sources' text, so that a look is short."""
+    """Return a thread's frames, without reading source text, so that a sample is short."""
     found = []
     while frame is not None:
         found.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno or 0))
@@ -133,7 +133,7 @@ def _stack(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
 
 
 def _run(words: list[str]) -> dict[str, Any]:
-    """Names of the script when it has ended."""
+    """Run a script or module to its end and return its global names."""
     if words[0] == "-m":
         sys.argv = words[1:]
         return runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -148,6 +148,6 @@ if __name__ == "__main__":
             hand_on(sys.argv[2], sys.argv[3], sys.argv[4:])
         else:
             main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
-    except BrokenPipeError:  # what read the command's output closed it: no traceback
+    except BrokenPipeError:  # the reader of the command's output closed it: no traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(EXIT_PIPE) from None

@@ -1,6 +1,6 @@
-"""Two profiles side by side: operations, compile times and memory of base and head (S file).
+"""Compare two profiles: operations, compile times and memory of base and head (S file).
 
-Each side is one run, so a difference may be chance: `benchmarks.py run --compare_with` says which are not.
+Each side is one run, so a difference may be chance: `benchmarks.py run --compare_with` tells which are not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxbench import outputs
 from jaxbench.profiling.trace import COMPILE, MEMORY, OPERATIONS
 
-# What the rows of a file hold: types of a value; NoneType where it may be unknown
+# Types of the values in a file's rows; NoneType where a value may be unknown
 NUMBER, TEXT, UNKNOWN = (int, float), (str,), (type(None),)
 KEYS = {
     OPERATIONS: {
@@ -27,16 +27,16 @@ class Pair(NamedTuple):
     """One operation or function on both sides."""
 
     name: str
-    base_s: float  # 0 where the side lacks it
+    base_s: float  # 0 if base lacks it
     head_s: float
     calls: tuple[int, int]
 
 
 def read(folder: str, name: str, *, flag: str) -> Any:
-    """One file of a profile's folder.
+    """Read one file of a profile's folder.
 
     Raises:
-      ValueError: it is not there, or no JSON.
+      ValueError: it does not exist, is not JSON, or is not what --profile=FOLDER writes.
     """
     path = Path(folder) / name
     if not path.is_file():
@@ -64,7 +64,7 @@ def _is_a(value: Any, types: tuple[type, ...]) -> bool:
 
 
 def operations(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
-    """Operations of both sides, the one that moved most first."""
+    """Pair the operations of both sides, the largest difference first."""
     sides = [{row["name"]: row for row in rows} for rows in (base, head)]
     none = {"seconds": 0.0, "calls": 0}
     pairs = []
@@ -75,7 +75,7 @@ def operations(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
 
 
 def compiled(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
-    """Seconds before a function runs, on both sides."""
+    """Pair the seconds of tracing, lowering and compiling each function, the largest difference first."""
 
     def rows(side: Sequence[dict]) -> list[dict]:
         return [{"name": row["function"], "seconds": row["trace_s"] + row["lower_s"] + row["compile_s"],
@@ -85,7 +85,7 @@ def compiled(base: Sequence[dict], head: Sequence[dict]) -> list[Pair]:
 
 
 def picture(pairs: Sequence[Pair], *, top: int, what: str) -> Any:
-    """The first `top` pairs for a terminal."""
+    """Return the first `top` pairs as a table for the terminal."""
     from rich.markup import escape
     from rich.table import Table
 

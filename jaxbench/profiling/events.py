@@ -1,4 +1,4 @@
-"""Which instruction of which program ran when, on which thread, from a profile of XLA (S file)."""
+"""Read from an XLA profile which instruction of which program ran when, on which thread (S file)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxbench.profiling.operations import HOLDERS
 from jaxbench.profiling.program_cost import Costed
 
-Key = tuple[str, int]  # a program of a profile: its module, and XLA's number of it
+Key = tuple[str, int]  # a program of a profile: its module, and XLA's program id
 
 
 class Event(NamedTuple):
@@ -21,11 +21,11 @@ class Event(NamedTuple):
     thread: str
     start_ns: float
     duration_ns: float
-    run: int = 0  # of the program: XLA's number of the execution
+    run: int = 0  # XLA's run id of the program's execution
 
 
 class Span(NamedTuple):
-    """What the host did meanwhile: a call of a compiled function, an annotation."""
+    """A host event: a call of a compiled function, or an annotation."""
 
     name: str
     thread: str
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 def newest(folder: Path) -> Path:
-    """The newest profile below a folder.
+    """Return the newest profile below a folder.
 
     Raises:
       ValueError: there is none.
@@ -46,7 +46,7 @@ def newest(folder: Path) -> Path:
 
 
 def read(data: Any) -> tuple[list[Event], list[Span]]:
-    """Runs of instructions, without those that only hold others, and spans of Python's threads, from ProfileData."""
+    """Return runs of instructions (without loops and calls, which hold others) and Python spans, from ProfileData."""
     found, spans = [], []
     for plane in data.planes:
         for line in plane.lines:
@@ -65,12 +65,12 @@ def read(data: Any) -> tuple[list[Event], list[Span]]:
 
 
 def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Costed]:
-    """The program of each key: of its module's, the one that has most of the instructions that ran.
+    """Map each key to a program: of its module's programs, the one with most of the instructions that ran.
 
-    Programs of one function for several shapes may have equal instructions: these are told apart by XLA's numbers. A
-    program that was compiled here has the number of its key, one that was read from the cache that of the process that
-    compiled it. So they stand in the order of the keys where there are as many of both; else the number decides, and
-    where none is the key's, the first of them stands for all.
+    Programs of one function for several shapes may have equal instructions; XLA's ids then tell them apart. A program
+    that was compiled here has the id of its key; one read from the cache has the id from the process that compiled it.
+    So if a module has as many keys as programs, both are matched in order of their ids. Else equal ids are matched, and
+    if no program has the key's id, the first of the equal programs is used.
     """
     ran: dict[Key, set[str]] = defaultdict(set)
     for event in events:
@@ -83,7 +83,7 @@ def assign(events: Iterable[Event], programs: Sequence[Costed]) -> dict[Key, Cos
         shared = [len(instructions & each.costs.keys()) for each in of_module]
         equal = [each for each, count in zip(of_module, shared, strict=True) if count == max(shared)]
         numbers = sorted(number for module, number in ran if module == key[0])
-        own = sorted(of_module, key=lambda each: each.number)  # with all of them compiled here, by the very numbers
+        own = sorted(of_module, key=lambda each: each.number)  # if all were compiled here, ids match exactly
         own = dict(zip(numbers, own)) if len(numbers) == len(own) else {each.number: each for each in own}
         found[key] = next((each for each in equal if each is own.get(key[1])), equal[0])
     return found

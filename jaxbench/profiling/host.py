@@ -1,12 +1,13 @@
-"""Where a command's Python spends time and memory, by line (S file).
+"""Profile a command's Python by line: time and memory (S file).
 
-Time: py-spy where it is installed (threads that run), else a sampling thread inside the command (waiting threads count
-too). Memory: memray where it is installed (every allocation, also of native code), else tracemalloc (of Python and
-numpy alone, neither XLA's nor PyTorch's). Either way stacks with weights, samples or bytes, of which the table by line
-is made. A line's own weight is that of stacks that end there, its total that of stacks that pass through it.
+Time: py-spy if it is installed (running threads only), else a sampling thread inside the command (waiting threads count
+too). Memory: memray if it is installed (every allocation, also of native code), else tracemalloc (allocations of Python
+and numpy alone, neither XLA's nor PyTorch's). Either way the result is stacks with weights, in samples or bytes, from
+which the table by line is made. A line's own weight is that of stacks that end there, its total that of stacks that
+pass through it.
 
-The profilers run beside or inside the command, whose exit code is handed on; an interrupt ends it and leaves a profile
-of what ran until then.
+The profilers run outside or inside the command and pass on its exit code. An interrupt ends the command and leaves a
+profile of what ran until then.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from jaxbench.measure import process
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = "jaxbench.profiling.child"
 CHILD_FILE = str(Path(__file__).with_name("child.py"))
-STARTERS = (CHILD_FILE, "<frozen runpy>", "/runpy.py")  # files of what starts a command
-GRACE_S = 30.0  # that an interrupted command has to end
+STARTERS = (CHILD_FILE, "<frozen runpy>", "/runpy.py")  # files of the code that starts a command
+GRACE_S = 30.0  # seconds that an interrupted command has to end
 FOLDED = re.compile(r"^(?P<function>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)$")
 Frame = tuple[str, str, int]  # function, file, line
 Stacks = list[tuple[tuple[Frame, ...], float]]  # the outermost frame first
@@ -47,10 +48,10 @@ class Profile(NamedTuple):
 
     tool: str
     stacks: Stacks
-    exit_code: int | None  # None: not known, the command was killed or ended past Python (os._exit)
-    scale: float  # seconds that a sample stands for; of bytes 1
-    peak: float | None = None  # bytes when they were most; of the stacks nearly so where snapshots missed it
-    interrupted: bool = False  # and the profile is of what ran until then
+    exit_code: int | None  # None: unknown, the command was killed or bypassed Python's exit (os._exit)
+    scale: float  # seconds per sample; 1 for bytes
+    peak: float | None = None  # peak bytes; the stacks may sum to slightly less if snapshots missed the peak
+    interrupted: bool = False  # True: the profile covers what ran until the interrupt
 
 
 class Line(NamedTuple):
@@ -64,10 +65,10 @@ class Line(NamedTuple):
 
 
 def words_of(command: str) -> list[str]:
-    """Words of a command: a Python script or `-m MODULE`, then its arguments.
+    """Split a command into words: a Python script or `-m MODULE`, then its arguments.
 
     Raises:
-      ValueError: it is none, or its script is not there.
+      ValueError: it is not such a command, or its script does not exist.
     """
     try:
         words = shlex.split(command)
@@ -88,7 +89,7 @@ def words_of(command: str) -> list[str]:
 
 
 def environment(words: Sequence[str]) -> dict[str, str]:
-    """Variables under which a command does not start itself anew, which a profiler would lose."""
+    """Return variables under which a command does not restart itself, as a profiler would lose it."""
     device, library = (
         flag_value(words, "device") or "cpu",
         "PyTorch" if flag_value(words, "backend") == "torch" else "XLA",
@@ -99,12 +100,12 @@ def environment(words: Sequence[str]) -> dict[str, str]:
 
 
 def cpu(words: Sequence[str], *, rate: int, use: str | None = None) -> Profile:
-    """Run a command and sample its stacks; use: "py-spy" or "thread" (unset: the first that is there).
+    """Run a command and sample its stacks; use: "py-spy" or "thread" (unset: the first that is available).
 
     Raises:
       ValueError: py-spy cannot sample.
-      GateFailed: the command ended before its profile was kept.
-      KeyboardInterrupt: so did an interrupt.
+      GateFailed: the command ended before its profile was written.
+      KeyboardInterrupt: an interrupt ended it before its profile was written.
     """
     tool = use or ("py-spy" if py_spy() else "thread")
     with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as folder:
@@ -115,11 +116,11 @@ def cpu(words: Sequence[str], *, rate: int, use: str | None = None) -> Profile:
 
 
 def memory(words: Sequence[str], *, use: str | None = None) -> Profile:
-    """Run a command and see what was allocated when it was most; use: "memray" or "tracemalloc" (unset: as `cpu`).
+    """Run a command and get its allocations at their peak; use: "memray" or "tracemalloc" (unset: as `cpu`).
 
     Raises:
-      GateFailed: the command ended before its profile was kept.
-      KeyboardInterrupt: so did an interrupt.
+      GateFailed: the command ended before its profile was written.
+      KeyboardInterrupt: an interrupt ended it before its profile was written.
     """
     tool = use or ("memray" if importlib.util.find_spec("memray") else "tracemalloc")
     with tempfile.TemporaryDirectory(prefix="jaxbench-profile-") as folder:
@@ -137,16 +138,16 @@ def run(
     words: Sequence[str], *, command_of: Callable[[int], Iterable[int]] | None = None, grace_s: float = GRACE_S,
     **options: Any,
 ) -> tuple[int, bool]:  # fmt: skip
-    """Run a process to its end: its exit code, and whether an interrupt ended it.
+    """Run a process to its end; return its exit code, and whether an interrupt ended it.
 
-    It has a session of its own, so that Ctrl-C reaches this process alone, which hands SIGINT on to one process after
-    another until all have ended: so a profiler lives to write what it saw. What remains then is killed, as it is at a
-    second interrupt. A terminal that is closed (SIGHUP) interrupts too.
+    The process has its own session, so Ctrl-C reaches only the caller, which then sends SIGINT to one process after
+    another until the started one has ended. So a profiler survives to write what it saw. What remains after that, or at
+    a second interrupt, is killed. A closed terminal (SIGHUP) interrupts too.
 
     Args:
-      command_of: the processes, by the first one's id, that are to end before it.
-      grace_s: that each has to end.
-      options: of subprocess.Popen.
+      command_of: the started process's id -> ids of the processes that must end before it.
+      grace_s: seconds to wait after each SIGINT.
+      options: options of subprocess.Popen.
     """
     with _hangups_interrupt():
         started = subprocess.Popen(words, start_new_session=True, **options)
@@ -166,7 +167,7 @@ def run(
 
 @contextlib.contextmanager
 def _hangups_interrupt() -> Iterator[None]:
-    """Let SIGHUP do in the block what SIGINT does, where nothing else was chosen (nohup)."""
+    """Handle SIGHUP like SIGINT in the block, unless its default was changed (nohup)."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
         yield
@@ -187,7 +188,7 @@ def _check_kept(output: Path, code: int, interrupted: bool) -> None:
 
 
 def by_line(stacks: Stacks) -> list[Line]:
-    """Lines by their own weight, the heaviest first."""
+    """Sum stacks by line and return the lines by their own weight, the heaviest first."""
     own: collections.Counter[Frame] = collections.Counter()
     total: collections.Counter[Frame] = collections.Counter()
     for stack, weight in stacks:
@@ -205,7 +206,7 @@ def by_line(stacks: Stacks) -> list[Line]:
 
 
 def folded(text: str) -> Iterable[tuple[tuple[Frame, ...], float]]:
-    """Stacks of py-spy's raw format: frames between semicolons, the outermost first, then the samples."""
+    """Parse stacks of py-spy's raw format: frames between semicolons, the outermost first, then the sample count."""
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
         frames = [FOLDED.match(frame) for frame in stack.split(";")]
@@ -213,13 +214,13 @@ def folded(text: str) -> Iterable[tuple[tuple[Frame, ...], float]]:
 
 
 def py_spy() -> str | None:
-    """Path of py-spy, beside this interpreter or in PATH."""
+    """Path of py-spy, next to this interpreter or in PATH; None if there is none."""
     own = Path(sys.executable).with_name("py-spy")
     return str(own) if own.is_file() else shutil.which("py-spy")
 
 
 def picture(lines: Sequence[Line], *, top: int, unit: str, scale: float) -> Any:
-    """The first `top` lines for a terminal; weights are shown times `scale`, in `unit`."""
+    """Return the first `top` lines as a table for the terminal; weights are shown times `scale`, in `unit`."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -237,7 +238,7 @@ def picture(lines: Sequence[Line], *, top: int, unit: str, scale: float) -> Any:
 
 
 def _py_spy(words: Sequence[str], folder: Path, rate: int) -> Profile:
-    """Stacks of a command that py-spy starts; the command has this process's output, py-spy's own goes to a file."""
+    """Profile a command that py-spy starts; the command writes to this process's output, py-spy to a log file."""
     output, code, log = folder / "stacks", folder / "exit_code", folder / "said"
     tracer = [
         str(py_spy()), "record", "--format=raw", "--full-filenames", f"--rate={rate}", "--output", str(output), "--",
@@ -274,7 +275,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _inside(mode: str, words: Sequence[str], output: Path, rate: int) -> tuple[dict[str, Any], int, bool]:
-    """What child.py wrote of a command, its exit code, and whether it was interrupted."""
+    """Run a command in child.py; return what child.py wrote, the exit code, and whether it was interrupted."""
     tracer = [sys.executable, "-m", CHILD, mode, str(output), str(rate)]
     code, interrupted = run([*tracer, *words], env=environment(words))
     _check_kept(output, code, interrupted)
@@ -286,7 +287,7 @@ def _stacks(found: dict[str, Any]) -> Stacks:
 
 
 def _own(stacks: Stacks) -> Stacks:
-    """The command's own stacks: below what child.py runs it with; child.py's own, its imports, are left out."""
+    """Return the command's own stacks, without the outer frames of child.py; child.py's own stacks are dropped."""
     found = []
     for stack, weight in stacks:
         if stack and stack[0][1].endswith(STARTERS):
@@ -298,7 +299,7 @@ def _own(stacks: Stacks) -> Stacks:
 
 
 def _memray(output: Path, code: int, interrupted: bool) -> tuple[Stacks, int, float, int, bool]:
-    """The fields of a profile but its tool."""
+    """Return the fields of a profile except its tool."""
     from memray import FileReader
 
     with FileReader(str(output)) as reader:
@@ -308,7 +309,7 @@ def _memray(output: Path, code: int, interrupted: bool) -> tuple[Stacks, int, fl
 
 
 def flag_value(words: Sequence[str], flag: str) -> str | None:
-    """What a command line gives a flag."""
+    """Return the value of a flag on a command line, or None."""
     for place, word in enumerate(words):
         name, has_value, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name == flag:
@@ -317,7 +318,7 @@ def flag_value(words: Sequence[str], flag: str) -> str | None:
 
 
 def _shown(file: str) -> str:
-    """A path as the reader knows it: below the project, or below site-packages."""
+    """Return a path as shown to the reader: relative to the project, or to site-packages."""
     path = Path(file)
     if "site-packages" in path.parts:
         return "/".join(path.parts[path.parts.index("site-packages") + 1 :])

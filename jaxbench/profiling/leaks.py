@@ -1,9 +1,9 @@
-"""Does something keep memory that is asked again and again? (S file)
+"""Detect memory leaks of a function or a server that is called repeatedly (S file).
 
-After warm-up calls memory is read after each further one, garbage collected: the resident set, what Python allocates
-(tracemalloc) and JAX's arrays. Growth a call is the median of the slopes of all pairs of calls, with its 99 % interval
-(Sen 1968, Journal of the American Statistical Association 63(324):1379-1389), so that a few jumps of an allocator do
-not count. A leak is growth whose whole interval lies above `LEAST`; no leak where it lies below; else undecided.
+After warm-up calls, memory is read after each further call, following a garbage collection: the resident set, Python's
+allocations (tracemalloc) and JAX's arrays. Growth per call is the median slope over all pairs of calls, with its 99 %
+interval (Sen 1968, Journal of the American Statistical Association 63(324):1379-1389), so that a few jumps of an
+allocator do not count. It is a leak if the whole interval lies above `LEAST`, no leak if it lies below; else undecided.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from jaxbench import cli
 
-LEAST = {"python_bytes": 64.0, "array_bytes": 1.0, "resident_bytes": 4096.0}  # a call; below, nobody would notice
+LEAST = {"python_bytes": 64.0, "array_bytes": 1.0, "resident_bytes": 4096.0}  # bytes per call; less is negligible
 CONFIDENCE = 0.99
 WARMUP, REPEATS, FEWEST = 5, 50, 10
-MOST_SAMPLES = 1000  # that slopes are taken of: their pairs are half a million; more samples are thinned evenly
+MOST_SAMPLES = 1000  # used for slopes, which makes half a million pairs; more samples are thinned evenly
 SHOWN = 5  # lines
 TIMEOUT_S = 300.0  # of a request
 
@@ -45,19 +45,19 @@ class Growth(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What repeated calls kept."""
+    """Memory growth under repeated calls."""
 
     growth: dict[str, Growth]
-    lines: list[tuple[str, float]]  # file:line that allocated, bytes a call
+    lines: list[tuple[str, float]]  # file:line that allocated, bytes per call
 
     @property
     def is_leak(self) -> bool:
-        """True where any kind of memory leaks."""
+        """True if any kind of memory leaks."""
         return any(each.verdict == "leak" for each in self.growth.values())
 
 
 def growth(samples: Sequence[float], *, least: float) -> Growth:
-    """Growth a call of one kind of memory.
+    """Estimate the growth per call of one kind of memory.
 
     Raises:
       ValueError: there are too few samples.
@@ -80,10 +80,10 @@ def find(
     warmup: int = WARMUP,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Found:
-    """Call something again and again in this process.
+    """Call a function repeatedly in this process and measure its memory growth.
 
     Args:
-      advance: told of each call that is done.
+      advance: called with 1 after each finished call, to show progress.
 
     Raises:
       ValueError: there are too few repeats.
@@ -91,7 +91,7 @@ def find(
     import numpy as np
 
     _check(repeats)
-    samples = {name: np.zeros(repeats) for name in LEAST}  # made before: they must not grow themselves
+    samples = {name: np.zeros(repeats) for name in LEAST}  # allocated first, so that they do not count as growth
     was_tracing = tracemalloc.is_tracing()
     if not was_tracing:
         tracemalloc.start()
@@ -99,7 +99,7 @@ def find(
         for _ in range(warmup):
             call()
             advance(1)
-        _read()  # so that what reading needs once is not counted
+        _read()  # so that one-time allocations of reading are not counted
         before = tracemalloc.take_snapshot()
         for place in range(repeats):
             call()
@@ -119,7 +119,7 @@ def find_elsewhere(
     call: Callable[[], Any], resident_bytes: Callable[[], int], *, repeats: int, warmup: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Found:  # fmt: skip
-    """As `find`, of another process, whose resident set alone can be read."""
+    """Do as `find` for another process, of which only the resident set can be read."""
     _check(repeats)
     samples = []
     for place in range(warmup + repeats):
@@ -131,7 +131,7 @@ def find_elsewhere(
 
 
 def report(found: Found) -> list[str]:
-    """What was found, a line a kind of memory, then the lines of code that kept most."""
+    """Report the result: one line per kind of memory, then the lines of code that kept most."""
     names = {"python_bytes": "Python's allocations", "array_bytes": "JAX's arrays", "resident_bytes": "resident memory"}
     lines = [
         f"{names[name]}: {each.verdict}; {each.bytes_a_call:+.4g} bytes a call ({each.low:+.4g} to {each.high:+.4g})"
@@ -140,14 +140,14 @@ def report(found: Found) -> list[str]:
     return lines + [f"  {place} kept {size:.4g} bytes a call" for place, size in found.lines]
 
 
-# What is called, checked before the first call
+# Targets of the calls, checked before the first call
 
 
 def split(place: str) -> tuple[str, str]:
-    """File or module, and function, of FILE.py:FUNCTION.
+    """Split FILE.py:FUNCTION or MODULE:FUNCTION into file or module, and function.
 
     Raises:
-      ValueError: it is not written so, or the file is not there.
+      ValueError: it has another form, or the file does not exist.
     """
     module, _, name = place.rpartition(":")
     if not name.isidentifier() or not module:
@@ -161,11 +161,11 @@ def split(place: str) -> tuple[str, str]:
 
 
 def load(module: str, name: str) -> Callable[[], Any]:
-    """The function that `split` named, whose errors say where they come from; importing it runs its file.
+    """Import the function that `split` named, which runs its file; the returned function's errors name their place.
 
     Raises:
-      cli.GateFailed: by the function that is returned, where the named one raises.
-      ValueError: it cannot be imported, lacks the function, or that takes arguments.
+      cli.GateFailed: raised by the returned function if the named one raises.
+      ValueError: the module cannot be imported or lacks the function, or the function requires arguments.
     """
     try:
         if module.endswith(".py"):
@@ -194,10 +194,10 @@ def load(module: str, name: str) -> Callable[[], Any]:
 
 
 def asker(url: str, body: str | None) -> Callable[[], Any]:
-    """A request to a server, by what `--url` and `--body` say.
+    """Return a function that sends the request of `--url` and `--body` to a server.
 
     Raises:
-      ValueError: they are no address of a server and no JSON; or, at a request, it does not answer.
+      ValueError: the URL is not a server's address, or the body is not JSON; at a request: the server does not answer.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -224,7 +224,7 @@ def asker(url: str, body: str | None) -> Callable[[], Any]:
 
 
 def resident_of(pid: int) -> Callable[[], int]:
-    """What reads another process's resident set.
+    """Return a function that reads another process's resident set.
 
     Raises:
       ValueError: there is no such process.
@@ -240,11 +240,11 @@ def resident_of(pid: int) -> Callable[[], int]:
 
 
 def _arguments(call: Callable[..., Any]) -> list[str]:
-    """Arguments that a function cannot do without."""
+    """Return the names of a function's required arguments."""
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
-        return []  # of functions in C
+        return []  # a function in C, without a signature
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
@@ -263,7 +263,7 @@ def _process() -> Any:
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """glibc's function that hands freed memory back, looked up once: looking it up keeps memory itself."""
+    """Return glibc's malloc_trim, which frees unused memory; looked up once, as the look-up itself keeps memory."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):

@@ -1,8 +1,7 @@
-"""What a running command does: processor, memory, threads, rates of the rows it writes, stragglers (S file).
+"""Monitor a running command: processor, memory, threads, rates of the rows it writes, stragglers (S file).
 
-Rates come from the JSON-lines files that the command writes: new lines a second, and numbers of the last line whose
-names say that they are rates (`tokens_per_s`). Of several worker processes a straggler is one that computes while the
-others wait for it.
+Rates come from the JSON-lines files that the command writes: new lines per second, and numbers of the last line whose
+names mark them as rates (`tokens_per_s`). A straggler is a worker process that computes while the others wait for it.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 INTERVAL_S = 5.0
-BUSY, IDLE = 0.5, 0.25  # cores: above, a process computes; below, it waits
+BUSY, IDLE = 0.5, 0.25  # cores: above BUSY, a process computes; below IDLE, it waits
 SHOWN_RATES = 3
 TAIL_BYTES = 2**16
 
 
 class Look(NamedTuple):
-    """A process and those that it started, over one interval."""
+    """A process and its descendants, over one interval."""
 
     seconds: float  # since the first look
     cores: dict[int, float]  # process -> cores that it kept busy
-    resident_bytes: int  # of all of them
+    resident_bytes: int  # of all processes
     threads: int
-    rows_per_s: dict[str, float]  # file -> lines a second
-    rates: dict[str, float]  # of the last lines
+    rows_per_s: dict[str, float]  # file -> lines per second
+    rates: dict[str, float]  # from the last lines
     stragglers: list[int]
 
 
 class Watched:
-    """A process that is looked at again and again.
+    """A process that is monitored at intervals.
 
     Args:
       pid: the process.
-      rows: .jsonl files, or folders of them; besides them those that the process has open. Of a file that is first
-        seen open its new lines are those from then on: what an earlier run wrote into it is no rate.
+      rows: .jsonl files, or folders of them, in addition to those that the process has open. Lines of a file that is
+        first seen open count only from then on: what an earlier run wrote into it is not part of the rate.
 
     Raises:
       ValueError: there is no such process, or it may not be read.
@@ -54,7 +53,7 @@ class Watched:
         try:
             self.process = psutil.Process(pid)
             self._known = {pid: _cpu_seconds(self.process)}
-            for each in self.process.children(recursive=True):  # or the first look counts all that they did before it
+            for each in self.process.children(recursive=True):  # else the first look counts all their earlier work
                 with contextlib.suppress(psutil.Error):
                     self._known[each.pid] = _cpu_seconds(each)
         except (psutil.Error, OSError) as error:
@@ -63,7 +62,7 @@ class Watched:
         self._lines = {file: _count_lines(file) for file in self._files()}
 
     def look(self) -> Look | None:
-        """What happened since the last look; None once the process has ended."""
+        """Return what happened since the last look; None once the process has ended."""
         now, psutil = time.monotonic(), self._psutil
         passed = max(now - self._last, 1e-6)
         try:
@@ -74,7 +73,7 @@ class Watched:
             return None
         spent, cores, resident, threads = {}, {}, 0, 0
         for each in family:
-            with contextlib.suppress(psutil.Error):  # one that ended meanwhile
+            with contextlib.suppress(psutil.Error):  # a process that ended meanwhile
                 spent[each.pid] = _cpu_seconds(each)
                 cores[each.pid] = self._share(each, spent[each.pid], passed)
                 resident, threads = resident + each.memory_info().rss, threads + each.num_threads()
@@ -84,9 +83,9 @@ class Watched:
         return Look(now - self._started, cores, resident, threads, rows_per_s, rates, stragglers(workers))
 
     def _share(self, process: Any, seconds: float, passed: float) -> float:
-        """Cores that a process of `seconds` in all kept busy since the last look; over its life, where it is new."""
+        """Return the cores that a process kept busy since the last look, or its start if new; seconds: its CPU time."""
         if process.pid in self._known:
-            return max(seconds - self._known[process.pid], 0.0) / passed  # below 0: another has the number now
+            return max(seconds - self._known[process.pid], 0.0) / passed  # below 0: a new process reuses the id
         return seconds / max(passed, time.time() - process.create_time())
 
     def _files(self) -> list[Path]:
@@ -113,7 +112,7 @@ class Watched:
 
 
 def stragglers(cores: Mapping[int, float]) -> list[int]:
-    """Workers that compute while the median of the others waits, of three or more; cores: that each kept busy."""
+    """Return the workers that compute while the median of the others waits; none among fewer than three workers."""
     if len(cores) < 3:
         return []
     found = []
@@ -125,7 +124,7 @@ def stragglers(cores: Mapping[int, float]) -> list[int]:
 
 
 def labels(files: Sequence[Path]) -> list[str]:
-    """Names of files, with their folder's where two have one name, whole paths where that is not enough."""
+    """Return names of files: with their folder if two share a name, whole paths if that is not enough."""
     short, long = ([name(file) for file in files] for name in (lambda f: f.name, lambda f: f"{f.parent.name}/{f.name}"))
     return [
         one if short.count(one) == 1 else two if long.count(two) == 1 else str(file)
@@ -134,7 +133,7 @@ def labels(files: Sequence[Path]) -> list[str]:
 
 
 def rates_of(line: str) -> dict[str, float]:
-    """Numbers of a JSON line whose names end in _per_s, and its step."""
+    """Return the numbers of a JSON line whose names end in _per_s, and its step."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -146,7 +145,7 @@ def rates_of(line: str) -> dict[str, float]:
 
 
 def sentence(look: Look) -> str:
-    """One line about a look."""
+    """Format a look as one line."""
     parts = [f"{look.seconds:.0f} s", f"{sum(look.cores.values()):.2f} cores", f"{look.resident_bytes / 2**20:.0f} MiB",
              f"{look.threads} threads"]  # fmt: skip
     if len(look.cores) > 1:
@@ -161,7 +160,7 @@ def sentence(look: Look) -> str:
 @contextlib.contextmanager
 def running(rows: Sequence[str], *, interval_s: float = INTERVAL_S, say: Callable[[str], None] | None = None,
             ) -> Iterator[None]:  # fmt: skip
-    """Say every `interval_s` what this process does, while the block runs."""
+    """Print every `interval_s` seconds what this process does, while the block runs."""
     import os
 
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))

@@ -1,11 +1,11 @@
-"""Which operations of a compiled program take the time: a profile of XLA, by what asked for each operation.
+"""Profile a compiled program's operations with XLA's profiler, named by the source code that each comes from.
 
 An instruction's own name (`fusion.12`) means nothing in another compilation. Operations are therefore named by the
-primitive and by the functions of jaxbench that asked for it, which the program's text says of each instruction; where
-the compiler made an instruction of its own, by opcode and shape. Operations that only hold others (a loop, a call) do
-not count, for what they hold does.
+primitive and by the functions of jaxbench that called it, which the program's text gives for each instruction.
+Instructions that the compiler added are named by opcode and shape. Operations that only hold others (a loop, a call) do
+not count, because their contents do.
 
-Read as a file beside another tree's library (case_worker.py), so it imports nothing of jaxbench.
+This file is also loaded next to another tree's library (case_worker.py), so it imports nothing of jaxbench.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HOLDERS = {"while", "call", "conditional"}
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # no work of their own
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # they do no work
 INSTRUCTION = re.compile(
     # A tuple's shapes are counted in comments from the sixth on: /*index=5*/
     r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\((?:[^=]|/\*index=\d+\*/)*?\)|\S+) (?P<opcode>[a-z][a-z0-9\-]*)\("
@@ -27,26 +27,26 @@ INSTRUCTION = re.compile(
 LAYOUT = re.compile(r"\{[^}]*\}|/\*index=\d+\*/")  # and the counts of a long tuple's shapes
 ENTRY = re.compile(r"^(\d+) (.*)$")
 FIELD = re.compile(r"(\w+)=(\d+)")
-NUM_FUNCTIONS = 2  # innermost of jaxbench that an operation is named by
+NUM_FUNCTIONS = 2  # number of innermost functions of jaxbench in an operation's name
 
 
 class Operation(NamedTuple):
-    """All instructions of one name."""
+    """Totals of all instructions of one name."""
 
     calls: int
     seconds: float  # on all threads
 
 
 class Program(NamedTuple):
-    """What a program's text says."""
+    """Contents of a program's text."""
 
     module: str
     names: dict[str, str]  # instruction -> operation
-    opcodes: dict[str, int]  # how many instructions of each
+    opcodes: dict[str, int]  # opcode -> number of instructions
 
 
 def read_program(text: str) -> Program:
-    """Names of a compiled program's instructions, from its HLO text."""
+    """Read the operation names of a compiled program's instructions from its HLO text."""
     first, tables = text.partition("\n")[0], source_tables(text)
     names, opcodes = {}, Counter()
     for line in text.splitlines():
@@ -61,7 +61,7 @@ def read_program(text: str) -> Program:
 
 
 def instructions(text: str) -> list[str]:
-    """Every instruction of a program that does something, as opcode, shape and what asked for it."""
+    """Return every instruction of a program that does work, as opcode, shape and source."""
     tables, found = source_tables(text), []
     for line in text.splitlines():
         made = INSTRUCTION.match(line)
@@ -73,7 +73,7 @@ def instructions(text: str) -> list[str]:
 
 
 def profile(run: Callable[[], Any], programs: Mapping[str, Program]) -> dict[str, Operation]:
-    """Time of each operation while `run` runs, by `program: name`; programs that are not given are named by module.
+    """Profile `run` and return each operation's time by `program: name`; other programs are named by module.
 
     Raises:
       RuntimeError: JAX wrote no profile.
@@ -94,7 +94,7 @@ def profile(run: Callable[[], Any], programs: Mapping[str, Program]) -> dict[str
 
 
 def read_profile(events: Any, programs: Mapping[str, Program]) -> dict[str, Operation]:
-    """Operations of JAX's profile data."""
+    """Sum JAX's profile data by operation."""
     calls: Counter[str] = Counter()
     seconds: dict[str, float] = defaultdict(float)
     modules: dict[str, list[tuple[str, Program]]] = defaultdict(list)
@@ -114,7 +114,7 @@ def read_profile(events: Any, programs: Mapping[str, Program]) -> dict[str, Oper
 
 
 def _place(module: str, instruction: str, modules: Mapping[str, list[tuple[str, Program]]]) -> str | None:
-    """Name of an instruction of a profile; None where it only holds others."""
+    """Return the operation name of a profile's instruction; None if it only holds others."""
     for name, program in modules.get(module, ()):
         if instruction in program.names:
             return f"{name}: {program.names[instruction]}"
@@ -134,7 +134,7 @@ def _named(line: str, opcode: str, shape: str, tables: Mapping[str, Mapping[int,
 
 
 def functions_of(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Functions of jaxbench in a frame's stack, the outermost first; each once, where it is innermost."""
+    """Return the functions of jaxbench in a frame's stack, the outermost first; each once, at its innermost place."""
     found: list[str] = []
     while frame:
         entry = dict(FIELD.findall(tables["StackFrames"].get(frame, "")))
@@ -150,7 +150,7 @@ def functions_of(frame: int, tables: Mapping[str, Mapping[int, str]]) -> list[st
 
 
 def source_tables(text: str) -> dict[str, dict[int, str]]:
-    """The program's own tables of files, functions, places and frames."""
+    """Read the program's own tables of files, functions, locations and stack frames."""
     found: dict[str, dict[int, str]] = {
         name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     }

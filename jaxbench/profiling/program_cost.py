@@ -1,9 +1,9 @@
 """FLOPs, bytes and scope of every instruction of a compiled program, from its HLO text (S file).
 
-An instruction is what the profile times: a fusion counts what is fused into it. One multiply-add is two FLOPs; an
-elementwise operation is one for each element of its result, a reduction one for each element that it reads. Bytes are
-those of operands and results, each once, as if nothing lay in a cache: where a fusion reads a slice of an operand, the
-slice's. FLOPs of a call of foreign code are unknown (None), but for the libraries' matrix products on GPUs.
+An instruction is the unit that the profile times: a fusion counts everything fused into it. One multiply-add is two
+FLOPs; an elementwise operation is one per element of its result, a reduction one per element that it reads. Bytes are
+those of operands and results, each once, as if nothing were cached; if a fusion reads a slice of an operand, only the
+slice counts. FLOPs of custom calls are unknown (None), except for the libraries' matrix products on GPUs.
 
 Source: the rules of XLA's HloCostAnalysis (xla/service/hlo_cost_analysis.cc), without its cost of transcendentals,
 which are one FLOP here.
@@ -33,9 +33,9 @@ STRUCTURE = frozenset(("while", "body", "cond", "closed_call", "branch_0_fun", "
 
 
 class Cost(NamedTuple):
-    """What one run of an instruction takes."""
+    """Cost of one run of an instruction."""
 
-    flops: int | None  # None: not known
+    flops: int | None  # None: unknown
     bytes: int
     dtype: str = "f32"  # HLO's name of the type that a matrix product reads
 
@@ -50,16 +50,16 @@ class Instruction(NamedTuple):
 
 
 class Costed(NamedTuple):
-    """A program as the profile shows it."""
+    """A program with the costs and scopes of its instructions."""
 
     program: operations.Program
     costs: dict[str, Cost]  # instruction -> cost
     scopes: dict[str, tuple[str, ...]]  # instruction -> named scopes and functions of jaxbench, the outermost first
-    number: int = 0  # XLA's own, by which events.assign finds it; 0 = not known
+    number: int = 0  # XLA's program id, by which events.assign finds it; 0 = unknown
 
 
 def read(text: str, number: int = 0) -> Costed:
-    """Costs and scopes of a program's instructions, from its HLO text; number: as `number_of` gives it."""
+    """Read costs and scopes of a program's instructions from its HLO text; number: the result of `number_of`."""
     computations, tables = _computations(text), operations.source_tables(text)
     costs, scopes = {}, {}
     for instructions in computations.values():
@@ -75,9 +75,10 @@ def read(text: str, number: int = 0) -> Costed:
 
 
 def number_of(module: bytes) -> int:
-    """XLA's number of a serialised program, 0 where it has none: field `id` of HloModuleProto (xla/service/hlo.proto).
+    """Return XLA's id of a serialised program, 0 if unset: field `id` of HloModuleProto (xla/service/hlo.proto).
 
-    The message is read field by field, as protocol buffers are written: a key of field and kind, then the value.
+    The message is decoded field by field in the wire format of protocol buffers: a key of field number and wire type,
+    then the value.
     """
     place, number = 0, 0
     while place < len(module):
@@ -95,7 +96,7 @@ def number_of(module: bytes) -> int:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and the place behind it."""
+    """Decode a varint (seven bits per byte, the lowest first); return it and the offset after it."""
     value = shift = 0
     while True:
         byte = data[place]
@@ -105,7 +106,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _computations(text: str) -> dict[str, dict[str, Instruction]]:
-    """Instructions by name of each computation."""
+    """Return each computation's instructions by name."""
     found: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     for line in text.splitlines():
@@ -119,7 +120,7 @@ def _computations(text: str) -> dict[str, dict[str, Instruction]]:
 
 
 def _closing(text: str) -> int:
-    """Place of the bracket that closes one opened before the text."""
+    """Return the index of the bracket that closes one opened before the text."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -129,7 +130,7 @@ def _closing(text: str) -> int:
 
 
 def _sizes(shape: str) -> list[int]:
-    """Dimensions of a shape's first array."""
+    """Return the dimensions of a shape's first array."""
     found = DIMENSIONS.search(shape)
     return [int(each) for each in found[1].split(",") if each] if found else []
 
@@ -142,7 +143,7 @@ def _called(line: str) -> str:
 def _flops(
     each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
 ) -> int | None:
-    """FLOPs of one run; None where they are not known."""
+    """Count the FLOPs of one run; None if unknown."""
     result = math.prod(_sizes(each.shape))
     if each.opcode in ELEMENTWISE:
         return result
@@ -156,7 +157,7 @@ def _flops(
         return 2 * result * math.prod(kernel) // max(outputs, 1)
     if each.opcode == "reduce":
         return math.prod(first)
-    if each.opcode == "reduce-window":  # every result reads a window of its own, as XLA's CPU computes it
+    if each.opcode == "reduce-window":  # each result element reads its whole window, as XLA's CPU backend computes it
         window = re.search(r"window=\{size=([\dx]+)", each.line)
         return result * math.prod(map(int, window[1].split("x"))) if window else result
     if each.opcode == "fusion":
@@ -171,7 +172,7 @@ def _flops(
 def _product_type(
     each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
 ) -> str:
-    """Type that an instruction's matrix product reads, f32 where it has none."""
+    """Return the type that an instruction's matrix product reads, f32 if it has none."""
     if each.opcode in ("dot", "convolution", "custom-call") and each.operands and each.operands[0] in around:
         return around[each.operands[0]].shape.partition("[")[0]
     inside = computations.get(_called(each.line), {}) if each.opcode == "fusion" else {}
@@ -180,7 +181,7 @@ def _product_type(
 
 
 def _contracted(line: str, left: list[int]) -> int:
-    """Product of the sizes that a matrix product sums over."""
+    """Return the product of a matrix product's contracted dimensions."""
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions"?:\[)([^}\]]*)[}\]]', line)
     places = [int(place) for place in re.findall(r"\d+", found[1])] if found else []
     return math.prod(left[place] for place in places if place < len(left))
@@ -189,7 +190,7 @@ def _contracted(line: str, left: list[int]) -> int:
 def _bytes(
     each: Instruction, around: Mapping[str, Instruction], computations: Mapping[str, Mapping[str, Instruction]]
 ) -> int:
-    """Bytes that one run reads and writes."""
+    """Count the bytes that one run reads and writes."""
     written = sum(hlo.shape_bytes(each.shape))
     named = [name for name in each.operands if name in around]
     sizes = [sum(hlo.shape_bytes(around[name].shape)) for name in named]
@@ -208,7 +209,7 @@ def _bytes(
 
 
 def _read_of(place: int, size: int, inside: Mapping[str, Instruction]) -> int:
-    """Bytes that a fusion reads of its operand at a place: of slices alone where it only takes slices."""
+    """Count the bytes that a fusion reads of the operand at `place`: only the slices if it reads nothing else."""
     own = [name for name, one in inside.items() if one.opcode == "parameter" and f"parameter({place})" in one.line]
     users = [one for one in inside.values() if own and own[0] in one.operands]
     if users and all(one.opcode in SLICES and one.operands[0] == own[0] for one in users):
@@ -219,7 +220,7 @@ def _read_of(place: int, size: int, inside: Mapping[str, Instruction]) -> int:
 
 
 def _written_of(inside: Mapping[str, Instruction], written: int) -> int:
-    """Bytes that a fusion writes: of the update where it changes an array in place."""
+    """Count the bytes that a fusion writes: only the update if it updates an array in place."""
     root = next((one for one in inside.values() if one.line.lstrip().startswith("ROOT")), None)
     if root is not None and root.opcode == "dynamic-update-slice" and root.operands[1] in inside:
         return sum(hlo.shape_bytes(inside[root.operands[1]].shape))
@@ -227,7 +228,7 @@ def _written_of(inside: Mapping[str, Instruction], written: int) -> int:
 
 
 def _scope(line: str, tables: Mapping[str, Mapping[int, str]]) -> tuple[str, ...]:
-    """Named scopes of an instruction, then the functions of jaxbench that asked for it."""
+    """Return the named scopes of an instruction, then the functions of jaxbench that called it."""
     where = re.search(r'op_name="([^"]*)"', line)
     parts = where[1].split("/")[:-1] if where else []
     scopes = [part for part in parts if part not in STRUCTURE and not part.startswith("jit(")]

@@ -1,8 +1,8 @@
-"""A chrome trace of named scopes: which functions of jaxbench the operations of each thread belong to (S file).
+"""Chrome trace of named scopes: which functions of jaxbench the operations of each thread belong to (S file).
 
-Open it in https://ui.perfetto.dev or chrome://tracing. JAX's own trace names instructions; here each lies below the
-scopes that asked for it (jax.named_scope, then functions of jaxbench, the outermost on top), neighbours of one scope
-as one slice.
+Open it in https://ui.perfetto.dev or chrome://tracing. JAX's own trace names instructions; here each instruction is
+nested in the scopes that it comes from (jax.named_scope, then functions of jaxbench, the outermost on top).
+Neighbouring instructions of one scope share one slice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxbench.profiling.program_cost import Costed
 
 
 def slices(events: Iterable[Event], programs: Mapping[Key, Costed]) -> Iterator[tuple[str, str, float, float]]:
-    """Scopes and operations as (name, thread, start, end) in nanoseconds, each inside those that hold it."""
+    """Yield scopes and operations as (name, thread, start, end) in nanoseconds, nested in their outer scopes."""
     threads: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         threads[event.thread].append(event)
@@ -39,7 +39,7 @@ def slices(events: Iterable[Event], programs: Mapping[Key, Costed]) -> Iterator[
 
 
 def write(path: Path, events: Iterable[Event], programs: Mapping[Key, Costed], spans: Iterable[Span]) -> None:
-    """Write scopes, operations and what the host did as a gzipped chrome trace."""
+    """Write scopes, operations and host spans as a gzipped chrome trace."""
     found = list(slices(events, programs))
     found += [(span.name, span.thread, span.start_ns, span.start_ns + span.duration_ns) for span in spans]
     numbers = {thread: number for number, thread in enumerate(sorted({thread for _, thread, *_ in found}))}
@@ -60,7 +60,7 @@ def _path(event: Event, programs: Mapping[Key, Costed]) -> list[str]:
 
 
 def _shared(left: Sequence[str], right: Sequence[str]) -> int:
-    """How many names from the outside two paths share."""
+    """Count the outermost names that two paths share."""
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1

@@ -1,8 +1,8 @@
-"""The operation table: the slowest operations, their share, FLOPs, bytes, how near the roofline they ran (S file).
+"""The operation table: the slowest operations, their share, FLOPs, bytes and share of the roofline (S file).
 
-Seconds are those of the thread that ran an operation, so that they may add up to more than the clock's where several
-ran at once. The share of the roofline is the least time for its FLOPs and bytes, at the rates measured in the same
-process, over its seconds. It is above one where operands lie in a cache, and it is not given where FLOPs are unknown.
+Seconds are summed over threads, so they may add up to more than wall time where several threads run at once. An
+operation's share of the roofline is the least time for its FLOPs and bytes, at the rates measured in the same process,
+over its seconds. It is above one where operands are in a cache, and it is not given where FLOPs are unknown.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jaxbench.profiling.program_cost import Costed
 
 
 class Rates(NamedTuple):
-    """What this machine does at most."""
+    """The machine's best measured rates."""
 
-    flops_per_s: Mapping[str, float]  # by HLO's name of a type; "f32" stands for those that are not there
-    bytes_per_s: float  # reading
+    flops_per_s: Mapping[str, float]  # by HLO's name of a type; "f32" is used for missing types
+    bytes_per_s: float  # read bandwidth
 
 
 class Row(NamedTuple):
@@ -29,14 +29,14 @@ class Row(NamedTuple):
     calls: int
     seconds: float  # on all threads
     share: float  # of all operations' seconds
-    flops: int | None  # of all runs; None: not known
+    flops: int | None  # of all runs; None: unknown
     bytes: int | None
     roofline: float | None  # least seconds over seconds
     bound: str | None  # compute or memory, whichever takes longer at the rates
 
 
 def rows(events: Iterable[Event], programs: Mapping[Key, Costed], rates: Rates | None) -> list[Row]:
-    """Operations, the slowest first."""
+    """Return the rows of all operations, the slowest first."""
     grouped: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         grouped[name_of(event, programs)].append(event)
@@ -46,7 +46,7 @@ def rows(events: Iterable[Event], programs: Mapping[Key, Costed], rates: Rates |
 
 
 def name_of(event: Event, programs: Mapping[Key, Costed]) -> str:
-    """Name of the operation that an event is a run of."""
+    """Return the name of an event's operation."""
     costed, module = programs.get(event.key), event.key[0]
     named = costed.program.names.get(event.instruction) if costed else None
     return f"{module}: {named or event.instruction.rstrip('.0123456789') or event.instruction}"
@@ -73,7 +73,7 @@ def _row(
 
 
 def picture(found: Iterable[Mapping[str, Any]], *, top: int) -> Any:
-    """The first `top` rows for a terminal."""
+    """Return the first `top` rows as a table for the terminal."""
     from rich.markup import escape
     from rich.table import Table
 

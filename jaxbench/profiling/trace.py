@@ -1,8 +1,9 @@
-"""`--profile=FOLDER`: what a command does, by operation, scope, compiled function and memory.
+"""`--profile=FOLDER`: profile a command by operation, scope, compiled function and memory.
 
-The folder: `plugins/` (JAX's own profile, for TensorBoard), `operations.json` and `.txt` (the operation table),
-`scopes.json.gz` (a chrome trace of scopes), `compile.json` (seconds by function), `memory.json` (timeline, snapshot of
-JAX's arrays when they were most), with PyTorch `trace.json` (its chrome trace). A command that is refused writes none.
+The folder holds `plugins/` (JAX's own profile, for TensorBoard), `operations.json` and `.txt` (the operation table),
+`scopes.json.gz` (a chrome trace of scopes), `compile.json` (seconds by function), `memory.json` (timeline, and snapshot
+of JAX's arrays at their peak), and with PyTorch `trace.json` (its chrome trace). A command that fails on bad input
+writes no profile.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jaxbench.measure import worker
 from jaxbench.profiling import events, scopes, table
 from jaxbench.profiling.watch import MOST_S, Watch
 
-REFUSED = (ValueError, OSError, MemoryError)  # a command's bad input: there is no profile
+REFUSED = (ValueError, OSError, MemoryError)  # a command's bad input: no profile is written
 OPERATIONS, COMPILE, MEMORY = "operations.json", "compile.json", "memory.json"
-GEMM, READ_BYTES, REPEATS = 1024, 2**27, 5  # of the rates; the array is larger than caches are
+GEMM, READ_BYTES, REPEATS = 1024, 2**27, 5  # of the measured rates; the array is larger than caches are
 SHOWN = 12
 NO_ROWS = (
     "no operation of JAX or PyTorch: this process computed nothing, or with native kernels, which no table shows "
@@ -34,10 +35,10 @@ NO_ROWS = (
 
 
 def check_folder(folder: str, *, flag: str = "--profile") -> Path:
-    """Path of a folder that a profile is written to.
+    """Return the path of a folder that a profile can be written to.
 
     Raises:
-      ValueError: it cannot be written, or holds something.
+      ValueError: it cannot be written, or is not empty.
     """
     path = outputs.check_folder(folder, flag=flag)
     if path.is_dir() and any(path.iterdir()):
@@ -47,12 +48,12 @@ def check_folder(folder: str, *, flag: str = "--profile") -> Path:
 
 @contextlib.contextmanager
 def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Profile what runs in the block and write it into a folder that is not there yet, or empty.
+    """Profile what runs in the block and write it into a folder that does not exist yet or is empty.
 
-    An interrupt or a failed gate still writes; bad input (ValueError, OSError, MemoryError) does not.
+    An interrupt or a failed gate still writes a profile; bad input (ValueError, OSError, MemoryError) does not.
 
     Args:
-      library: which one computes, "XLA" or "PyTorch".
+      library: the library that computes, "XLA" or "PyTorch".
       say: prints a line (unset: to standard error).
     """
     if library == "XLA":
@@ -78,10 +79,10 @@ def recorded(folder: Path, *, library: str = "XLA", say: Callable[[str], None] |
 
 
 def _leave_out_libtpu() -> None:
-    """Keep JAX from loading libtpu where no TPU is: its part of JAX's profiler ends the process there.
+    """Keep JAX from loading libtpu if no TPU is attached: libtpu's part of JAX's profiler would end the process.
 
-    Where JAX is not imported yet it is told by its variable, which it reads then, and not imported here: a command may
-    start itself anew first (process_environment.ensure), for which an import would be too late.
+    If JAX is not imported yet, this sets JAX_PLATFORMS, which JAX reads when it is imported. JAX is not imported here:
+    a command may restart itself first (process_environment.ensure), and must do so before that import.
     """
     if "jax" in sys.modules:
         from jaxbench import libtpu
@@ -97,7 +98,7 @@ def _leave_out_libtpu() -> None:
 
 
 def measure_rates() -> table.Rates:
-    """Matrix products and reading on JAX's default device, in this process: a second or two."""
+    """Measure the rates of matrix products and reading on JAX's default device, in this process: a second or two."""
     import jax
     import jax.numpy as jnp
 
@@ -115,10 +116,10 @@ def measure_rates() -> table.Rates:
 
 
 def read_operations(file: Path, programs: list[Any], rates: table.Rates | None) -> tuple[list[table.Row], Any]:
-    """Operation table of JAX's profile, and what a trace of scopes is made of.
+    """Read the operation table of JAX's profile, and the arguments for scopes.write (events, programs, spans).
 
     Raises:
-      ValueError: the file is no profile, or an empty one.
+      ValueError: the file is not a profile, or is empty.
     """
     import jax
 
@@ -134,7 +135,7 @@ def read_operations(file: Path, programs: list[Any], rates: table.Rates | None) 
 
 
 def _write(folder: Path, watch: Watch, seconds: float, say: Callable[[str], None]) -> None:
-    """Write a whole profile, and say what it shows."""
+    """Write a whole profile and print a summary."""
     say(f"profile: {seconds:.1f} s recorded; reading it")
     about: dict[str, Any] = {"command": sys.argv, "seconds": seconds, "library": watch.library}
     if folder.is_dir():
@@ -160,7 +161,7 @@ def _write(folder: Path, watch: Watch, seconds: float, say: Callable[[str], None
 
 
 def render(rows: list[dict[str, Any]], *, top: int) -> str:
-    """The operation table as text."""
+    """Render the operation table as text."""
     import io
 
     from rich.console import Console
@@ -183,7 +184,7 @@ def _write_jax(made: Path, watch: Watch, about: dict[str, Any]) -> list[table.Ro
 
 
 def _write_torch(made: Path, profile: Any) -> list[table.Row]:
-    """PyTorch's own table and chrome trace; it counts FLOPs of products and sums alone, and no bytes."""
+    """Write PyTorch's chrome trace and return its table, which has FLOPs of products and sums only, and no bytes."""
     profile.export_chrome_trace(str(made / "trace.json"))
     averages = profile.key_averages()
     on_device = any(each.self_device_time_total for each in averages)
@@ -198,7 +199,7 @@ def _write_torch(made: Path, profile: Any) -> list[table.Row]:
 
 
 def _compiled(watch: Watch) -> list[dict[str, Any]]:
-    """Compiled functions, the slowest first."""
+    """Return the compiled functions, the slowest first."""
     stages = ("trace_s", "lower_s", "compile_s", "programs")
     rows = [{"function": name} | {each: spent.get(each, 0) for each in stages} for name, spent in
             watch.compiled.items()]  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a thread beside a command sees of it: memory over time, compile times, programs; it starts the profilers.
+"""A thread that watches a command: memory over time, compile times, programs; it also starts the profilers.
 
-JAX's profiler starts as soon as the command has made a backend and not before, so that a command can still choose its
-platform, start itself anew or join others; PyTorch's as soon as PyTorch is imported. What ran up to then, by 20 ms at
-most, is not in the profile. Neither library is imported here before the command imports it.
+JAX's profiler starts as soon as the command has initialised a backend and not before, so that a command can still
+choose its platform, restart itself or join other processes. PyTorch's starts as soon as PyTorch is imported. The thread
+notices within 20 ms; what ran before is not in the profile. It imports neither library before the command does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from jaxbench.measure import worker
 from jaxbench.profiling import program_cost
 
-LOOK_S = 0.02  # between two looks at what the command has imported
+LOOK_S = 0.02  # between two checks of what the command has imported
 SAMPLE_S = 0.1  # between two samples of memory
 LIVE_S = 0.5  # between two walks over JAX's arrays
-MOST_S = 120.0  # of a profile: its file grows with every operation
+MOST_S = 120.0  # longest profile: its file grows with every operation
 STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_s",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
@@ -30,10 +30,10 @@ STAGES = {
 
 
 class Watch:
-    """A thread beside a command.
+    """A thread that watches the command of this process.
 
     Args:
-      library: whose profiler is started, "XLA" or "PyTorch".
+      library: the library whose profiler is started, "XLA" or "PyTorch".
     """
 
     def __init__(self, library: str):
@@ -41,7 +41,7 @@ class Watch:
         self.folder: Path | None = None  # JAX's profiler writes into it; the caller removes it
         self.compiled: dict[str, dict[str, float]] = collections.defaultdict(dict)  # function -> stage -> seconds
         self.timeline: list[dict[str, float]] = []
-        self.snapshot: list[dict[str, Any]] = []  # JAX's arrays when they were most
+        self.snapshot: list[dict[str, Any]] = []  # JAX's arrays at their peak
         self.workers: set[int] = set()  # processes that the command started
         self.texts: dict[tuple[str, bytes], program_cost.Costed] = {}
         self.torch_profile: Any = None
@@ -54,7 +54,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="jaxbench-profile", daemon=True)
 
     def start(self) -> None:
-        """Begin to look; the first time in the caller's thread, so that a backend that is there is traced at once."""
+        """Start watching; the first look is in the caller's thread, so that an existing backend is traced at once."""
         self._look()
         self._thread.start()
 
@@ -85,7 +85,7 @@ class Watch:
         if self.library == "XLA" and not self.is_traced and jax is not None and _has_backend():
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level, options.host_tracer_level = 0, 2
-            # Made here and no sooner: a command that starts itself anew would leave it behind.
+            # Created only now: a command that restarts itself would leave it behind.
             self.folder = Path(tempfile.mkdtemp(prefix="jaxbench-profile-"))
             jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self.is_traced, self._trace_started = True, now
@@ -103,7 +103,7 @@ class Watch:
         return self._trace_started > 0.0
 
     def _note(self, event: str, seconds: float, **about: Any) -> None:
-        """Take in what JAX says of its work before a program runs."""
+        """Record a duration that JAX reports for tracing, lowering or compiling a function."""
         if (stage := STAGES.get(event)) is None:
             return
         name = str(about.get("fun_name", "?"))
@@ -137,7 +137,7 @@ class Watch:
         self.timeline.append(sample)
 
     def _see_arrays(self, jax: Any) -> int:
-        """Bytes of JAX's arrays; a list of them is kept while they are most."""
+        """Return the bytes of JAX's arrays, and keep a list of the arrays if this is the peak so far."""
         groups: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
         for array in jax.live_arrays():
             if not array.is_deleted():
@@ -152,19 +152,19 @@ class Watch:
 
 
 def _imported(name: str) -> Any:
-    """A module that the command has imported to its end, or None."""
+    """Return a module that the command has finished importing, or None."""
     module = sys.modules.get(name)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
 def _has_backend() -> bool:
-    from jax._src import xla_bridge  # there is no public question that makes no backend
+    from jax._src import xla_bridge  # every public query would initialise a backend
 
     return xla_bridge.backends_are_initialized()
 
 
 def _torch_profile(torch: Any) -> Any:
-    """PyTorch's profiler over all threads, started."""
+    """Start and return PyTorch's profiler over all threads."""
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU] + [kinds.CUDA] * torch.cuda.is_available()
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

@@ -1,1 +1,1 @@
-"""Weights in fewer bits: how they are rounded, and the files they are kept in."""
+"""Quantisation and pruning of weights, and the file formats of quantised weights."""

@@ -1,4 +1,4 @@
-"""A matrix on a grid as the rows that native kernels pack and GGUF files hold (S file)."""
+"""Convert a matrix on a grid to the rows that native kernels pack and GGUF files hold (S file)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxbench.quantization.grids import NAMED, Quantized
 
 
 def name(matrix: Quantized) -> str | None:
-    """The format of native/formats.py that holds a matrix exactly; None where there is none."""
+    """Return the format of native/formats.py that holds a matrix exactly; None if there is none."""
     return next((name for name in formats.FORMATS if NAMED.get(name) == matrix.grid), None)
 
 
 def rows(matrix: Quantized) -> formats.Rows | None:
-    """A matrix in the format that holds it exactly; None where there is none."""
+    """Convert a matrix to the format that holds it exactly; None if there is none."""
     format = name(matrix)
     if format is None:
         return None
@@ -25,7 +25,7 @@ def rows(matrix: Quantized) -> formats.Rows | None:
 
 
 def _blocks(matrix: Quantized, format: str) -> UInt8[np.ndarray, "outputs bytes"]:
-    """GGUF's blocks: scale, least weight, codes; those of four bits in pairs 16 apart."""
+    """GGUF blocks: scale, minimum weight, codes; 4-bit codes are paired 16 apart."""
     codes = matrix.codes.reshape(len(matrix.codes), -1, formats.GROUP)
     heads = [matrix.scales] if matrix.zeros is None else [matrix.scales, matrix.zeros]
     head = np.stack(heads, axis=2).astype("<f2").view(np.uint8)

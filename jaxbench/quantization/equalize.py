@@ -1,8 +1,8 @@
-"""AWQ and SmoothQuant: scale the channels between two matrices so that rounding hurts less, without a change of the
+"""AWQ and SmoothQuant: scale the channels between two matrices to reduce rounding errors, without changing the
 function (S file).
 
-Inputs x of a matrix become x / s and its weights w s. The division goes into what makes x: a norm's scale, or the
-outputs of the matrix before. A block has four such places, of which not every family has all.
+Inputs x of a matrix become x / s and its weights w s. The division is folded into what produces x: a norm's scale, or
+the outputs of the previous matrix. A block has four such places; not every family has all of them.
 
 Sources: Lin et al. 2023, arXiv:2306.00978 (AWQ: s from the inputs' mean size, by search over the rounding error of the
 products); Xiao et al. 2022, arXiv:2211.10438 (SmoothQuant: s from the largest inputs and weights, equation 4).
@@ -29,7 +29,7 @@ Layer = dict[str, np.ndarray]  # a layer's parameters by name within it, "attent
 
 
 class Link(NamedTuple):
-    """A place where channels can be scaled."""
+    """A place in a block where channels can be scaled."""
 
     source: str  # the statistics' matrix: all consumers have its inputs
     producer: str  # module whose outputs are divided
@@ -39,7 +39,7 @@ class Link(NamedTuple):
 
 
 def links(config: TransformerConfig, method: Method) -> list[Link]:
-    """Places of a block: behind its two norms; with AWQ behind the value heads and a gated up projection too."""
+    """Places in a block: after its two norms; with AWQ also after the value heads and a gated up projection."""
     queries = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
     fed = ("mlp.gate_proj", "mlp.up_proj") if config.is_gated else ("mlp.up_proj",)
     found = [Link(queries[0], "attention_norm", queries), Link("mlp.up_proj", "mlp_norm", fed)]
@@ -61,11 +61,11 @@ def equalized(
     *,
     method: Method,
 ) -> Layer:
-    """A layer's parameters with scaled channels, which compute what they computed.
+    """Scale the channels of a layer's parameters without changing what the layer computes.
 
     Args:
       statistics: of the inputs of every matrix, by module name within the layer.
-      grid: that AWQ's search rounds to.
+      grid: the grid that AWQ's search rounds to.
 
     Raises:
       ValueError: an unknown method.
@@ -82,7 +82,7 @@ def equalized(
 
 def _scale(layer: Layer, link: Link, scale: np.ndarray) -> None:
     """Divide the producer's outputs and multiply the consumers' inputs by a scale of the producer's channels."""
-    for part in ("scale", "bias", "kernel"):  # of a kernel [in, out] the last axis is the channels too
+    for part in ("scale", "bias", "kernel"):  # the last axis of a kernel [in, out] is also the channels
         name = f"{link.producer}.{part}"
         if name in layer:
             layer[name] = (layer[name] / scale).astype(np.float32)
@@ -92,19 +92,19 @@ def _scale(layer: Layer, link: Link, scale: np.ndarray) -> None:
 
 
 def _spread(link: Link, scale: np.ndarray) -> np.ndarray:
-    """A scale of the producer's channels for the consumers' inputs."""
+    """Expand a scale of the producer's channels to the consumers' inputs."""
     if link.repeats == 1:
         return scale
     return np.repeat(scale.reshape(-1, 1, link.head_dim), link.repeats, axis=1).reshape(-1)
 
 
 def _gathered(link: Link, sizes: np.ndarray, join) -> np.ndarray:
-    """Sizes of the consumers' inputs for the producer's channels."""
+    """Reduce sizes of the consumers' inputs to the producer's channels."""
     return sizes if link.repeats == 1 else join(sizes.reshape(-1, link.repeats, link.head_dim), axis=1).reshape(-1)
 
 
 def _normal(scale: np.ndarray) -> np.ndarray:
-    """A scale with its extremes around 1; channels that are never used stay as they are."""
+    """Centre a scale's extremes around 1; unused channels are left unscaled."""
     used = np.isfinite(scale) & (scale > 0)
     if not used.any():
         return np.ones_like(scale)
@@ -119,7 +119,7 @@ def _smoothquant(layer: Layer, link: Link, statistics: InputStatistics) -> np.nd
 
 
 def _awq(layer: Layer, link: Link, statistics: InputStatistics, grid: Grid) -> np.ndarray:
-    """The scale, a power of the inputs' mean size, with the least error of the rounded consumers' products."""
+    """Search powers of the inputs' mean size for the scale with the least error of the rounded consumers' products."""
     size = _gathered(link, statistics.absolute / max(statistics.count, 1), np.mean)
     weights = [layer[f"{name}.kernel"].T for name in link.consumers]
     best, best_error = np.ones_like(size, np.float32), np.inf

@@ -1,4 +1,4 @@
-"""A quantised model as a Hugging Face folder in compressed-tensors' layout (S file)."""
+"""Write a quantised model as a Hugging Face folder in compressed-tensors' layout (S file)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(folder: str | Path, source: str | Path | None) -> None:
     """Check, before anything is computed, that a folder can be written.
 
     Raises:
-      ValueError: it has content, is the source, or lies where nothing can be written.
+      ValueError: it has content, is the source, or is in a place that is not writable.
     """
     path = Path(folder)
     if source is not None and outputs.is_same(path, source):
@@ -29,10 +29,10 @@ def check(folder: str | Path, source: str | Path | None) -> None:
 
 
 def check_model(config: TransformerConfig) -> None:
-    """Check, before anything is computed, that the layout has a place for a model's family.
+    """Check, before anything is computed, that the layout supports a model's family.
 
     Raises:
-      ValueError: it has none: GPT-2's matrices are no linear layers.
+      ValueError: it does not: GPT-2's matrices are no linear layers.
     """
     family = hf_config.config_to_hf(config)["model_type"]
     if family == "gpt2":
@@ -40,10 +40,10 @@ def check_model(config: TransformerConfig) -> None:
 
 
 def save(folder: str | Path, model: QuantizedModel, source: str | Path | None, *, tokenizer: Any = None) -> Path:
-    """Write a model's integers, its other parameters in float32, and its tokenizer: that of its source, if not given.
+    """Write a model's integers, its other parameters in float32, and a tokenizer (by default, that of its source).
 
     Raises:
-      ValueError: the layout has no place for the model's grids, or its family's matrices are no linear layers (GPT-2).
+      ValueError: the layout does not support the model's grids, or its family's matrices are no linear layers (GPT-2).
     """
     check_model(model.config)
     grid = next(iter(model.matrices.values())).grid

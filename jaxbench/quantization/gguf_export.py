@@ -1,4 +1,4 @@
-"""A GGUF file written again with its matrices in another format, for llama.cpp and for the native kernels (S file)."""
+"""Rewrite a GGUF file with its matrices in another format, for llama.cpp and the native kernels (S file)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jaxbench.pretrained import families, gguf_config, gguf_file, weights
 from jaxbench.quantization import blocks
 from jaxbench.quantization.recipe import QuantizedModel
 
-# Names that llama.cpp has for a file whose matrices are mostly of a type (llama_ftype).
+# llama.cpp's codes for a file whose matrices are mostly of one type (llama_ftype).
 FILE_TYPES = {"float32": 0, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bfloat16": 32}
 WITH_TYPE = ("q8_0", "q4_0", "q4_1")  # grids.NAMED
 GGUF_NAMES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 
 
 class Written(NamedTuple):
-    """What an export did."""
+    """Result of an export."""
 
     path: Path
     bytes: int
-    errors: dict[str, float]  # by tensor: relative 2-norm of what rounding changed
+    errors: dict[str, float]  # by tensor: relative 2-norm of the rounding error
 
 
 def check(source: str | Path | None, output: str | Path, *, overwrite: bool) -> tuple[Path, Path]:
-    """Paths of source and output, checked before anything is computed.
+    """Check the paths of source and output before anything is computed, and return them.
 
     Raises:
-      ValueError: the source is a folder or not there, or the output is there or cannot be written.
+      ValueError: the source is a folder or missing, or the output exists already or cannot be written.
     """
     path = weights.resolve(source)
     if path.is_dir():
@@ -50,17 +50,17 @@ def export(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Written:
-    """Write a GGUF file whose matrices are rounded to a format; metadata, tokenizer and vectors stay as they are.
+    """Write a GGUF file whose matrices are rounded to a format; metadata, tokenizer and vectors are unchanged.
 
     Args:
       source: a GGUF file, or "default".
       format: of the layers' matrices: q8_0, q4_0, q4_1, bfloat16 or float32.
       embedding: of the embedding and of an untied head; None = q8_0 with formats of four bits, else the layers' own.
-      quantized: the source's model on the grids of those formats: its numbers are written as they are.
+      quantized: the source's model on the grids of those formats: its numbers are written unchanged.
 
     Raises:
       ValueError: the source is no GGUF file or damaged, a format is unknown, the groups do not divide a matrix's rows,
-        `quantized` is on grids that GGUF has no type for, or the output is there.
+        `quantized` is on grids that GGUF has no type for, or the output exists already.
     """
     embedding = embedding or ("q8_0" if format.startswith("q4") else format)
     for name, value in (("format", format), ("embedding", embedding)):
@@ -68,7 +68,7 @@ def export(
             raise ValueError(f"--{name}={value!r} is not one of {', '.join(GGUF_NAMES)}")
     path, output = check(source, output, overwrite=overwrite)
     file = gguf_file.read(path)
-    config = gguf_config.config_from_gguf(file)  # refuses what no decoder here reads
+    config = gguf_config.config_from_gguf(file)  # raises for models that no decoder here supports
     family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
     tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
     jobs = weights.plan(tensors, config, family)
@@ -114,14 +114,14 @@ def _raw(file: gguf_file.GgufFile, name: str) -> np.ndarray:
 
 
 def _kind(file: gguf_file.GgufFile, name: str) -> str:
-    """A tensor's type, by the name that the `gguf` package gives it."""
+    """Return a tensor's type by its name in the `gguf` package."""
     import gguf
 
     return gguf.GGMLQuantizationType(file.tensors[name].kind).name
 
 
 def _rounded(file: gguf_file.GgufFile, name: str, wanted: str) -> tuple[np.ndarray, str, float | None]:
-    """A tensor rounded to nearest by ggml's rules: bytes, type, relative error where anything was rounded."""
+    """Round a tensor to nearest by ggml's rules: bytes, type, relative error if anything was rounded."""
     import gguf
 
     if _kind(file, name) == wanted:
@@ -134,7 +134,7 @@ def _rounded(file: gguf_file.GgufFile, name: str, wanted: str) -> tuple[np.ndarr
 
 
 def _tensor_of(model: QuantizedModel, job: weights.Job) -> tuple[np.ndarray, str, float | None]:
-    """A tensor of the file from a quantised model: bytes, type, error."""
+    """Take a tensor of the file from a quantised model: bytes, type, error."""
     modules = [name.rpartition(".")[0] for name in job.ours]
     is_matrix = job.ours[0].endswith((".kernel", "embed.embedding"))
     if is_matrix and modules[0] in model.matrices:
@@ -148,7 +148,7 @@ def _tensor_of(model: QuantizedModel, job: weights.Job) -> tuple[np.ndarray, str
         parts = [np.asarray(model.params[name], np.float32) for name in job.ours]
         values, kind, error = np.concatenate(parts, axis=-1), "F32", None
         values = values.T if job.rule.kind in ("linear", "interleaved") else values
-    if job.rule.kind == "interleaved":  # back into llama.cpp's order: ours is theirs at these places
+    if job.rule.kind == "interleaved":  # back to llama.cpp's order: ours is theirs indexed like this
         places = weights.rotate_half_rows(np.arange(len(values)), model.config.head_dim)
         values = values[np.argsort(places)]
     return np.ascontiguousarray(values), kind, error
@@ -157,12 +157,12 @@ def _tensor_of(model: QuantizedModel, job: weights.Job) -> tuple[np.ndarray, str
 def _write(
     file: gguf_file.GgufFile, path: Path, tensor: Callable[[str], tuple], file_type: int, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Write the file; relative error of each tensor that was rounded."""
+    """Write the file; return the relative error of each rounded tensor."""
     import gguf
 
     reader = gguf.GGUFReader(str(file.path))
     writer = gguf.GGUFWriter(path, arch=file.metadata["general.architecture"])
-    if gguf.Keys.General.ALIGNMENT in reader.fields:  # the writer lays tensors out by it; a plain key would not do
+    if gguf.Keys.General.ALIGNMENT in reader.fields:  # the writer aligns tensors by it; a plain key would not suffice
         writer.add_custom_alignment(reader.alignment)
     own = ("general.architecture", "general.file_type", gguf.Keys.General.ALIGNMENT)
     for field in reader.fields.values():

@@ -1,7 +1,7 @@
-"""GPTQ: round column after column, and let the columns that are left make up for each error (S file).
+"""GPTQ: round column by column, and let the remaining columns compensate for each error (S file).
 
 Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1, with columns in the order of their inputs' size and scales
-chosen beforehand ("static groups"), so that groups stay neighbours.
+chosen beforehand ("static groups"), so that groups remain contiguous.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from scipy import linalg
 from jaxbench.quantization import grids
 from jaxbench.quantization.grids import Grid, Quantized, Rule
 
-BLOCK = 128  # columns whose corrections are applied to the rest at once
+BLOCK = 128  # columns whose corrections are applied to the remaining columns at once
 DAMPING = 0.01  # of the mean square of an input, added to all
 
 
@@ -25,13 +25,13 @@ def gptq(
     rule: Rule = "mse",
     name: str = "matrix",
 ) -> Quantized:
-    """A matrix on a grid with the least error of its products that this greedy order finds.
+    """Round a matrix to a grid, greedily minimising the error of its products.
 
     Args:
       second_moment: sum of x x^T over calibration inputs x.
 
     Raises:
-      ValueError: calibration inputs that are not finite.
+      ValueError: calibration inputs are not finite.
     """
     squares = np.diagonal(second_moment).astype(np.float64)
     if not np.isfinite(second_moment).all() or not squares.any():
@@ -71,7 +71,7 @@ def product_error(
     rounded: Float[np.ndarray, "outputs inputs"],
     second_moment: Float[np.ndarray, "inputs inputs"],
 ) -> float:
-    """Relative 2-norm of what rounding changes of a matrix's products over the calibration inputs."""
+    """Relative 2-norm of the rounding error of a matrix's products over the calibration inputs."""
     change = (rounded - weights).astype(np.float64)
     reference = weights.astype(np.float64)
     top = np.einsum("oi,ij,oj->", change, second_moment, change, optimize=True)

@@ -1,14 +1,14 @@
-"""What a weight of few bits can be, and how its scales are chosen, in numpy (S file).
+"""Grids: the values that few-bit weights can have, and how their scales are chosen, in numpy (S file).
 
 Weights are [outputs, inputs]. Groups of consecutive inputs of an output share a scale and, on some grids, a zero:
 
 | zero | codes | weight |
 |---|---|---|
-| none | -2^(bits-1) .. 2^(bits-1) - 1, of 8 bits -127 .. 127 | scale code; GGUF's Q4_0 and Q8_0, int8 |
+| none | -2^(bits-1) .. 2^(bits-1) - 1, for 8 bits -127 .. 127 | scale code; GGUF's Q4_0 and Q8_0, int8 |
 | integer | 0 .. 2^bits - 1 | scale (code - zero), zero is a code; compressed-tensors' asymmetric weights |
 | least | 0 .. 2^bits - 1 | scale code + zero, zero is a weight; GGUF's Q4_1 |
 
-With type e4m3 a code is a float of eight bits up to 448 (Micikevicius et al. 2022, arXiv:2209.05433), and zero is none.
+With type e4m3 a code is an 8-bit float up to 448 (Micikevicius et al. 2022, arXiv:2209.05433), and zero is none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxtyping import Float, Int
 
 Rule = Literal["minmax", "percentile", "mse"]
 RULES = ("minmax", "percentile", "mse")
-PERCENTILE = 0.999  # of |weight| of a group, or of both its ends, that `percentile` keeps in range
-SHRINK = np.linspace(1.0, 0.5, 11)  # of the range, what `mse` tries
+PERCENTILE = 0.999  # of |weight| in a group, or of each of its ends, that `percentile` keeps in range
+SHRINK = np.linspace(1.0, 0.5, 11)  # fractions of the range that `mse` tries
 
 
 class Grid(NamedTuple):
-    """The values that a weight may take."""
+    """The values that a weight may have."""
 
     bits: int  # 2 to 8
     group_size: int | None = 32  # inputs that share a scale; None = all of an output's
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of codes in memory."""
+        """Type of codes in memory."""
         if self.type == "e4m3":
             import ml_dtypes
 
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
 
     @property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest code."""
+        """The smallest and the largest code."""
         if self.type == "e4m3":
             return -448, 448
         if self.zero == "none":
@@ -53,7 +53,7 @@ class Grid(NamedTuple):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a weight with its share of scale and zero; a scale an output counts as nothing."""
+        """Bits per weight with its share of scale and zero; a scale per output is not counted."""
         if self.group_size is None:
             return float(self.bits)
         scale = 32 if self.scale_dtype == "float32" else 16
@@ -69,7 +69,7 @@ class Quantized(NamedTuple):
     zeros: Float[np.ndarray, "outputs groups"] | None  # float32: whole numbers, or least weights in scale_dtype
 
 
-# The grids that have a name: GGUF's; int8 and e4m3 with a scale an output.
+# Named grids: GGUF's; int8 and e4m3 with one scale per output.
 NAMED = {
     "q8_0": Grid(8),
     "q4_0": Grid(4),
@@ -100,12 +100,12 @@ def nearest(
     rule: Rule = "minmax",
     importance: Float[np.ndarray, " inputs"] | None = None,
 ) -> Quantized:
-    """Every weight rounded to the nearest value of the grid.
+    """Round every weight to the nearest value of the grid.
 
     Args:
-      rule: how scales are chosen: minmax has all weights in range; percentile leaves the largest 0.1 % out; mse takes
+      rule: how scales are chosen: minmax has all weights in range; percentile leaves out the largest 0.1 %; mse takes
         the range with the least squared error.
-      importance: of each input in that error, such as its mean square; None = all alike.
+      importance: weight of each input in that error, such as its mean square; None = all equal.
     """
     scales, zeros = ranges(weights, grid, rule=rule, importance=importance)
     size = weights.shape[1] // scales.shape[1]
@@ -114,7 +114,7 @@ def nearest(
 
 
 def dequantized(matrix: Quantized) -> Float[np.ndarray, "outputs inputs"]:
-    """The weights that a matrix stands for, in float32."""
+    """Dequantise a matrix to float32 weights."""
     size = matrix.codes.shape[1] // matrix.scales.shape[1]
     scales = np.repeat(matrix.scales, size, axis=1)
     zeros = None if matrix.zeros is None else np.repeat(matrix.zeros, size, axis=1)
@@ -122,7 +122,7 @@ def dequantized(matrix: Quantized) -> Float[np.ndarray, "outputs inputs"]:
 
 
 def codes(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, grid: Grid) -> np.ndarray:
-    """Codes of weights whose scales and zeros broadcast against them; a scale of 0 has the code of weight 0."""
+    """Codes of weights; scales and zeros broadcast against them. With a scale of 0, the code is that of weight 0."""
     shifted = weights - zeros if grid.zero == "least" else weights
     steps = np.divide(shifted, scales, out=np.zeros(weights.shape, np.float32), where=scales != 0)
     if grid.zero == "integer":
@@ -132,7 +132,7 @@ def codes(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, gri
 
 
 def values(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, grid: Grid) -> np.ndarray:
-    """Weights that codes stand for; scales and zeros broadcast against them."""
+    """Dequantise codes to weights; scales and zeros broadcast against them."""
     steps = codes.astype(np.float32)
     if grid.zero == "integer":
         return (steps - zeros) * scales
@@ -146,7 +146,7 @@ def ranges(
     rule: Rule,
     importance: Float[np.ndarray, " inputs"] | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scales and zeros [outputs, groups] of a matrix; `nearest` says what the arguments are.
+    """Choose scales and zeros [outputs, groups] for a matrix; `nearest` documents the arguments.
 
     Raises:
       ValueError: an unknown rule, or weights that are too large for the scales' type or not finite.
@@ -171,10 +171,10 @@ def ranges(
 
 
 def _spanned(low: np.ndarray, high: np.ndarray, grid: Grid, flip: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scale and zero that just hold [low, high].
+    """Scale and zero that exactly cover [low, high].
 
-    Few signed bits have one more code below 0 than above: the end further from 0 gets it, by a negative scale where it
-    is the upper one (as ggml does it). flip gives it to the other end.
+    With few signed bits there is one more code below 0 than above: the end further from 0 gets it, by a negative scale
+    if that is the upper end (as in ggml). flip gives it to the other end.
     """
     if grid.zero == "none":
         largest = np.maximum(np.abs(low), np.abs(high))
@@ -191,17 +191,17 @@ def _spanned(low: np.ndarray, high: np.ndarray, grid: Grid, flip: bool = False) 
 
 
 def _typed(part: np.ndarray, grid: Grid) -> np.ndarray:
-    """Values rounded to the scales' type, in float32."""
+    """Round values to the scales' type; the result is float32."""
     if grid.scale_dtype == "bfloat16":
         import ml_dtypes
 
         return part.astype(ml_dtypes.bfloat16).astype(np.float32)
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, which `ranges` refuses
+    with np.errstate(over="ignore"):  # overflows become infinite, which `ranges` rejects
         return part.astype(grid.scale_dtype).astype(np.float32)
 
 
 def _least_error(groups, low, high, grid: Grid, importance) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of shrunk ranges, each refitted to its codes, those with the least squared error, group by group."""
+    """Choose, for each group, the shrunk range, refitted to its codes, with the least squared error."""
     weight = np.float32(1) if importance is None else importance.astype(np.float32).reshape(1, -1, groups.shape[2])
     best = best_error = None
     for span in _candidates(low, high, grid):
@@ -218,7 +218,7 @@ def _least_error(groups, low, high, grid: Grid, importance) -> tuple[np.ndarray,
 
 
 def _candidates(low: np.ndarray, high: np.ndarray, grid: Grid):
-    """Ranges to try: shrunk on both sides, with few signed bits the spare code at either end."""
+    """Ranges to try: shrunk on both sides; with few signed bits, with the spare code at either end."""
     for factor in SHRINK.astype(np.float32):
         yield _spanned(low * factor, high * factor, grid)
         if grid.zero == "none" and grid.bits <= 4:
@@ -226,7 +226,7 @@ def _candidates(low: np.ndarray, high: np.ndarray, grid: Grid):
 
 
 def _refitted(groups, span, grid: Grid, weight) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scale, and on a grid with a least weight that too, by weighted least squares for the codes of a range."""
+    """Refit the scale (and the least weight, on a grid that has one) to a range's codes by weighted least squares."""
     scale, zero = span
     steps = codes(groups, scale, zero, grid).astype(np.float32)
     steps = steps - zero if grid.zero == "integer" else steps

@@ -1,4 +1,4 @@
-"""A decoder run layer by layer, with the statistics of what each matrix is given: calibration in Flax.
+"""Run a decoder layer by layer and collect statistics of each matrix's inputs: calibration in Flax.
 
 Twin: torch_ref/quantization/inputs.py. Rows have no padding; float32 throughout.
 """
@@ -23,7 +23,7 @@ from jaxbench.transformer import Block
 
 
 class LayerByLayer:
-    """The layers of a decoder, one call each."""
+    """The layers of a decoder, called one at a time."""
 
     def __init__(self, config: TransformerConfig):
         self.config = config
@@ -33,11 +33,11 @@ class LayerByLayer:
     def layer(
         self, index: int, params: Mapping[str, np.ndarray], hidden: Float[np.ndarray, "B T D"], *, histogram: bool
     ) -> tuple[Float[np.ndarray, "B T D"], dict[str, InputStatistics]]:
-        """The residual stream behind a layer, and its matrices' inputs by the names that SOURCES gives them.
+        """Residual stream after a layer, and statistics of its matrices' inputs, named as in SOURCES.
 
         Args:
           params: of the layer, by name within it.
-          histogram: also of |x|, which takes longer than all the rest; else it stays 0.
+          histogram: also collect the one of |x|, which takes longer than all the rest; otherwise it stays 0.
         """
         leaves = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
         out, found = _layer(self.graphs[index], leaves, self._context(index, hidden), jnp.asarray(hidden), histogram)
@@ -62,7 +62,7 @@ class LayerByLayer:
 
 
 def _statistics(x: Float[Array, "*rows I"], histogram: bool) -> tuple[Array, ...]:
-    """The fields of InputStatistics but the count."""
+    """The fields of InputStatistics except the count."""
     x = x.reshape(-1, x.shape[-1])
     size = jnp.abs(x)
     counts = jnp.zeros((BINS,), jnp.int32)

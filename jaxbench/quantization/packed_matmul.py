@@ -1,7 +1,7 @@
-"""Product of float rows with weights whose integers stay packed in memory: the reference, left to XLA's fusions.
+"""Product of float rows with weights that stay packed integers in memory: the reference, left to XLA's fusions.
 
-Twin: torch_ref/quantization/packed_matmul.py; Equinox shares this file. packing.py says what the bytes mean. Weights
-have the values that `grids.dequantized` gives, rounded to the type of the rows; products add up in float32.
+Twin: torch_ref/quantization/packed_matmul.py; Equinox shares this file. packing.py defines the byte layout. Weights
+have the values of `grids.dequantized`, rounded to the type of the rows; products accumulate in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxbench.quantization import packing
 from jaxbench.quantization.packing import Form
 
 jax.tree_util.register_static(Form)  # so that Weights can be an argument of a compiled function
-PRECISIONS = {"float32": lax.Precision.HIGHEST}  # of products by the type of x: no shorter detour for float32
+PRECISIONS = {"float32": lax.Precision.HIGHEST}  # of products by the type of x: float32 takes no narrower path
 
 
 class Weights(NamedTuple):
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 def put(packed: packing.Packed) -> Weights:
-    """A packed matrix, put on the default device."""
+    """Put a packed matrix on the default device."""
     zeros = None if packed.zeros is None else jnp.asarray(packed.zeros)
     return Weights(packed.form, jnp.asarray(packed.codes), jnp.asarray(packed.scales), zeros)
 
@@ -39,7 +39,7 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
     """Product of x with the weights, in x's type; float32 rows are multiplied in full float32 on every device.
 
     Raises:
-      ValueError: x has another number of inputs than the weights.
+      ValueError: x and the weights differ in their number of inputs.
     """
     check_inputs(x.shape, weights.form)
     arrays = (x, weights.codes, weights.scales, weights.zeros)
@@ -48,7 +48,7 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
         return _product(arrays[0], Weights(weights.form, *arrays[1:]))
 
     def alone(*arrays: Array) -> Array:
-        """The product as a branch: XLA:CPU would make the floats of all matrices of a program first, and hold them."""
+        """Product in a branch: otherwise XLA:CPU would first dequantise all matrices of a program, and keep them."""
         shape = (*x.shape[:-1], weights.codes.shape[1])
         is_taken = lax.optimization_barrier(jnp.bool_(True))
         return lax.cond(is_taken, product, lambda *_: jnp.zeros(shape, x.dtype), *arrays)
@@ -60,7 +60,7 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
 
 
 def _sum(rows: Float[Array, "R I"], kernel: Float[Array, "I O"], *, is_alone: bool) -> Float[Array, "R O"]:
-    """Product in float32; of one row as a sum, which XLA:GPU fuses with what makes the floats."""
+    """Product in float32; for one row as a sum, which XLA:GPU fuses with the dequantisation."""
     if is_alone:
         return jnp.sum(rows[0, :, None].astype(jnp.float32) * kernel.astype(jnp.float32), axis=0)[None]
     precision = PRECISIONS.get(rows.dtype.name)
@@ -81,10 +81,10 @@ def _product(x: Float[Array, "*rows I"], weights: Weights, *, is_alone: bool = F
 
 
 def check_inputs(shape: tuple[int, ...], form: Form) -> None:
-    """Check the last axis of what is multiplied.
+    """Check the last axis of the multiplied array.
 
     Raises:
-      ValueError: it is not as long as the weights have inputs.
+      ValueError: its length is not the weights' number of inputs.
     """
     if shape[-1] != form.inputs:
         raise ValueError(f"weight_only: x has shape {shape}, but the weights have {form.inputs} inputs")
@@ -98,7 +98,7 @@ def values(
     form: Form,
     place: int,
 ) -> Float[Array, "*codes O"]:
-    """Weights in float32 of the codes at one place of the bytes; scales and zeros broadcast against them."""
+    """Float32 weights of the codes at one place within the bytes; scales and zeros broadcast against them."""
     if form.grid.type == "e4m3":
         return codes.astype(jnp.float32) * scales.astype(jnp.float32)
     steps = codes.astype(jnp.int32)

@@ -1,16 +1,16 @@
-"""Matrices on grids as accelerators hold them: codes packed into bytes, kernel layout (in, out), in numpy (S file).
+"""Pack matrices on grids for accelerators: codes packed into bytes, kernel layout (in, out), in numpy (S file).
 
 | bits | codes a byte |
 |---|---|
 | 2 | 4 |
-| 3, 4 | 2 (3 bits lie in 4) |
+| 3, 4 | 2 (3 bits are stored in 4) |
 | 5, 6, 7, 8, e4m3 | 1 |
 
-Where the inputs that share a scale cannot be dealt out that way (an odd group), fewer codes share a byte. Codes are
-whole numbers from 0: a code of a grid without zero is stored 2^(bits-1) higher, e4m3's as it is. The codes of one byte
-belong to one output and one group: with `span` bytes a group, byte s of it holds the codes of the group's inputs s,
-span + s, 2 span + s ..., the first in the lowest bits. One shift and one mask then give the weights of a contiguous
-part of every group, and nothing is interleaved.
+If the inputs that share a scale do not divide evenly (an odd group), fewer codes share a byte. Stored codes are
+unsigned integers: 2^(bits-1) is added to the codes of a grid without zero; e4m3 codes are stored as they are. The codes
+of one byte belong to one output and one group: with `span` bytes per group, byte s holds the codes of the group's
+inputs s, span + s, 2 span + s ..., the first in the lowest bits. One shift and one mask then give the weights of a
+contiguous part of every group, and nothing is interleaved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")  # of the product, see w
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What bytes mean; hashable, a constant of compiled programs."""
+    """Layout of the bytes; hashable, a constant of compiled programs."""
 
     grid: Grid
     inputs: int
@@ -58,12 +58,12 @@ class Form:
 
     @property
     def offset(self) -> int:
-        """What is added to a code before it is stored."""
+        """Offset added to a code before it is stored."""
         return 2 ** (self.grid.bits - 1) if self.grid.zero == "none" and self.grid.type == "int" else 0
 
 
 class Packed(NamedTuple):
-    """A matrix as it lies in memory."""
+    """A matrix in its memory layout."""
 
     form: Form
     codes: Shaped[np.ndarray, "bytes outputs"]  # uint8, or e4m3
@@ -72,15 +72,15 @@ class Packed(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of codes, scales and zeros."""
+        """Bytes of codes, scales and zeros."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
 
 def pack(matrix: Quantized) -> Packed:
-    """A matrix with its codes in bytes; nothing is rounded.
+    """Pack a matrix's codes into bytes; nothing is rounded.
 
     Raises:
-      ValueError: a scale is no value of the grid's scale_dtype.
+      ValueError: a scale is not representable in the grid's scale_dtype.
     """
     form = Form(matrix.grid, matrix.codes.shape[1])
     codes = np.ascontiguousarray(matrix.codes.T)
@@ -116,12 +116,12 @@ def check_implementation(name: str) -> None:
 
 
 def parameters(model: QuantizedModel) -> tuple[dict[str, Packed], dict[str, np.ndarray]]:
-    """What a decoder with packed matrices in its layers holds: those by module name, and all parameters by dotted name.
+    """Packed matrices of a decoder's layers by module name, and all of the decoder's parameters by dotted name.
 
-    Embedding and head are floats, dequantised.
+    Embedding and head are dequantised floats.
 
     Raises:
-      ValueError: the model's activations have few bits too, or a scale is no value of its grid's scale_dtype.
+      ValueError: the model's activations are quantised too, or a scale is not representable in its grid's scale_dtype.
     """
     if model.activations != "float":
         raise ValueError(f"weight_only: activations={model.activations}, wanted float: use quantization.linear.build")

@@ -1,7 +1,7 @@
-"""Products of inputs and weights that have eight bits: int8, or e4m3 floats.
+"""Products of 8-bit inputs and weights: int8, or e4m3 floats.
 
-Twin: torch_ref/quantization/products.py. On CPUs XLA's int8 products are slow and e4m3 is emulated; native kernels
-(jaxbench/native) have int8 inputs of their own, with a scale for every 32.
+Twin: torch_ref/quantization/products.py. On CPUs XLA's int8 products are slow and e4m3 is emulated; the native kernels
+(jaxbench/native) quantise inputs to int8 themselves, with one scale per 32 inputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def matmul(
     scale: Float[Array, " O"],
     input_range: float | None,
 ) -> Float[Array, "*rows O"]:
-    """Product of x, rounded to the kernel's type, with scale * kernel, in x's type.
+    """Multiply x, rounded to the kernel's type, by scale * kernel; the result has x's type.
 
     Args:
       input_range: the |x| that becomes the type's largest value (static); None = the largest of each row (dynamic).
 
-    A row with a NaN is NaN throughout: no integer stands for it.
+    A row with a NaN gives NaN throughout: no integer represents it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).astype(jnp.float32), LIMITS[kernel.dtype.name]
     is_int = kernel.dtype == jnp.int8
-    if input_range is None or is_int:  # NaN where one is, which a float8 is too
+    if input_range is None or is_int:  # NaN if the row has one; a float8 holds NaN itself
         largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     if input_range is None:
         bound = largest

@@ -1,4 +1,4 @@
-"""A checkpoint pruned and written as a Hugging Face folder: what experiments/prune.py does (S file)."""
+"""Prune a checkpoint and write it as a Hugging Face folder: the work of experiments/prune.py (S file)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxbench.quantization import pruning, structured
 
 METHODS = ("magnitude", "wanda", "2:4", "wanda-2:4", "structured", "wanda-structured")
 RECORD = "pruning.json"
-VALIDATION = 0.1  # of the text's tokens, its last part, which neither Wanda nor the fine-tuning sees
+VALIDATION = 0.1  # last part of the text's tokens, held out from Wanda and from fine-tuning
 
 
 class Settings(NamedTuple):
-    """What is removed, and what the text is for."""
+    """What is removed, and how the text is used."""
 
     method: str  # of METHODS; wanda: scores by the text's inputs, else by magnitude
     fraction: float | None = None  # magnitude, wanda: share of the weights that become zero
@@ -41,26 +41,26 @@ class Settings(NamedTuple):
 
     @property
     def uses_inputs(self) -> bool:
-        """True where scores need a text."""
+        """True if scores need a text."""
         return self.method.startswith("wanda")
 
 
 class Result(NamedTuple):
-    """What a run wrote."""
+    """Result of a run."""
 
     path: Path
     config: TransformerConfig
     parameters: tuple[int, int]  # before, after
     zeros: pruning.Count
     losses: dict[str, float]  # held-out, nats per token: dense, pruned, finetuned
-    held_out_tokens: int  # that each loss is the mean of; 0 without losses
+    held_out_tokens: int  # number of tokens in each mean loss; 0 without losses
 
 
 def check(settings: Settings) -> None:
     """Check settings against each other.
 
     Raises:
-      ValueError: one is missing, does not go with the method, or is out of range.
+      ValueError: one is missing, does not apply to the method, or is out of range.
     """
     s = settings
     if s.method not in METHODS:
@@ -81,10 +81,10 @@ def check(settings: Settings) -> None:
 
 
 def check_output(output: str | Path | None, source: Path) -> Path:
-    """Path of a folder that is to be written.
+    """Check and return the path of the folder to write.
 
     Raises:
-      ValueError: it is missing, the input, there already, or in a place where nothing can be written.
+      ValueError: it is not given, is the input, exists already, or is in a place that is not writable.
     """
     if not output:
         raise ValueError(f"--output={output} is missing: name a folder to write")
@@ -104,15 +104,15 @@ def run(
     data_path: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Prune a model, train it further where asked, and write it: the whole folder or nothing.
+    """Prune a model, fine-tune it if asked, and write it: the whole folder or nothing.
 
     Args:
-      model: what weights.load_checkpoint takes.
-      data_path: text, with its tokens by the model's own tokenizer; None = the default text.
+      model: as weights.load_checkpoint takes it.
+      data_path: text, tokenised by the model's own tokenizer; None = the default text.
 
     Raises:
       ValueError: bad settings, model, text or output.
-      GateFailed: fine-tuning broke.
+      GateFailed: fine-tuning failed.
     """
     check(settings)
     path = check_output(output, weights.resolve(model))
@@ -171,7 +171,7 @@ def pruned(
 
 
 def summary(result: Result, settings: Settings) -> str:
-    """One line: what was removed, and what it did to the loss."""
+    """Summarise in one line what was removed, and its effect on the loss."""
     c, zeros, (before, after) = result.config, result.zeros, result.parameters
     if settings.kind == "structured":
         what = f"{c.num_heads} heads on {c.num_kv_heads} key-value heads, d_ff {c.d_ff}: {after:,} of {before:,} "
@@ -193,7 +193,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def _check_fit(settings: Settings, config: TransformerConfig) -> None:
-    """Refuse, before any work, what the decoder cannot be or what could not be written."""
+    """Raise, before any work, if the decoder cannot have this shape or could not be written."""
     s = settings
     for name, value, most in (
         ("keep_kv_heads", s.keep_kv_heads, config.num_kv_heads),
@@ -209,7 +209,7 @@ def _check_fit(settings: Settings, config: TransformerConfig) -> None:
 
 
 class _Text:
-    """Rows of a text for one model, and what is done with them."""
+    """Rows of a text for one model, and the operations on them."""
 
     def __init__(self, settings: Settings, checkpoint: weights.Checkpoint, tokenizer: Any, path: str | None):
         from jaxbench.training import train_inputs
@@ -244,7 +244,7 @@ class _Text:
         )  # fmt: skip
 
     def input_norms(self, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Norms of the dense model's inputs over the first batches to train on."""
+        """Norms of the dense model's inputs over the first training batches."""
         from jaxbench.quantization import pruning_text
 
         batches = (self.data.train.batch(i, self.settings.batch_size) for i in range(self.settings.batches))
@@ -258,7 +258,7 @@ class _Text:
         return pruning_text.mean_loss(config, params, train_inputs.evaluation_batches(self.run(config), self.data))
 
     def held_out_tokens(self) -> int:
-        """Number of targets that `loss` is the mean of."""
+        """Number of targets in the mean of `loss`."""
         from jaxbench.training import train_inputs
 
         return sum(int(batch.mask.sum()) for batch in train_inputs.evaluation_batches(self.run(self.config), self.data))

@@ -1,12 +1,12 @@
-"""Weights set to zero: by magnitude, by Wanda's score, any of them or n of every m (S file: neither JAX nor PyTorch).
+"""Prune weights to zero: by magnitude or Wanda's score, unstructured or n:m (S file: neither JAX nor PyTorch).
 
     kept = pruning.smallest_fraction(pruning.scores(params), 0.5, scope="matrix")
     params = pruning.apply(params, kept)
 
 Only kernels inside layers are pruned: embeddings, head, norms and biases stay, as in the papers named below. A mask is
 a bool array of its kernel's shape, True = the weight stays. Shapes and storage do not change, so any program runs the
-result as it runs the dense model; structured.py makes models smaller instead. Training that keeps the zeros:
-StepConfig.hold_zeros.
+result like the dense model; structured.py makes models smaller instead. StepConfig.hold_zeros keeps the zeros in
+training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prunable(names: Iterable[str]) -> list[str]:
 def scores(
     params: Mapping[str, np.ndarray], input_norms: Mapping[str, Float[np.ndarray, " I"]] | None = None
 ) -> dict[str, Float[np.ndarray, "I O"]]:
-    """What each weight counts for, by kernel: |w|, or |w| times the norm of its input over a text.
+    """Compute each weight's score, by kernel: |w|, or |w| times the norm of its input over a text.
 
     Args:
       input_norms: 2-norm over tokens of each input of each kernel (pruning_text.input_norms); None = magnitude.
@@ -64,7 +64,7 @@ def scores(
 
 
 def norms_of(input_norms: Mapping[str, np.ndarray], name: str, size: int) -> Float[np.ndarray, " I"]:
-    """Norms of one kernel's inputs, checked.
+    """Return the norms of one kernel's inputs, checked.
 
     Raises:
       ValueError: they are missing, of another length, negative or not finite.
@@ -80,18 +80,18 @@ def norms_of(input_norms: Mapping[str, np.ndarray], name: str, size: int) -> Flo
 
 
 def smallest_fraction(values: Mapping[str, Float[np.ndarray, "I O"]], fraction: float, *, scope: str) -> Masks:
-    """Masks that remove the given fraction of the smallest scores: the nearest number, and never all.
+    """Make masks that remove the given fraction of weights with the smallest scores: the nearest number, never all.
 
     Args:
       values: scores by kernel.
       fraction: share of weights to remove, 0 <= fraction < 1.
-      scope: among which weights it is counted: "matrix", each kernel by itself; "output", each output of a kernel
-        (Wanda's); "global", all kernels together.
+      scope: group of weights to which the fraction applies: "matrix", each kernel by itself; "output", each output of a
+        kernel (Wanda's); "global", all kernels together.
 
-    Of equal scores, those that lie first go first.
+    Of equal scores, the first are removed first.
 
     Raises:
-      ValueError: the fraction or the scope is none.
+      ValueError: the fraction or the scope is invalid.
     """
     if not 0.0 <= fraction < 1.0:
         raise ValueError(f"pruning: fraction={fraction} is outside 0 <= fraction < 1")
@@ -108,9 +108,9 @@ def smallest_fraction(values: Mapping[str, Float[np.ndarray, "I O"]], fraction: 
 
 
 def largest_of_groups(values: Mapping[str, Float[np.ndarray, "I O"]], kept: int, group: int) -> Masks:
-    """Masks that keep the `kept` largest scores of every `group` neighbouring inputs of an output; 2 of 4 is "2:4".
+    """Make masks that keep the `kept` largest scores of every `group` adjacent inputs of an output; 2 of 4 is "2:4".
 
-    Of equal scores, those that lie first go first.
+    Of equal scores, the first are removed first.
 
     Raises:
       ValueError: kept is not between 1 and group - 1, or a kernel's inputs do not divide into groups.
@@ -129,10 +129,10 @@ def largest_of_groups(values: Mapping[str, Float[np.ndarray, "I O"]], kept: int,
 
 
 def apply(params: Mapping[str, np.ndarray], masks: Masks) -> dict[str, np.ndarray]:
-    """Parameters whose masked weights are zero; the others are the same arrays.
+    """Set masked weights to zero; parameters without a mask stay the same arrays.
 
     Raises:
-      ValueError: a mask is of no parameter, or has another shape.
+      ValueError: a mask belongs to no parameter, or has another shape.
     """
     for name, mask in masks.items():
         if name not in params or params[name].shape != mask.shape:
@@ -145,7 +145,7 @@ def apply(params: Mapping[str, np.ndarray], masks: Masks) -> dict[str, np.ndarra
 
 
 def count(params: Mapping[str, np.ndarray]) -> Count:
-    """How many weights of prunable kernels are zero."""
+    """Count the zero weights of prunable kernels."""
     kernels = [params[name] for name in prunable(params)]
     zeros = sum(int(np.count_nonzero(value == 0)) for value in kernels)
     return Count(zeros, sum(value.size for value in kernels), len(kernels))
@@ -156,7 +156,7 @@ def _number(fraction: float, size: int) -> int:
 
 
 def _kept(values: Float[np.ndarray, " n"], removed: int) -> Bool[np.ndarray, " n"]:
-    """False at the `removed` smallest values; of equal ones those that lie first."""
+    """False at the `removed` smallest values; of equal ones, the first."""
     if not removed:
         return np.ones(values.shape, bool)
     limit = np.partition(values, removed - 1)[removed - 1]
@@ -171,7 +171,7 @@ def _kept_by_column(values: Float[np.ndarray, "I O"], removed: int) -> Bool[np.n
 
 
 def _without_first(values: np.ndarray, removed: int, *, axis: int) -> np.ndarray:
-    """False at the `removed` smallest values along an axis; of equal ones those that lie first."""
+    """False at the `removed` smallest values along an axis; of equal ones, the first."""
     order = np.argsort(values, axis=axis, kind="stable")
     kept = np.ones(values.shape, bool)
     np.put_along_axis(kept, np.take(order, range(removed), axis=axis), False, axis=axis)

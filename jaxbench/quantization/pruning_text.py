@@ -1,6 +1,6 @@
-"""What pruning does with a text: norms of every kernel's inputs, held-out loss, and a short training of what is left.
+"""Uses of a text in pruning: norms of every kernel's inputs, held-out loss, and a short fine-tuning afterwards.
 
-All of it in JAX on one device, in float32. Longer training is a run of its own: experiments/train.py with
+All in JAX on one device, in float32. Longer training is a separate run: experiments/train.py with
 --set=start=FOLDER and --set=step.hold_zeros=true, on either backend.
 """
 
@@ -25,7 +25,7 @@ Params = Mapping[str, np.ndarray]
 
 
 def input_norms(config: TransformerConfig, params: Params, batches: Iterable[Any]) -> dict[str, np.ndarray]:
-    """2-norm over all tokens of batches of each input of each kernel inside layers, by the kernel's name.
+    """Compute each kernel input's 2-norm over all tokens of the batches, for kernels inside layers, by kernel name.
 
     Source: Sun et al. 2023, arXiv:2306.11695, section 3.
     """
@@ -71,7 +71,7 @@ def mean_loss(config: TransformerConfig, params: Params, batches: Iterable[Any])
 
 
 def finetuned(settings: TrainConfig, config: TransformerConfig, params: Params, rows: Any) -> dict[str, np.ndarray]:
-    """Parameters after settings.steps optimiser steps, through the engine of training runs.
+    """Train for settings.steps optimiser steps with the training engine, and return the parameters.
 
     Args:
       settings: with step.hold_zeros, zeros of kernels inside layers stay exactly where they are.

@@ -1,8 +1,8 @@
-"""A model's matrices put on grids, layer after layer (S file).
+"""Quantise a model's matrices to grids, layer by layer (S file).
 
-Data's way: calibration tokens -> embedding -> for each layer: statistics of its matrices' inputs (backend) -> channels
-scaled (equalize.py) -> matrices rounded (grids.py, gptq.py) -> the layer run again as it is now, whose outputs the next
-layer is given. So every layer is calibrated on what it will see.
+Data flow: calibration tokens -> embedding -> for each layer: statistics of its matrices' inputs (backend) -> channels
+scaled (equalize.py) -> matrices rounded (grids.py, gptq.py) -> the quantised layer run again; its outputs are the next
+layer's inputs. So every layer is calibrated on the inputs that it will get.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxbench.quantization.recipe import QuantizedModel, Recipe
 from jaxbench.quantization.statistics import SOURCES, InputStatistics, static_range
 
 ROWS = 8  # of calibration tokens in one call
-Progress = Callable[[int, int], None]  # layers done, layers in all
+Progress = Callable[[int, int], None]  # layers done, total layers
 
 
 class Calibrator(Protocol):
@@ -30,7 +30,7 @@ class Calibrator(Protocol):
     def layer(
         self, index: int, params: Mapping[str, np.ndarray], hidden: Float[np.ndarray, "B T D"], *, histogram: bool
     ) -> tuple[Float[np.ndarray, "B T D"], dict[str, InputStatistics]]:
-        """The residual stream behind a layer, and the statistics of its matrices' inputs."""
+        """Residual stream after a layer, and statistics of its matrices' inputs."""
         ...
 
 
@@ -43,12 +43,12 @@ def quantize(
     tokens: Int[np.ndarray, "B T"] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> QuantizedModel:
-    """Put a model's matrices on the recipe's grids.
+    """Quantise a model's matrices to the recipe's grids.
 
     Args:
       params: float parameters by dotted name.
-      calibrator, tokens: what calibration runs, and on what; needed where recipe.needs_calibration.
-      progress: called behind each layer.
+      calibrator, tokens: decoder and tokens for calibration; required if recipe.needs_calibration.
+      progress: called after each layer.
 
     Raises:
       ValueError: groups do not divide a matrix, calibration is needed and missing, or weights are not finite.
@@ -92,7 +92,7 @@ def quantize(
 def embedded(
     config: TransformerConfig, params: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "B T D"]:
-    """The residual stream in front of the first layer, of rows without padding."""
+    """Residual stream before the first layer, for rows without padding."""
     hidden = np.asarray(params["embed.embedding"], np.float32)[tokens] * np.float32(config.embedding_scale)
     learned = params.get("position.embedding")
     return hidden if learned is None else hidden + np.asarray(learned, np.float32)[: tokens.shape[1]]
@@ -114,7 +114,7 @@ def _check(params: Mapping[str, np.ndarray], recipe: Recipe) -> None:
 def _run(
     calibrator: Calibrator, index: int, layer: equalize.Layer, hidden: np.ndarray, *, histogram: bool
 ) -> tuple[np.ndarray, dict[str, InputStatistics]]:
-    """A layer over all calibration rows, a few at a time."""
+    """Run a layer over all calibration rows, a few at a time."""
     outs, total = [], {}
     for start in range(0, len(hidden), ROWS):
         out, found = calibrator.layer(index, layer, hidden[start : start + ROWS], histogram=histogram)
@@ -126,7 +126,7 @@ def _run(
 def _round_layer(
     layer: equalize.Layer, recipe: Recipe, found: Mapping[str, InputStatistics]
 ) -> dict[str, tuple[Quantized, float]]:
-    """A layer's matrices on the grid, with their errors; two at a time, because NumPy releases the lock."""
+    """Round a layer's matrices to the grid, with their errors; two at a time, because NumPy releases the lock."""
 
     def work(name: str) -> tuple[Quantized, float]:
         return _round(layer[f"{name}.kernel"].T, recipe, found.get(SOURCES[name]), name)
@@ -137,7 +137,7 @@ def _round_layer(
 
 
 def _round(weights: np.ndarray, recipe: Recipe, inputs: InputStatistics | None, name: str) -> tuple[Quantized, float]:
-    """One matrix on the grid, and its error."""
+    """Round one matrix to the grid; return it with its error."""
     weights = np.ascontiguousarray(weights, np.float32)
     if inputs is None:
         matrix = grids.nearest(weights, recipe.grid, rule=recipe.scales)
@@ -156,7 +156,7 @@ def _relative(weights: np.ndarray, rounded: np.ndarray) -> float:
 
 
 def _round_ends(made: QuantizedModel, params: Mapping[str, np.ndarray], grid: Grid | None) -> None:
-    """Embedding and head on their grid, or as they are; and what else stands outside the layers."""
+    """Add embedding and head, on their grid or unchanged, and the other parameters outside the layers."""
     for name, value in _outside(params):
         module, _, part = name.rpartition(".")
         if grid is None or (part != "kernel" and name != "embed.embedding"):

@@ -1,4 +1,4 @@
-"""How a model is quantised: the fields of a recipe, and a model that is (S file)."""
+"""How a model is quantised: the fields of a recipe, and a quantised model (S file)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxbench.quantization.grids import Grid, Quantized
 
 
 class Recipe(Base):
-    """What becomes of the matrices of a decoder's layers. Norms, biases and positions stay as they are."""
+    """How the matrices of a decoder's layers are quantised. Norms, biases and positions are unchanged."""
 
     bits: int = Field(4, ge=2, le=8)  # of a weight
-    group_size: int | None = Field(32, ge=1)  # inputs that share a scale; null = a scale an output
+    group_size: int | None = Field(32, ge=1)  # inputs that share a scale; null = one scale per output
     zero: Literal["none", "integer", "least"] = "none"  # grids.Grid
     scale_dtype: Literal["float32", "float16", "bfloat16"] = "float16"
     type: Literal["int", "e4m3"] = "int"
@@ -25,10 +25,10 @@ class Recipe(Base):
     rounding: Literal["nearest", "gptq"] = "nearest"
     equalize: Literal["none", "awq", "smoothquant"] = "none"  # channels scaled beforehand: equalize.py
     activations: Literal["float", "dynamic", "static"] = (
-        "float"  # 8 bits of `type`: a scale a token, or from calibration
+        "float"  # 8 bits of `type`: one scale per token, or from calibration
     )
     activation_scales: Literal["minmax", "percentile", "mse"] = "percentile"  # of static ones
-    embedding_bits: int | None = Field(8, ge=2, le=8)  # of embedding and head; null = as they are
+    embedding_bits: int | None = Field(8, ge=2, le=8)  # of embedding and head; null = unchanged
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
@@ -43,12 +43,12 @@ class Recipe(Base):
 
     @property
     def grid(self) -> Grid:
-        """Of the layers' matrices."""
+        """Grid of the layers' matrices."""
         return Grid(self.bits, self.group_size, self.zero, self.scale_dtype, self.type)
 
     @property
     def embedding_grid(self) -> Grid | None:
-        """Of embedding and head; eight bits need no zero."""
+        """Grid of embedding and head; eight bits need no zero."""
         if self.embedding_bits is None:
             return None
         zero = "none" if self.embedding_bits == 8 else self.zero
@@ -56,12 +56,12 @@ class Recipe(Base):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether inputs of the matrices must be seen."""
+        """True if statistics of the matrices' inputs are needed."""
         return self.rounding == "gptq" or self.equalize != "none" or self.activations == "static"
 
 
 class QuantizedModel(NamedTuple):
-    """A decoder whose matrices lie on grids."""
+    """A decoder whose matrices are on grids."""
 
     config: TransformerConfig
     matrices: dict[str, Quantized]  # by module name; outputs x inputs
@@ -72,7 +72,7 @@ class QuantizedModel(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all weights: codes and scales by their bits, other parameters in float32."""
+        """Bytes of all weights: codes and scales by their bits, other parameters in float32."""
         bits = sum(
             m.codes.size * m.grid.bits_per_weight + (32 * m.scales.size if m.grid.group_size is None else 0)
             for m in self.matrices.values()
@@ -81,7 +81,7 @@ class QuantizedModel(NamedTuple):
 
 
 def dequantized(model: QuantizedModel) -> dict[str, np.ndarray]:
-    """Parameters by dotted name, as any decoder loads them: what the matrices stand for, in float32."""
+    """Parameters by dotted name, as any decoder loads them: the matrices dequantised to float32."""
     params = dict(model.params)
     for name, matrix in model.matrices.items():
         values = grids.dequantized(matrix)

@@ -1,8 +1,8 @@
-"""What sparsity is worth in time: a feed-forward layer with pruned weights, and block-sparse attention, beside dense.
+"""Time saved by sparsity: a feed-forward layer with pruned weights, and block-sparse attention, versus dense.
 
-All arms of a row run in one process, one call each in turn, in an order that rotates and turns round from round to
-round; a ratio is the mean over rounds with its t-interval, which knows nothing of how another process would fare. Each
-arm says how many FLOPs and bytes XLA counts in its compiled program, which is where a real saving shows first.
+All arms of a row run in one process, one call each in turn, in an order that rotates and reverses from round to round.
+A ratio is the mean over rounds with its t-interval, which does not cover variation between processes. Each arm reports
+the FLOPs and bytes that XLA counts in its compiled program, where a real saving shows first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Arm(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One arm's figures beside those of the first arm."""
+    """One arm's figures versus those of the first arm."""
 
     work: str
     arm: str
@@ -100,7 +100,7 @@ def compiled(name: str, call: Callable[..., Any], *args: Any) -> Arm:
 def measure(
     work: str, arms: Sequence[Arm], *, rounds: int, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Row]:
-    """Rows of arms timed in turn, `repeats` calls a visit, of which the median counts; the first arm is the baseline.
+    """Time the arms in turn, by the median of `repeats` calls per visit; the first arm is the baseline.
 
     Raises:
       ValueError: fewer than two rounds.
@@ -131,7 +131,7 @@ def orders(count: int, rounds: int) -> list[list[int]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as text, one a line."""
+    """Rows as text, one per line."""
     lines = [f"{'work':<32} {'arm':<42} {'GFLOP':>9} {'MB':>9} {'ms':>9}  times as fast [95 %]"]
     for r in rows:
         shown = f"{r.ratio:.2f} [{r.low:.2f}, {r.high:.2f}]" if r.arm != "dense" else "1"

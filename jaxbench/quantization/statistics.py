@@ -1,6 +1,6 @@
-"""What calibration keeps of a matrix's inputs: enough for GPTQ, AWQ, SmoothQuant and static scales (S file).
+"""Statistics of a matrix's inputs that calibration keeps, for GPTQ, AWQ, SmoothQuant and static scales (S file).
 
-Sums over tokens, so that batches of tokens add up and nothing grows with their number.
+They are sums over tokens, so that batches can be added and nothing grows with their number.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-# Bins of |x| from 2^-24 on, eight an octave, what is smaller in the first: a percentile is known within 9 %.
+# Bins of |x| from 2^-24 on, eight per octave, smaller values in the first: a percentile is known within 9 %.
 LOWEST, PER_OCTAVE, BINS = -24, 8, 384
-# Matrices of a block by the one whose inputs are theirs too.
+# Matrices of a block, by the one whose inputs they share.
 SOURCES = {
     "attention.q_proj": "attention.q_proj",
     "attention.k_proj": "attention.q_proj",
@@ -25,7 +25,7 @@ SOURCES = {
 
 
 class InputStatistics(NamedTuple):
-    """Of the inputs x [tokens, I] that a matrix was given."""
+    """Statistics of a matrix's inputs x [tokens, I]."""
 
     count: int  # tokens
     second_moment: Float[np.ndarray, "I I"]  # sum of x x^T, float32
@@ -37,7 +37,7 @@ class InputStatistics(NamedTuple):
         """The statistics of both sets of tokens."""
         largest = np.maximum(self.largest, other.largest)
         sums = (getattr(self, name) + getattr(other, name) for name in ("count", "second_moment", "absolute"))
-        counts = self.histogram.astype(np.int64) + other.histogram  # 32 bits are full after 2e9 inputs of one size
+        counts = self.histogram.astype(np.int64) + other.histogram  # 32 bits overflow after 2e9 inputs in one bin
         return InputStatistics(*sums, largest, counts)
 
 
@@ -47,7 +47,7 @@ def edges() -> Float[np.ndarray, " bins"]:
 
 
 def static_range(statistics: InputStatistics, rule: str, *, levels: int = 127, percentile: float = 0.9999) -> float:
-    """The |x| that becomes the largest code of a static activation scale.
+    """Return the |x| that maps to the largest code of a static activation scale.
 
     Args:
       rule: minmax, percentile, or mse (the least squared error, from the histogram).
@@ -70,6 +70,6 @@ def static_range(statistics: InputStatistics, rule: str, *, levels: int = 127, p
     errors = []
     for limit in candidates:
         step = limit / levels
-        inside = np.where(middle < step / 2, middle**2, step**2 / 12)  # what rounds to 0 loses all of itself
+        inside = np.where(middle < step / 2, middle**2, step**2 / 12)  # values that round to 0 are lost entirely
         errors.append((counts * np.where(middle > limit, (middle - limit) ** 2, inside)).sum())
     return float(candidates[int(np.argmin(errors))])

@@ -1,10 +1,10 @@
-"""Smaller decoders: whole attention heads and feed-forward units removed (S file: neither JAX nor PyTorch).
+"""Structured pruning: remove whole attention heads and feed-forward units (S file: neither JAX nor PyTorch).
 
     config, params = structured.keep_heads(config, params, 2)
     config, params = structured.keep_width(config, params, 1024)
 
-What comes back is a decoder of the same family with fewer key-value heads, each with its query heads, or a narrower
-feed-forward layer: every program loads it, and its products are smaller. All layers keep equally many, as a
+The result is a decoder of the same family with fewer key-value heads, each with its query heads, or a narrower
+feed-forward layer: every program loads it, and its products are smaller. All layers keep the same number, since a
 configuration has one number for all. Axis letters: WORKSPACE.md.
 """
 
@@ -29,7 +29,7 @@ def keep_heads(
     *,
     input_norms: Mapping[str, Float[np.ndarray, " I"]] | None = None,
 ) -> tuple[TransformerConfig, Params]:
-    """Decoder with the `num_kv_heads` key-value heads of each layer that count most, each with its query heads.
+    """Keep the `num_kv_heads` highest-scoring key-value heads of each layer, each with its query heads.
 
     Args:
       input_norms: of o_proj's inputs, by kernel; None = magnitude. See `head_scores`.
@@ -59,13 +59,13 @@ def keep_width(
     *,
     input_norms: Mapping[str, Float[np.ndarray, " I"]] | None = None,
 ) -> tuple[TransformerConfig, Params]:
-    """Decoder with the `d_ff` feed-forward units of each layer that count most.
+    """Keep the `d_ff` highest-scoring feed-forward units of each layer.
 
     Args:
       input_norms: of down_proj's inputs, by kernel; None = magnitude. See `unit_scores`.
 
     Raises:
-      ValueError: as keep_heads.
+      ValueError: see keep_heads.
     """
     _check(config, params, "d_ff", d_ff, config.d_ff)
     found = dict(params)
@@ -84,11 +84,11 @@ def head_scores(
     *,
     input_norms: Mapping[str, Float[np.ndarray, " I"]] | None = None,
 ) -> Float[np.ndarray, " K"]:
-    """What each key-value head of a layer counts for, with its query heads.
+    """Score each key-value head of a layer, with its query heads.
 
-    By magnitude: the 2-norm of all weights that go with it, those of query, key, value and output (Ma et al. 2023,
-    arXiv:2305.11627, removes such groups together). With input norms: the 2-norm of the output's weights, each times
-    its input's, which An et al. 2024 (arXiv:2312.11983) call Wanda-sp.
+    By magnitude: the 2-norm of all weights that belong to it, in query, key, value and output (Ma et al. 2023,
+    arXiv:2305.11627, remove such groups together). With input norms: the 2-norm of the output's weights, each times
+    its input's norm, which An et al. 2024 (arXiv:2312.11983) call Wanda-sp.
 
     Args:
       layer: its name, such as "layers.0".
@@ -108,7 +108,7 @@ def unit_scores(
     *,
     input_norms: Mapping[str, Float[np.ndarray, " I"]] | None = None,
 ) -> Float[np.ndarray, " F"]:
-    """What each feed-forward unit of a layer counts for, as `head_scores` does it for heads."""
+    """Score each feed-forward unit of a layer, as `head_scores` does for heads."""
     squares = np.square(_weighted(params, f"{layer}.mlp.down_proj.kernel", input_norms)).sum(axis=1)
     if input_norms is None:
         for name in ("gate_proj", "up_proj"):
@@ -118,7 +118,7 @@ def unit_scores(
 
 
 def _check(config: TransformerConfig, params: Mapping[str, np.ndarray], name: str, wanted: int, most: int) -> None:
-    """Refuse a number of heads or units that a decoder cannot have, and decoders with layers of another kind."""
+    """Raise for a number of heads or units that a decoder cannot have, and for decoders with layers of another kind."""
     if config.layer_kind is not None:
         raise ValueError(f"pruning: layers of kind {config.layer_kind} are not made smaller, only a decoder's own")
     if not 1 <= wanted <= most:
@@ -138,7 +138,7 @@ def _weighted(
 
 
 def _largest(values: Float[np.ndarray, " n"], count: int) -> np.ndarray:
-    """Indices of the largest values in rising order; of equal ones those that lie first stay."""
+    """Indices of the largest values in ascending order; of equal ones, the first are kept."""
     return np.sort(np.argsort(-values, kind="stable")[:count])
 
 
@@ -148,7 +148,7 @@ def _columns(heads: np.ndarray, width: int) -> np.ndarray:
 
 
 def _take(params: Params, module: str, index: np.ndarray, *, axis: int) -> None:
-    """Keep some outputs (axis -1) or inputs (axis 0) of a linear layer, in place; outputs take their biases along."""
+    """Keep some outputs (axis -1) or inputs (axis 0) of a linear layer, in place; outputs keep their biases."""
     for part in ("kernel", "bias") if axis else ("kernel",):
         name = f"{module}.{part}"
         if name in params:

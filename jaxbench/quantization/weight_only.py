@@ -1,7 +1,7 @@
-"""Linear layers whose weights stay integers in memory, with float inputs; a decoder made of them.
+"""Linear layers whose weights stay integers in memory, with float inputs; a decoder built from them.
 
 Twins: torch_ref/quantization/weight_only.py, jaxbench/eqx/quantization/weight_only.py. On CPUs the native kernels
-(jaxbench/native) are the fast ones; this is the form of GPUs and TPUs.
+(jaxbench/native) are the fast ones; this form is for GPUs and TPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.quantization.recipe import QuantizedModel
 
 
 class WeightOnlyLinear(nnx.Module):
-    """Affine map of the last axis with packed weights; its arrays have shapes but no values until they are loaded."""
+    """Affine map of the last axis with packed weights; its arrays have shapes but no values until loaded."""
 
     def __init__(self, packed: Packed, *, use_bias: bool, dtype: str, implementation: str):
         packing.check_implementation(implementation)
@@ -42,7 +42,7 @@ class WeightOnlyLinear(nnx.Module):
 def build(
     model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense"
 ) -> transformer.Transformer:
-    """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
+    """Build a quantised model's decoder that holds its layers' matrices as integers; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
@@ -50,7 +50,7 @@ def build(
       attention: its implementation, see attention.py.
 
     Raises:
-      ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
+      ValueError: quantised activations, a scale not representable in its grid's scale_dtype, or an unknown
         implementation.
     """
     libtpu.leave_out_if_absent()

@@ -1,15 +1,15 @@
-"""A Pallas kernel for products with packed weights, beside its reference packed_matmul.py.
+"""A Pallas kernel for products with packed weights; its reference is packed_matmul.py.
 
 One kernel body serves Triton (NVIDIA GPUs) and Mosaic (TPUs). A program of the grid has one tile of rows and one of
-outputs; it goes through the inputs in chunks, takes the codes out of their bytes in registers, and adds up in float32.
-x and weights are handed over with the chunk as leading axis, so that nothing is sliced within a TPU's tiles. Rows are
-padded (they are few), weights never: outputs beyond the last are masked on GPUs and dropped by Mosaic on TPUs.
+outputs; it loops over the inputs in chunks, unpacks the codes from their bytes in registers, and accumulates in
+float32. x and weights are passed with the chunk as leading axis, so that nothing is sliced within a TPU's tiles. Rows
+are padded (they are few), weights never: outputs beyond the last are masked on GPUs and dropped by Mosaic on TPUs.
 
-It has no derivative and is not split over a mesh; XLA's product is both.
+It has no derivative and is not sharded over a mesh; XLA's product supports both.
 
-What is known of it: interpreted, it computes the reference's products; libtpu compiles it for TPUs; lowered for CUDA,
-it is compiled for compute capability 8.0 and 9.0 by Triton's package. It has run neither on a GPU nor on a TPU, and no
-speed is known.
+Tested so far: interpreted, it computes the reference's products; libtpu compiles it for TPUs; lowered for CUDA,
+Triton's package compiles it for compute capability 8.0 and 9.0. It has run neither on a GPU nor on a TPU, and its speed
+is unknown.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxbench.quantization.packed_matmul import Weights
 from jaxbench.quantization.packing import Form
 
 BY_PLATFORM = {"cuda": "triton", "tpu": "mosaic"}
-CHUNKS = (128, 64, 32, 16)  # bytes of an output that are taken up at once; tensor cores need 16
-CHUNK_INPUTS = 128  # and at most, for the GPU's shared memory, what they hold
-SPAN = 8  # bytes that share a scale, at least: the rows of a TPU's register
+CHUNKS = (128, 64, 32, 16)  # bytes of an output that are processed at once; tensor cores need 16
+CHUNK_INPUTS = 128  # most inputs that a chunk holds, for the GPU's shared memory
+SPAN = 8  # fewest bytes that share a scale: the rows of a TPU register
 ROW_TILES = (16, 32, 64)  # rows of a tile; tensor cores need 16
 OUTPUT_TILE = 128  # outputs of a tile: the lanes of a TPU's register
 
@@ -36,16 +36,16 @@ OUTPUT_TILE = 128  # outputs of a tile: the lanes of a TPU's register
 def matmul(
     x: Float[Array, "*rows I"], weights: Weights, *, implementation: str, interpret: bool = False
 ) -> Float[Array, "*rows O"]:
-    """Product of x with the weights, in x's type.
+    """Multiply x by the weights; the result has x's type.
 
     Args:
-      implementation: xla = packed_matmul.matmul. pallas = the kernel where the program is compiled for CUDA or TPUs and
-        `misfit` has nothing against the weights; XLA elsewhere. triton and mosaic = the kernel of that name.
+      implementation: xla = packed_matmul.matmul. pallas = the kernel if the program is compiled for CUDA or TPUs and
+        `misfit` accepts the weights; XLA otherwise. triton and mosaic = the kernel of that name.
       interpret: run the kernel's program on any platform, slowly, for tests.
 
     Raises:
-      ValueError: an unknown implementation, x with another number of inputs, or a kernel asked for by its name that
-        does not take the weights.
+      ValueError: an unknown implementation, x with another number of inputs, or a kernel selected by name that does not
+        take the weights.
     """
     packing.check_implementation(implementation)
     packed_matmul.check_inputs(x.shape, weights.form)
@@ -61,7 +61,7 @@ def matmul(
 
 
 def misfit(form: Form) -> str:
-    """Why the kernel does not take weights of a form, or an empty string."""
+    """Return why the kernel does not take weights of a form, or an empty string."""
     if not chunk_of(form):
         return (
             f"{form.span} bytes of {form.inputs // form.per_byte} an output share a scale; wanted at least {SPAN}, and "
@@ -71,7 +71,7 @@ def misfit(form: Form) -> str:
 
 
 def chunk_of(form: Form) -> int:
-    """Bytes of an output that are taken up at once, 0 if none will do."""
+    """Bytes of an output that are processed at once, 0 if no size fits."""
     size, span = form.inputs // form.per_byte, form.span
     small = (c for c in CHUNKS if c * form.per_byte <= CHUNK_INPUTS)
     fitting = (c for c in small if size % c == 0 and (c % span == 0 or span % c == 0))
@@ -79,7 +79,7 @@ def chunk_of(form: Form) -> int:
 
 
 def _product(x: Array, weights: Weights, *, kernel: str, interpret: bool = False) -> Array:
-    """Product by the kernel: arrays with the chunk in front, rows padded to whole tiles."""
+    """Run the kernel: arrays with the chunk as leading axis, rows padded to whole tiles."""
     from jax.experimental import pallas as pl
 
     form, outputs, chunk = weights.form, weights.codes.shape[1], chunk_of(weights.form)
@@ -113,7 +113,7 @@ def _product(x: Array, weights: Weights, *, kernel: str, interpret: bool = False
 
 
 def _as_bits(array: Array) -> Array:
-    """Codes and scales of types that not every kernel converts, as whole numbers of the same bits (float_values)."""
+    """Codes and scales of types that not every kernel converts, as integers of the same bits (float_values)."""
     bits = {"float16": jnp.uint16, "float8_e4m3fn": jnp.uint8}.get(array.dtype.name)
     return array if bits is None else lax.bitcast_convert_type(array, bits)
 
@@ -129,7 +129,7 @@ def _compiler_params(kernel: str):
 
 
 def _kernel(x_ref, codes_ref, scales_ref, *refs, form: Form, outputs: int | None) -> None:
-    """Product of a tile of rows and a tile of outputs; outputs = where they end, if tiles go beyond."""
+    """Product of a tile of rows and a tile of outputs; outputs: their number, if tiles extend beyond it."""
     from jax.experimental import pallas as pl
 
     *zeros_ref, out_ref = refs
@@ -176,11 +176,11 @@ def _read(ref, index, is_output: Array | None) -> Array:
 def float_values(bits: Shaped[Array, "*shape"], *, exponent: int, fraction: int) -> Float[Array, "*shape"]:
     """Values in float32 of finite floats that are given as bits: a sign, `exponent` bits, `fraction` bits.
 
-    Not by the device's own conversion: Mosaic loads no float16, Triton converts e4m3 from compute capability 8.9 on.
+    The device's own conversion is not used: Mosaic loads no float16, Triton converts e4m3 only from capability 8.9 on.
     """
     wide, bias = bits.astype(jnp.int32), 2 ** (exponent - 1) - 1
     power, rest = (wide >> fraction) & (2**exponent - 1), wide & (2**fraction - 1)
-    # The least numbers have no leading 1; as bits of a float32 float16's would be of those that TPUs flush to 0.
+    # Subnormals have no leading 1; as bits of a float32, float16's would be among the values that TPUs flush to 0.
     least = rest.astype(jnp.float32) * 2.0 ** (1 - bias - fraction)
     normal = lax.bitcast_convert_type(((power + 127 - bias) << 23) | (rest << (23 - fraction)), jnp.float32)
     magnitude = jnp.where(power == 0, least, normal)
@@ -188,7 +188,7 @@ def float_values(bits: Shaped[Array, "*shape"], *, exponent: int, fraction: int)
 
 
 def _each(part: Array, chunk: int) -> Array:
-    """Scales or zeros of groups, for every byte of a chunk, as whole numbers or float32."""
+    """Scales or zeros of groups, expanded to every byte of a chunk, as integers or float32."""
     if part.dtype == jnp.uint16:
         wide = float_values(part, exponent=5, fraction=10)
     else:

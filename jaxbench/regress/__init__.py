@@ -1,1 +1,1 @@
-"""Performance over time: is a commit slower than another, and why (docs/performance_history.md)."""
+"""Performance over time: whether a commit is slower than another, and why (docs/performance_history.md)."""

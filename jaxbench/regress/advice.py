@@ -1,4 +1,4 @@
-"""What to do after a run, and what a release still wants, by the run's record alone (S file)."""
+"""Recommend what to do after a run, and what a release still needs, from the run's record alone (S file)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxbench.regress.judge import MOST_LAUNCHES, Finding
 from jaxbench.regress.limits import Judged
 from jaxbench.regress.suite import Suite
 
-FEW = 6  # names that a sentence has
-WAITED = 0.25  # share of 10 s in which a thread waited for a core; a run alone has as many threads as cores
+FEW = 6  # names in a sentence, at most
+WAITED = 0.25  # share of 10 s in which a thread waited for a core; a run by itself has as many threads as cores
 COMMAND = ".venv/bin/python experiments/benchmarks.py"
 
 
 class Item(NamedTuple):
-    """A point of the checklist of a release."""
+    """An item on the release checklist."""
 
     what: str
     is_done: bool
@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
 
 def suite_of(record: Mapping[str, Any]) -> Suite | None:
-    """The suite of a run; None where another tool made it, or a version of this one that had other keys."""
+    """Return the suite of a run; None if another tool made the run, or a version of this one with other keys."""
     try:
         return Suite.model_validate(record["suite"])
     except pydantic.ValidationError:
@@ -34,13 +34,13 @@ def suite_of(record: Mapping[str, Any]) -> Suite | None:
 
 
 def primaries(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The series that a run's looks wait for; () where its suite is not known here."""
+    """Return the series that a run's looks wait for; () if its suite is unknown here."""
     suite = suite_of(record)
     return suite.primaries() if suite is not None else ()
 
 
 def suite_name(record: Mapping[str, Any]) -> str:
-    """What a run's suite is called, with the cases that it ran where it left some out: a group of its own."""
+    """Return the name of a run's suite, plus the cases run if some were left out: such runs are a separate group."""
     name = record.get("suite_name") or record.get("suite_id", "")
     return f"{name} ({', '.join(_cases(record))} alone)" if record.get("left_out") else name
 
@@ -49,7 +49,7 @@ def suite_name(record: Mapping[str, Any]) -> str:
 
 
 def recommendations(record: Mapping[str, Any]) -> list[str]:
-    """What to do next, a sentence each, the most urgent first; none where nothing is left to do."""
+    """Return what to do next, one sentence each, the most urgent first; empty if nothing is left to do."""
     found = [Finding(**each) for each in record["findings"]]
     broken = [each.series for each in limits.broken(record)]
     first = [f"limits broken: {_names(broken)}; mend it, or say in the suite why another limit holds"] if broken else []
@@ -61,7 +61,7 @@ def recommendations(record: Mapping[str, Any]) -> list[str]:
 
 
 def _bisect(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """Critical regressions: which commit, and where to look."""
+    """Advise on critical regressions: which commit, and where to look."""
     critical = [each.series for each in found if each.level == "critical"]
     if not critical:
         return []
@@ -89,7 +89,7 @@ def _not_confirmed(record: Mapping[str, Any], found: Sequence[Finding]) -> list[
 
 
 def _warnings(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """Times and memory that became worse, short of critical."""
+    """Advise on time and memory that became worse, but not critically."""
     worse = [each.series for each in found if each.level == "warning" and _kind(each) in ("timed", "memory")]
     if not worse:
         return []
@@ -97,7 +97,7 @@ def _warnings(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
 
 
 def _counts(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """Counted series that rose: where the programs' differences are."""
+    """Advise on counted series that rose: where to find the differences of the programs."""
     more = [each.series for each in found if each.verdict == "regression" and _kind(each) == "exact"]
     if not more:
         return []
@@ -120,7 +120,7 @@ def _quality(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
 
 
 def _undecided(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """How many launches would decide what is undecided; primary series first."""
+    """Advise on undecided series: how many launches would decide them; primary series first."""
     first = primaries(record)
     open_ = sorted((each for each in found if each.verdict == "undecided"), key=lambda each: each.series not in first)
     within = [each for each in open_ if each.wanted_pairs < MOST_LAUNCHES]
@@ -144,7 +144,7 @@ def _qualify(record: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
 
 
 def _busy(record: Mapping[str, Any], found: Sequence[Finding | Judged]) -> list[str]:
-    """Where something else was at work: run again; worth it only where times were judged."""
+    """Advise to run again if other work ran at the same time; only worth it if times were judged."""
     machine = record["machine"]
     load = next(iter(machine.get("load_average", ())), 0.0)
     waited = machine.get("pressure", {}).get("cpu", 0.0)
@@ -162,7 +162,7 @@ def _busy(record: Mapping[str, Any], found: Sequence[Finding | Judged]) -> list[
 
 
 def checklist(record: Mapping[str, Any]) -> list[Item]:
-    """What a release wants of a run, each done or not."""
+    """Return what a release requires of a run, each item done or not."""
     found = [Finding(**each) for each in record["findings"]]
     head, base = record["sides"]["head"]["commit"], record["sides"].get("base", {}).get("commit", "")
     committed = "+" not in head and not head.startswith("sources-")
@@ -195,7 +195,7 @@ def _covered(record: Mapping[str, Any], found: Sequence[Finding]) -> Item:
 
 
 def _equal(what: str, found: Iterable[Finding], kind: str) -> Item:
-    """A point that every series of a kind is as it was."""
+    """Return the item that every series of a kind is unchanged."""
     own = [each for each in found if _kind(each) == kind]
     moved = [f"{each.series} {100 * each.worse:+.1f} %" for each in own if each.verdict != "no change"]
     none = "none was measured on both sides"
@@ -226,11 +226,11 @@ def _command(record: Mapping[str, Any]) -> str:
 
 
 def _cases(record: Mapping[str, Any]) -> list[str]:
-    """Names of the cases that a run ran."""
+    """Return the names of the cases that a run ran."""
     return [case["name"] for case in record["suite"].get("cases", ())]
 
 
 def _names(names: Sequence[str]) -> str:
-    """Names in a sentence, the first few of them."""
+    """Join the first few names for a sentence."""
     rest = len(names) - FEW
     return ", ".join(names[:FEW]) + (f" and {rest} more" if rest > 0 else "")

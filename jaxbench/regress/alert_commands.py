@@ -30,24 +30,24 @@ def define_alerts() -> None:
 
 
 def config() -> Alerts | None:
-    """The channels that --alerts names; None where it is not given.
+    """Load the channels that --alerts names; None if the flag is not given.
 
     Raises:
-      ValueError: there is no such file, it is wrong, or a secret that it names is not set.
+      ValueError: there is no such file, it is invalid, or a secret that it names is not set.
     """
     return None if VALUES.alerts is None else named(VALUES.alerts, "--alerts")
 
 
 def named(name: str, flag: str) -> Alerts:
-    """The channels of a file, or of a name of configs/alerts; flag: who asks, for messages.
+    """Load the channels of a file, or of a name in configs/alerts; flag: the flag to name in error messages.
 
     Raises:
-      ValueError: there is no such file, it is wrong, or a secret that it names is not set.
+      ValueError: there is no such file, it is invalid, or a secret that it names is not set.
     """
     path = Path(name)
     if not path.suffix:
         path = FOLDER / f"{name}.yaml"
-        path = path if path.is_file() else cli.ROOT / path  # a name is one of the repository's, from any folder
+        path = path if path.is_file() else cli.ROOT / path  # a name is relative to the repository root
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in (cli.ROOT / FOLDER).glob("*.yaml")))
         raise ValueError(f"{flag}={name}: {path} is no file; wanted one of {known}, or a YAML file")
@@ -57,7 +57,7 @@ def named(name: str, flag: str) -> Alerts:
 
 
 def take_in(alerts: Alerts, record: Mapping[str, Any], run: str) -> None:
-    """Open, add to and end alerts by a run, and say what is due; a channel that fails is reported."""
+    """Open, update and end alerts from a run, and send what is due; failing channels are reported."""
     book = Book(Path(VALUES.history))
     book.note(record, run, now=_now())
     _send(book, alerts)
@@ -95,7 +95,7 @@ def define_send() -> None:
 
 
 def send() -> int:
-    """Say what is due now: what quiet hours held back, what nobody acknowledged, what is over."""
+    """Send what is due now: messages held back by quiet hours, repeats of unacknowledged alerts, alerts now over."""
     alerts = _needed()
     book = Book(Path(VALUES.history))
     if VALUES.run is not None:
@@ -114,21 +114,21 @@ def _define_settle() -> None:
 
 
 def acknowledge() -> int:
-    """Say that somebody is at work on an alert: it is not said again."""
+    """Acknowledge an alert that somebody is working on: it is not repeated."""
     found = Book(Path(VALUES.history)).settle(VALUES.alert, "acknowledged", note=VALUES.note, now=_now())
     print(f"acknowledged: {found.words()}")
     return cli.EXIT_OK
 
 
 def close() -> int:
-    """Say that an alert is over."""
+    """Close an alert."""
     found = Book(Path(VALUES.history)).settle(VALUES.alert, "over", note=VALUES.note, now=_now())
     print(f"over: {found.words()}")
     return cli.EXIT_OK
 
 
 def try_() -> int:
-    """Send a message that says it is a trial to every channel; exit code 1 where one fails."""
+    """Send a message marked as a trial to every channel; exit code 1 if one fails."""
     alerts = _needed()
     trial = Alert(
         id="00000000", state="open", level="warning", confirmed=False, opened_utc=now_utc(),
@@ -153,7 +153,7 @@ def _needed() -> Alerts:
 
 
 def _send(book: Book, alerts: Alerts) -> int:
-    """Say what is due, a line each; how many failed."""
+    """Send what is due and print a line for each message; return how many failed."""
     said = book.send(alerts, functools.partial(channels.deliver, config=alerts), now=_now())
     for id, channel, went, detail in said:
         print(f"alert {id} to {channel}: {'sent' if went else 'failed: ' + detail}")

@@ -1,6 +1,6 @@
-"""Who hears of a regression: the files of configs/alerts/*.yaml (S file).
+"""Schema of configs/alerts/*.yaml, which say who is told of a regression (S file).
 
-Secrets stand in the environment alone: a configuration names the variable, and neither prints nor keeps its value.
+Secrets are only in the environment: a configuration names the variable, and never prints or stores its value.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ Variable = Annotated[str, pydantic.Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
 
 
 class Channel(Base):
-    """What all channels have."""
+    """Fields that all channels have."""
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
-    least: Level = "warning"  # what is less than that is not said here
-    escalation: bool = False  # only what nobody acknowledged after `escalate_after` repeats
+    least: Level = "warning"  # alerts below this level are not sent here
+    escalation: bool = False  # send only alerts that nobody acknowledged after `escalate_after` repeats
 
     def secrets(self) -> list[str]:
-        """Names of the variables that have to be set."""
+        """Return the names of the environment variables that must be set."""
         return [value for name, value in self if name.endswith("_variable") and value]
 
 
 class Terminal(Channel):
-    """Lines on stderr."""
+    """Print lines on stderr."""
 
     kind: Literal["terminal"]
 
 
 class File(Channel):
-    """One JSON line each."""
+    """Append one JSON line per message to a file."""
 
     kind: Literal["file"]
     path: str = pydantic.Field(min_length=1)
 
 
 class Webhook(Channel):
-    """POST of JSON with `text`, as Slack, Mattermost and Discord's /slack take it, and `alert` with everything."""
+    """POST JSON with `text`, as Slack, Mattermost and Discord's /slack expect, and `alert` with all fields."""
 
     kind: Literal["webhook"]
     url_variable: Variable  # the address is the secret
 
 
 class Smtp(Channel):
-    """Mail."""
+    """Send mail."""
 
     kind: Literal["smtp"]
     host: str = pydantic.Field(min_length=1)
@@ -75,7 +75,7 @@ class Smtp(Channel):
 
 
 class Github(Channel):
-    """An issue an alert, commented when it is said again and closed when it is over; or a check of the commit."""
+    """One issue per alert, commented on repeats and closed when the alert is over; or a check on the commit."""
 
     kind: Literal["github"]
     repository: str = pydantic.Field(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -86,7 +86,7 @@ class Github(Channel):
 
 
 class Apprise(Channel):
-    """Any service that apprise knows, by its own address (extra `alerts`)."""
+    """Any service that apprise supports, by its apprise URL (extra `alerts`)."""
 
     kind: Literal["apprise"]
     url_variable: Variable
@@ -98,10 +98,10 @@ AnyChannel = Annotated[
 
 
 class QuietHours(Base):
-    """Hours in which a warning waits; a critical regression does not."""
+    """Hours in which warnings wait; critical regressions do not."""
 
     start: datetime.time
-    end: datetime.time  # before start: of the next day
+    end: datetime.time  # if before start, on the next day
     timezone: str = "UTC"
 
     @pydantic.model_validator(mode="after")
@@ -115,7 +115,7 @@ class QuietHours(Base):
         return self
 
     def holds(self, now: datetime.datetime) -> bool:
-        """True within them."""
+        """True if `now` is within the quiet hours."""
         local = now.astimezone(zoneinfo.ZoneInfo(self.timezone)).time()
         if self.start <= self.end:
             return self.start <= local < self.end
@@ -123,15 +123,15 @@ class QuietHours(Base):
 
 
 class Alerts(Base):
-    """Channels, and when an alert is said and said again."""
+    """Channels, and when alerts are sent and repeated."""
 
     channels: tuple[AnyChannel, ...] = pydantic.Field(min_length=1)
     quiet_hours: QuietHours | None = None
-    repeat_hours: float = pydantic.Field(default=24.0, gt=0)  # an alert that is open is said again after
-    escalate_after: int = pydantic.Field(default=2, ge=1)  # repeats, after which channels of escalation hear of it
-    tries: int = pydantic.Field(default=3, ge=1, le=10)  # of a channel that fails, at twice the pause each
+    repeat_hours: float = pydantic.Field(default=24.0, gt=0)  # time after which an open alert is repeated
+    escalate_after: int = pydantic.Field(default=2, ge=1)  # repeats after which escalation channels are told
+    tries: int = pydantic.Field(default=3, ge=1, le=10)  # per message; the pause doubles after each failure
     pause_s: float = pydantic.Field(default=1.0, ge=0, le=60)
-    timeout_s: float = pydantic.Field(default=10.0, gt=0, le=300)  # of one try
+    timeout_s: float = pydantic.Field(default=10.0, gt=0, le=300)  # per try
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Alerts:
@@ -144,7 +144,7 @@ class Alerts(Base):
         """Check that every variable that a channel names is set.
 
         Raises:
-          ValueError: one is not.
+          ValueError: a variable is not set.
         """
         for channel in self.channels:
             for variable in channel.secrets():

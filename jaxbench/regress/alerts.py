@@ -1,10 +1,10 @@
-"""Regressions that somebody should know of: opened, said, acknowledged, over (S file).
+"""Alerts on regressions: opened, sent, acknowledged, over (S file).
 
-Data's way: a run's record -> alerts, one a cause -> events, appended to HISTORY/alerts.jsonl -> what is due -> channels
-(channels.py). The events are the truth and are never changed; an alert is what they add up to. What became worse
-between the same two commits has one cause until somebody finds out more: a run's regressions are one alert, and a later
-run that finds them again beside the same base adds to it. It is over when a run beside that base no longer finds any of
-them, or when somebody closes it: a run beside another base proves nothing, for both of its sides may be slow.
+Data flow: a run's record -> alerts, one per cause -> events, appended to HISTORY/alerts.jsonl -> what is due ->
+channels (channels.py). Events are the source of truth and never change; an alert is derived from its events. Until
+somebody finds out more, regressions between the same two commits have one cause: a run's regressions are one alert, and
+a later run that finds them again against the same base is added to it. An alert is over when a run against that base no
+longer finds any of them, or when somebody closes it. A run against another base proves nothing: both sides may be slow.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ OPENED, AGAIN, ACKNOWLEDGED, OVER, SENT, FAILED = "opened", "again", "acknowledg
 class Sent(NamedTuple):
     """The last message of an alert on one channel."""
 
-    state: State  # the alert's when it was sent
+    state: State  # of the alert when it was sent
     level: Literal["warning", "critical"]
     time_utc: str
-    reference: str  # the channel's own, such as an issue's number; "" = it has none
+    reference: str  # the channel's own reference, such as an issue number; "" = none
 
 
 class Alert(NamedTuple):
-    """What the events of one alert add up to."""
+    """State of one alert, derived from its events."""
 
     id: str
     state: State
     level: Literal["warning", "critical"]
-    confirmed: bool  # fresh launches found it again
+    confirmed: bool  # whether fresh launches found it again
     opened_utc: str
     host: str
     device: str
@@ -50,23 +50,23 @@ class Alert(NamedTuple):
     head: str
     subject: str  # of head
     run: str  # id of the run that found it
-    runs: int  # how many have
+    runs: int  # how many runs found it
     cases: tuple[str, ...]
     lines: tuple[str, ...]  # what became worse, and why
     sent: Mapping[str, Sent]  # by channel
     note: str  # of who acknowledged or closed it
 
     def key(self) -> tuple[str, ...]:
-        """Machine, suite and base that a later run has to have to say anything of it."""
+        """Host, device, suite and base that a later run must share to update the alert."""
         return (self.host, self.device, self.suite_id, self.base)
 
     def words(self) -> str:
-        """One line."""
+        """Describe the alert in one line."""
         held = ", confirmed by fresh launches" if self.confirmed else ""
         return f"{self.level} performance regression{held}: {', '.join(self.cases)} at {self.head} beside {self.base}"
 
     def message(self) -> tuple[str, str]:
-        """Subject and text, as channels send them."""
+        """Return subject and text, as channels send them."""
         if self.state == "over":
             return f"over: {self.words()}"[:MOST_SUBJECT], f"{self.note or 'closed'}\n"
         again = f", found by {self.runs} runs" if self.runs > 1 else ""
@@ -78,14 +78,14 @@ class Alert(NamedTuple):
 
 
 class Book:
-    """The alerts of a history."""
+    """The alerts stored in a history."""
 
     def __init__(self, folder: Path):
-        """Args: folder: of the history."""
+        """Args: folder: the history's folder."""
         self.path = folder / EVENTS
 
     def alerts(self) -> list[Alert]:
-        """All of them, oldest first.
+        """Return all alerts, oldest first.
 
         Raises:
           ValueError: a line of the file is no event.
@@ -100,10 +100,10 @@ class Book:
         return list(found.values())
 
     def find(self, id: str) -> Alert:
-        """An alert by its id or the beginning of it.
+        """Find an alert by its id or a prefix of it.
 
         Raises:
-          ValueError: there is none, or there are several.
+          ValueError: no alert, or several, match.
         """
         all_ = self.alerts()
         found = [each for each in all_ if each.id.startswith(id)]
@@ -113,9 +113,9 @@ class Book:
         return found[0]
 
     def note(self, record: Mapping[str, Any], run: str, *, now: datetime.datetime) -> list[Alert]:
-        """Take in a run: open what is new, add to what is found again, end what is no longer found; what changed.
+        """Update alerts from a run: open new ones, add to those found again, end those not found; return the changed.
 
-        A run that is taken in again changes nothing.
+        Taking in the same run again changes nothing.
         """
         with store.locked(self.path):  # another run may end at the same time
             if any(event.get("run") == run for event in self._events()):
@@ -131,7 +131,7 @@ class Book:
         Raises:
           ValueError: there is no such alert, or it is over.
         """
-        self.find(id)  # nothing is written where there is none
+        self.find(id)  # raises before anything is written
         with store.locked(self.path):
             alert = self.find(id)
             if alert.state == "over":
@@ -142,7 +142,9 @@ class Book:
     def send(
         self, config: Alerts, deliver: Callable[[AnyChannel, Alert, str], tuple[bool, str]], *, now: datetime.datetime
     ) -> list[tuple[str, str, bool, str]]:
-        """Say what is due to every channel; (alert, channel, whether it went, reference or reason), none raised.
+        """Send what is due to every channel; return (alert, channel, was sent, reference or reason) for each.
+
+        A failure is reported in the result, never raised.
 
         Args:
           deliver: sends one alert to one channel, with the channel's reference of an earlier message ("" = none).
@@ -150,7 +152,7 @@ class Book:
         said = []
         if not self.path.exists():
             return said
-        with store.locked(self.path):  # so that no other process says the same
+        with store.locked(self.path):  # so that no other process sends the same
             for alert in self.alerts():
                 for channel in config.channels:
                     if not is_due(alert, channel, config, now):
@@ -172,10 +174,10 @@ class Book:
 
 
 def is_due(alert: Alert, channel: AnyChannel, config: Alerts, now: datetime.datetime) -> bool:
-    """True where a channel has to hear of an alert now."""
+    """True if a channel must be sent an alert now."""
     last = alert.sent.get(channel.name)
     if alert.state == "over":
-        return last is not None and last.state != "over"  # who heard of it hears that it is over
+        return last is not None and last.state != "over"  # channels that were told are also told that it is over
     if channel.least == "critical" and alert.level != "critical":
         return False
     if channel.escalation and _repeats(alert, config, now) < config.escalate_after:
@@ -191,7 +193,7 @@ def is_due(alert: Alert, channel: AnyChannel, config: Alerts, now: datetime.date
 
 
 def _repeats(alert: Alert, config: Alerts, now: datetime.datetime) -> int:
-    """Whole pauses between repeats since an alert was opened, which nobody acknowledged."""
+    """Return the number of whole repeat intervals since an alert was opened; 0 if it is no longer open."""
     if alert.state != "open":
         return 0
     hours = (now - datetime.datetime.fromisoformat(alert.opened_utc)).total_seconds() / 3600
@@ -199,7 +201,7 @@ def _repeats(alert: Alert, config: Alerts, now: datetime.datetime) -> int:
 
 
 def _events_of(record: Mapping[str, Any], run: str, alerts: Sequence[Alert]) -> Iterable[dict[str, Any]]:
-    """Events that a run causes."""
+    """Yield the events that a run causes."""
     sides = record["sides"]
     if "base" not in sides or not record["findings"]:
         return
@@ -222,7 +224,7 @@ def _events_of(record: Mapping[str, Any], run: str, alerts: Sequence[Alert]) -> 
 
 
 def _described(event: str, id: str, record: Mapping[str, Any], run: str, worse: Mapping[str, list]) -> dict[str, Any]:
-    """An event with everything that a message says."""
+    """Build an event with everything that its message contains."""
     found = [each for several in worse.values() for each in several]
     sides = record["sides"]
     confirmed = any(record.get("confirmed", {}).get(each.series) for each in found)
@@ -241,7 +243,7 @@ def _level(found: Sequence[Any]) -> str:
 
 
 def _after(alert: Alert | None, event: Mapping[str, Any]) -> Alert:
-    """An alert after one more event."""
+    """Return an alert's state after one more event."""
     kind = event["event"]
     if kind == OPENED:
         fields = {name: event[name] for name in ("id", "level", "confirmed", "host", "device", "suite_id", "base")}

@@ -1,7 +1,7 @@
-"""A process that runs cases over the tree of jaxbench in PYTHONPATH: `python case_worker.py NAME THREADS`.
+"""A process that runs cases on the jaxbench tree in PYTHONPATH: `python case_worker.py NAME THREADS`.
 
-This file, cases.py and workload_cases.py are those of the commit that compares; `import jaxbench` finds the tree's. The
-protocol is measure/worker.py's, whose file is read beside this one, so that a tree from before it has it too.
+This file, cases.py and workload_cases.py come from the comparing commit; `import jaxbench` finds the compared tree. The
+protocol is that of measure/worker.py, also loaded by path from the comparing commit, so that trees older than it work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# JAX's own names of what it does before a program runs
+# JAX's own names for the stages before a program runs
 STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_s",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
@@ -28,7 +28,7 @@ COUNTS = {  # of memory_analysis
     "temp_bytes": "temp_size_in_bytes", "argument_bytes": "argument_size_in_bytes",
     "output_bytes": "output_size_in_bytes",
 }  # fmt: skip
-# Between devices; one that is done in two steps counts once.
+# Collectives between devices; an asynchronous pair of start and done counts once.
 COLLECTIVE = re.compile(
     r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
     r"(?:-start)?\("
@@ -37,7 +37,7 @@ OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
 
 def beside(name: str, path: Path) -> Any:
-    """A module from its file, whatever tree is imported."""
+    """Import a module from its file, whatever tree is on the path."""
     found = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
@@ -50,7 +50,7 @@ operations = beside("operations_of_head", HERE.parent / "profiling" / "operation
 
 
 class Session:
-    """Cases of one tree, one after another."""
+    """Run cases of one tree, one after another."""
 
     def __init__(self, name: str, threads: int):
         self.name, self.threads = name, threads
@@ -61,12 +61,12 @@ class Session:
         self._compiled = 0
 
     def start(self) -> dict:
-        """Import jaxbench's decoder with what it needs, and make the backend."""
+        """Import jaxbench's decoder with what it needs, and initialise the JAX backend."""
         started = time.perf_counter()
         import jax
 
         import jaxbench
-        from jaxbench import sample, transformer  # noqa: F401  the import is what is timed
+        from jaxbench import sample, transformer  # noqa: F401  this import is what is timed
         from jaxbench.pretrained import weights  # noqa: F401
 
         jax.devices()
@@ -88,7 +88,7 @@ class Session:
         return {"load_s": time.perf_counter() - started}
 
     def prepare(self) -> dict:
-        """Compile what the case needs: seconds of each stage, and what the compiler counts in each program."""
+        """Compile what the case needs; return seconds of each stage, and the compiler's counts for each program."""
         with self._stages() as spent:
             programs = self.case.prepare()
         self.programs = {name: program for name, program in programs.items() if program is not None}
@@ -97,7 +97,7 @@ class Session:
         return {"stages": dict(spent), "executables": self._compiled, "counts": counts}
 
     def measure(self, *, seconds: float) -> dict:
-        """Samples until `seconds` have passed, at least one; programs compiled meanwhile; the threads' busy share."""
+        """Sample for `seconds`, at least once; also count compiled programs and measure the threads' busy share."""
         compiled, samples = self._compiled, []
         started, cpu_started = time.perf_counter(), time.process_time()
         while not samples or time.perf_counter() - started < seconds:
@@ -109,16 +109,16 @@ class Session:
         }  # fmt: skip
 
     def memory(self) -> dict:
-        """Peak of the resident set since before the case was loaded, above the level after the imports.
+        """Return the peak resident set since before the case was loaded, above the level after the imports.
 
-        Also the peak of the device's memory, where the case raised it: its counter cannot be set back.
+        Also the peak of device memory if the case raised it: that counter cannot be reset.
         """
         found = {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
         device = device_peak()
         return found | ({"device_peak_bytes": device} if device > self.device_level_bytes else {})
 
     def texts(self, *, folder: str) -> dict:
-        """Write each program's HLO into a folder; how many instructions it has of each opcode."""
+        """Write each program's HLO into a folder; return its number of instructions per opcode."""
         found = {}
         for name, program in self.programs.items():
             Path(folder, f"{name}.txt").write_text(program.as_text(), encoding="utf-8")
@@ -126,7 +126,7 @@ class Session:
         return {"opcodes": found}
 
     def profile(self) -> dict:
-        """Seconds of one measurement under JAX's profiler, and of each operation in it."""
+        """Profile one measurement with JAX's profiler; return its seconds and those of each operation."""
         programs = {name: operations.read_program(program.as_text()) for name, program in self.programs.items()}
         spent: list[float] = []
 
@@ -158,13 +158,13 @@ class Session:
 
     @contextlib.contextmanager
     def _stages(self) -> Iterator[dict[str, float]]:
-        """Seconds of each of JAX's stages meanwhile."""
+        """Record the seconds of each of JAX's stages inside the context."""
         self._spent = defaultdict(float)
         yield self._spent
 
 
 def workloads() -> dict[str, type]:
-    """What runs each kind of case."""
+    """Return the class that runs each kind of case."""
     files = ("cases", "workload_cases")
     return {
         kind: made for name in files for kind, made in beside(f"{name}_of_head", HERE / f"{name}.py").WORKLOADS.items()
@@ -172,14 +172,14 @@ def workloads() -> dict[str, type]:
 
 
 def device_peak() -> int:
-    """Peak of the first device's memory in bytes; 0 where it does not say."""
+    """Return the peak memory of the first device in bytes; 0 if it does not report one."""
     import jax
 
     return int((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
 
 
 def counted(program: Any) -> dict[str, float]:
-    """What the compiler counts in a compiled program; a loop's body once."""
+    """Return the compiler's counts for a compiled program; a loop's body counts once."""
     cost, memory, found = program.cost_analysis() or {}, program.memory_analysis(), {}
     for name, key in (("flops", "flops"), ("bytes_accessed", "bytes accessed")):
         if cost.get(key, 0) > 0:
@@ -193,5 +193,5 @@ def counted(program: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # no `cases` of this folder
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # no `cases` from this folder
     worker.serve(Session)

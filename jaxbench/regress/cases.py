@@ -1,9 +1,9 @@
-"""What a suite's cases run, in whichever tree of jaxbench the process imports.
+"""Cases of a suite, run on whichever jaxbench tree the process imports.
 
-A comparison of two commits runs this file as it is here over the library of each, so that both are asked for the same
-work; what a library of before does not have becomes that case's error. A case loads what it needs, prepares its
-compiled programs, and measures itself once a call; its samples are seconds and tokens, from which the caller computes
-rates by one rule. The kinds that need a workload's own library are in workload_cases.py.
+A comparison of two commits runs this commit's version of this file over the library of each, so that both do the same
+work; what an older library lacks becomes that case's error. A case loads what it needs, prepares its compiled programs
+and takes one measurement per call. Samples are seconds and tokens, from which the caller computes all rates by one
+rule. Kinds that need a workload's own library are in workload_cases.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ KEY = 0x5EED5EED5EED5EED  # of watermarks
 
 
 class Generation:
-    """A batch of prompts continued greedily."""
+    """Greedy generation from a batch of prompts."""
 
-    states: list[Any] | None = None  # of a watermark
+    states: list[Any] | None = None  # of the watermark
 
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """The model and its generator."""
+        """Load the model and build its generator."""
         from jaxbench import sample, transformer
         from jaxbench.pretrained import weights
 
@@ -40,7 +40,7 @@ class Generation:
 
             processors = (logits_processor.Watermark(scheme, vocab_size=held.config.vocab_size),)
             self.states = [processors[0].state([keys.Key(KEY)] * self.case["batch"])]
-        temperature = 1.0 if self.states else 0.0  # a scheme that draws has nothing to draw from at 0
+        temperature = 1.0 if self.states else 0.0  # watermark schemes that sample cannot work at temperature 0
         sampling = sample.SamplingParams(temperature=temperature)
         self.generator = sample.Generator(built, eos_id=None, sampling=sampling, processors=processors)
         self.prompts = self._prompts(held.config.vocab_size)
@@ -50,13 +50,13 @@ class Generation:
         return np.random.default_rng(0).integers(0, vocab_size, size).tolist()
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled programs."""
+        """Compile the programs."""
         case, extra = self.case, {} if self.states is None else {"processor_states": self.states}
         programs = self.generator.compile(case["batch"], case["prompt_tokens"], case["new_tokens"], **extra)
         return {"prefill": programs.prefill, "decode": programs.decode}
 
     def measure(self) -> dict[str, Any]:
-        """One generation, a token after another, each read on the host before the next is asked for."""
+        """Generate once, token by token; each is read on the host before the next is requested."""
         count, started = self.case["new_tokens"], time.perf_counter()
         extra = {} if self.states is None else {"processor_states": self.states}
         state = self.generator.prefill(self.prompts, max_new_tokens=count, seed=0, **extra)
@@ -76,13 +76,13 @@ class Generation:
 
 
 class Native(Generation):
-    """The same by the native kernels, in a format of weights."""
+    """The same with the native kernels, in one weight format."""
 
     def load(self) -> None:
-        """The packed model and its generator.
+        """Load the packed model and build its generator.
 
         Raises:
-          NotAvailable: the kernels cannot be had here.
+          NotAvailable: the kernels are not available here.
         """
         import jax
 
@@ -105,7 +105,7 @@ class Training:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Parameters, moments and a batch."""
+        """Build parameters, moments and a batch."""
         from jaxbench import initial, transformer
         from jaxbench.pretrained import weights
 
@@ -118,7 +118,7 @@ class Training:
         return config.model_copy(update={"num_layers": min(self.case["num_layers"], config.num_layers)})
 
     def _start(self, built: Any, params: Mapping[str, np.ndarray], vocab_size: int) -> None:
-        """Moments, the step and its batch."""
+        """Build moments, the step and its batch."""
         from jaxbench import train
         from jaxbench.training import optimizer_step
         from jaxbench.training.step_config import StepConfig
@@ -133,14 +133,14 @@ class Training:
         self.step = step
 
     def prepare(self) -> dict[str, Any]:
-        """The compiled step."""
+        """Compile the step."""
         import jax
 
         self.program = jax.jit(self.step, donate_argnums=0).lower(self.state, self.batch).compile()
         return {"step": self.program}
 
     def measure(self) -> dict[str, Any]:
-        """One step; it ends when its loss is on the host and its state is computed."""
+        """Run one step; it ends when its loss is on the host and its state is computed."""
         import jax
 
         started = time.perf_counter()
@@ -153,10 +153,10 @@ class Training:
 class Memory(Training):
     """The same with a neural memory in every layer, all of it from random values."""
 
-    VOCABULARY = 4096  # so that the memory is most of the step, and not the products with the vocabulary
+    VOCABULARY = 4096  # small, so that the memory dominates the step, not the vocabulary projection
 
     def load(self) -> None:
-        """Parameters, moments and a batch."""
+        """Build parameters, moments and a batch."""
         from jaxbench import initial
         from jaxbench.memory import decoder, decoder_config
         from jaxbench.memory.config import NeuralMemoryConfig
@@ -164,7 +164,7 @@ class Memory(Training):
 
         case, plain = self.case, self._first_layers(weights.read_config(self.model))
         small = {"vocab_size": min(plain.vocab_size, self.VOCABULARY)}
-        # Of random weights only the shape counts, and attention beside a memory has no biases and rotates plainly.
+        # With random weights only the shape matters. Attention next to a memory has no biases, and plain RoPE.
         plain = plain.model_copy(update=small | {"rope_scaling": None, "use_bias": False, "position": "rotary"})
         neural = NeuralMemoryConfig(
             d_model=plain.d_model, num_heads=plain.num_heads, head_dim=plain.head_dim, chunk_size=case["chunk"]
@@ -179,13 +179,13 @@ class Memory(Training):
 
 
 class Tokenizing:
-    """The default text's beginning, as token ids."""
+    """Tokenisation of the beginning of the default text."""
 
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Tokenizer and text."""
+        """Load tokenizer and text."""
         from jaxbench.pretrained import assets, tokenizer
 
         self.words = tokenizer.load_tokenizer(self.model if Path(self.model or "").suffix == ".gguf" else None)
@@ -193,27 +193,27 @@ class Tokenizing:
         self.text = (text * (1 + self.case["characters"] // len(text)))[: self.case["characters"]]
 
     def prepare(self) -> dict[str, Any]:
-        """Nothing is compiled."""
+        """Prepare nothing: nothing is compiled."""
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """The whole text at once."""
+        """Tokenise the whole text at once."""
         started = time.perf_counter()
         ids = self.words.encode(self.text, add_special=False)
         return {"seconds": time.perf_counter() - started, "tokens": len(ids)}
 
 
 class Detection:
-    """Scores and p-values of texts of random tokens."""
+    """Watermark scores and p-values of texts of random tokens."""
 
     VOCABULARY = 49152
-    PROMPT = 8  # tokens in front of a marked text: as many as any default context reads
+    PROMPT = 8  # tokens before a marked text: as many as the longest default context reads
 
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case = case
 
     def load(self) -> None:
-        """Detector and texts."""
+        """Build the detector and the texts."""
         from jaxbench.watermark import detect, detection, keys
 
         self.detector = detect.Detector(self.case["scheme"], vocab_size=self.VOCABULARY)
@@ -227,7 +227,7 @@ class Detection:
         self.found: dict[str, float] = {}
 
     def _marked(self) -> np.ndarray:
-        """Random prompts, and continuations drawn with the scheme's own mark from even logits."""
+        """Return random prompts with continuations sampled from uniform logits under the scheme's watermark."""
         from jaxbench.watermark import host_loop, logits_processor
 
         random, count = np.random.default_rng(1), self.case["marked"]
@@ -243,7 +243,7 @@ class Detection:
         return ids
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled by the first call; the share of marked texts that are found, which is the same every time."""
+        """Compute the share of marked texts that are found, the same every time; the first call compiles."""
         self.measure()
         if self.marked is not None:
             found = self.detect(self.detector, self.marked, self.key, prompt_lengths=self.PROMPT, payload=None)
@@ -252,7 +252,7 @@ class Detection:
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """All texts at once."""
+        """Score all texts at once."""
         started = time.perf_counter()
         found = self.detect(self.detector, self.ids, self.key, prompt_lengths=None, payload=None)
         np.asarray(found.p_value)
@@ -261,13 +261,13 @@ class Detection:
 
 
 class Compression:
-    """The default text's beginning, as vectors."""
+    """Compression of the beginning of the default text into vectors."""
 
     def __init__(self, case: Mapping[str, Any], model: str | None):
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Compressor and text."""
+        """Load compressor and text."""
         from jaxbench.compress.auto import AutoCompressor
         from jaxbench.pretrained import assets
 
@@ -276,12 +276,12 @@ class Compression:
         self.text = words.decode(words.encode(assets.default_text(), add_special=False)[: self.case["tokens"]])
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled by the first call."""
+        """Compile by making a first call."""
         self.compressor.compress(self.text[:400])
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """The text at once, tokenising included."""
+        """Compress the text at once, including tokenisation."""
         started = time.perf_counter()
         made = self.compressor.compress(self.text)
         return {"seconds": time.perf_counter() - started, "tokens": made.original_length}
@@ -294,7 +294,7 @@ class Quality:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Model and windows."""
+        """Load the model and the text's windows."""
         from jaxbench import transformer
         from jaxbench.pretrained import assets, tokenizer, weights
 
@@ -306,7 +306,7 @@ class Quality:
         self.bytes = len(words.decode(ids.tolist()).encode())
 
     def prepare(self) -> dict[str, Any]:
-        """The compiled forward pass."""
+        """Compile the forward pass."""
         import jax
         import jax.numpy as jnp
 
@@ -320,7 +320,7 @@ class Quality:
         return {"forward": self.program}
 
     def measure(self) -> dict[str, Any]:
-        """Bits a byte, which are the same every time."""
+        """Measure bits per byte, the same every time."""
         nats = float(self.program(self.built, self.rows))
         return {"bits_per_byte": nats / np.log(2) / self.bytes}
 

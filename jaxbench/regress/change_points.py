@@ -1,8 +1,8 @@
-"""Since when is a series different: change points of its history, which annotate and never gate (S file).
+"""Find change points in a series' history, which annotate it and never gate (S file).
 
-Kernel change-point detection with the best number of segments by a penalty (Celisse et al. 2018, JMLR 19(22); PELT of
-Killick et al. 2012, JASA 107:1590-1598; both in ruptures) on logarithms over the noise of neighbouring runs, so that
-one outlier moves nothing. A series of independent noise has one in 1 of 100 (docs/performance_history.md).
+Kernel change-point detection with a penalised number of segments (Celisse et al. 2018, JMLR 19(22); PELT of Killick et
+al. 2012, JASA 107:1590-1598; both in ruptures) on logarithms scaled by the noise between neighbouring runs, so that one
+outlier has no effect. 1 of 100 series of independent noise has a change point (docs/performance_history.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST = 4  # runs of a segment
+LEAST = 4  # runs per segment, at least
 GAMMA = 0.25  # of the kernel, in units of the noise's variance
-PENALTY = 1.0  # of a change point, times the logarithm of the number of runs
+PENALTY = 1.0  # per change point, in units of the logarithm of the number of runs
 NOISELESS = 1e-9  # change of a logarithm below which two counts are the same
 
 
 class ChangePoint(NamedTuple):
-    """A run from which on a series is another."""
+    """A run at which the level of a series changes."""
 
     index: int  # of the first run of the new level
     before: float  # median of the segment that ends there
@@ -28,10 +28,10 @@ class ChangePoint(NamedTuple):
 
 
 def change_points(values: Sequence[float], *, counted: bool = False) -> list[ChangePoint]:
-    """Change points of a series in time order; none where a value is not positive or there are too few.
+    """Find the change points of a series in time order; none if a value is not positive and finite, or too few values.
 
     Args:
-      counted: runs do not differ by chance: every change is one, in a series of any length.
+      counted: the series has no noise, so every change is a change point, in a series of any length.
     """
     x = np.asarray(values, np.float64)
     if len(x) < 2 or not np.all(np.isfinite(x)) or x.min() <= 0:
@@ -53,10 +53,10 @@ def change_points(values: Sequence[float], *, counted: bool = False) -> list[Cha
 
 
 def _spread(steps: np.ndarray) -> float:
-    """Spread of the noise, from steps of the logarithms [R - 1] between neighbouring runs; 0 = nothing moves.
+    """Estimate the noise from steps of the logarithms [R - 1] between neighbouring runs; 0 = nothing changes.
 
-    By the median, so that steps of level and outliers move it little. Where half of the steps are 0, values are rounded
-    or hardly noisy: noise of half a unit of the last place, the smallest step, would leave fewer that are.
+    It uses the median, so level shifts and outliers have little influence. If half of the steps are 0, values are
+    rounded or hardly noisy: take half the smallest step, as noise of that size would leave fewer steps at 0.
     """
     size = np.abs(steps - np.median(steps))
     if (middle := float(np.median(size))) > NOISELESS:

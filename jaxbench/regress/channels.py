@@ -1,6 +1,6 @@
-"""One message of an alert to one channel: tried again where it fails, reported, never raised (S file).
+"""Send one message of an alert to one channel: failures are retried and reported, never raised (S file).
 
-What a service answers is not trusted: 64 KB of it are read at most, and a reason that is kept never holds a secret.
+A service's answer is not trusted: at most 64 KB of it are read, and a reason that is stored never contains a secret.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from jaxbench.regress import trees
 from jaxbench.regress.alert_config import Alerts, AnyChannel, Apprise, File, Github, Smtp, Terminal, Webhook
 
 MOST_BYTES = 2**16
-TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP states after which the same may go through
+TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which a retry may succeed
 
 
 class Told(Protocol):
-    """What is said: an alert of the benchmarks, an incident of a server."""
+    """What a message is about: an alert of the benchmarks, an incident of a server."""
 
     id: str
     state: str  # open, acknowledged or over
     level: str  # warning or critical
 
     def message(self) -> tuple[str, str]:
-        """Subject and text."""
+        """Return subject and text."""
 
     def _asdict(self) -> dict[str, Any]:
-        """Everything of it."""
+        """Return all fields."""
 
 
 class Refused(Exception):
-    """The service says that the message will never go through as it is."""
+    """The service rejects the message permanently."""
 
 
 def deliver(
     channel: AnyChannel, alert: Told, reference: str, config: Alerts, *, sleep: Callable[[float], Any] = time.sleep
 ) -> tuple[bool, str]:
-    """Send an alert: (True, the channel's reference of the message) or (False, why not).
+    """Send an alert; return (True, the channel's reference of the message) or (False, the reason).
 
     Args:
-      reference: of an earlier message of this alert there; "" = none.
+      reference: of an earlier message of this alert on this channel; "" = none.
     """
     for turn in range(config.tries):
         try:
@@ -63,7 +63,7 @@ def deliver(
             )
         except Refused as error:
             return False, _without_secrets(channel, str(error))
-        except Exception as error:  # whatever a service's answer breaks: the run goes on
+        except Exception as error:  # a service's answer may break anything: the run continues
             reason = f"{type(error).__name__}: {error}"
         if turn + 1 < config.tries:
             sleep(config.pause_s * 2**turn)
@@ -71,10 +71,10 @@ def deliver(
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str:
-    """What a call returns; a library's own limit is of one read, and a service that drips goes on for ever.
+    """Run a call with a total time limit; a library's own limit is per read, so a slow-dripping service never ends.
 
     Raises:
-      OSError: it takes longer; it is left behind, and ends with the process.
+      OSError: it takes longer; its thread is abandoned, and ends with the process.
     """
     done: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
 
@@ -159,14 +159,14 @@ def _github(channel: Github, alert: Told, reference: str, timeout_s: float) -> s
         if not isinstance(number, int):
             raise ValueError(f"answer without an issue's number, got {number!r}")
         return str(number)
-    if alert.state == "over":  # first: it may be tried again, where a comment would be there twice
+    if alert.state == "over":  # close first: after a failure it is retried, which would post a comment twice
         _request("PATCH", f"{api}/issues/{reference}", {"state": "closed"}, headers, timeout_s)
     _request("POST", f"{api}/issues/{reference}/comments", {"body": f"{subject}\n\n{text}"}, headers, timeout_s)
     return reference
 
 
 def _full_sha(commit: str) -> str:
-    """All 40 digits of a commit, which the interface of checks wants; as it is where git does not know it."""
+    """Return all 40 digits of a commit, as the checks API requires; unchanged if git does not know it."""
     commit = commit.partition("+")[0]
     with contextlib.suppress(ValueError):
         return trees.resolved(commit)
@@ -193,7 +193,7 @@ SENDERS: Mapping[type, Callable[[Any, Told, str, float], str]] = {
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the token, and the alert, to another host."""
+    """Refuse redirects: they would carry the token, and the alert, to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -202,11 +202,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _request(
     method: str, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
 ) -> dict[str, Any]:
-    """JSON to an address; the JSON object of its answer, {} where it answers something else.
+    """Send JSON to a URL; return the JSON object of the answer, {} if the answer is anything else.
 
     Raises:
-      Refused: its state says that it is no use to try again.
-      OSError: it cannot be reached, or its state says to come back.
+      Refused: the HTTP status is permanent, or the URL is neither http nor https.
+      OSError: the service cannot be reached, or the HTTP status is transient.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise Refused(f"scheme {urlsplit(url).scheme!r} of the address; wanted http or https")
@@ -225,17 +225,17 @@ def _request(
         raise Refused(f"HTTP {error.code} {said}") from None
     try:
         found = json.loads(content)
-    except (ValueError, RecursionError):  # the message went out, whatever is said of it
+    except (ValueError, RecursionError):  # the message was delivered, whatever the answer says
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _without_secrets(channel: AnyChannel, text: str) -> str:
-    """A reason in one line, every secret of the channel taken out."""
+    """Return a reason in one line, with every secret of the channel removed."""
     for variable in channel.secrets():
         secret = os.environ.get(variable, "").strip()
         parts = {secret, urlsplit(secret).netloc, *urlsplit(secret).path.split("/"), *urlsplit(secret).query.split("&")}
-        for part in sorted(parts, key=len, reverse=True):  # an answer may quote any part of an address
+        for part in sorted(parts, key=len, reverse=True):  # an answer may quote any part of a URL
             if len(part) > 3:
                 text = text.replace(part, f"${variable}")
     return " ".join(text.split())[:300]

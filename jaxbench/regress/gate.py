@@ -1,8 +1,8 @@
-"""The counts of one tree beside those of another: no noise, so one launch of each is enough (S file).
+"""Compare the counts of two trees: counts have no noise, so one launch of each is enough (S file).
 
-Data's way: a tree -> one launch of the suite's cases, kept by commit, so that a base that was measured before costs
-nothing -> what the compiler counts, compilations while the clock ran, bits a byte -> findings by value. A run of the
-history that measured the base on this machine serves in place of a launch.
+Data flow: a tree -> one launch of the suite's cases, kept by commit, so that a base that was measured before costs
+nothing -> what the compiler counts, compilations during measurement, bits per byte -> findings by value. A run in the
+history that measured the base on this machine replaces a launch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from jaxbench.regress.suite import Suite
 from jaxbench.regress.trees import Tree
 
 KINDS = ("exact", "quality")
-BRANCHES = ("@{upstream}", "origin/HEAD", "origin/main", "main")  # what a branch was made from, the first that is there
+BRANCHES = ("@{upstream}", "origin/HEAD", "origin/main", "main")  # what a branch was made from: the first that exists
 Counts = dict[str, float]  # series -> value
 
 
 class Stored(NamedTuple):
-    """Counts of a run of the history."""
+    """Counts of a run in the history."""
 
     run: str
     counts: Counts
 
 
 class Compared(NamedTuple):
-    """What the gate found."""
+    """Result of the gate."""
 
     findings: list[Finding]  # of every count that both sides have
     missing: list[str]  # counts of the base that head lacks
@@ -44,7 +44,7 @@ class Compared(NamedTuple):
 
 
 def base_commit() -> str:
-    """SHA of where this branch left the one it was made from; HEAD itself on that branch.
+    """Return the SHA at which this branch left the one it was made from; HEAD itself on that branch.
 
     Raises:
       ValueError: this is no git repository, or there is no such branch.
@@ -60,13 +60,13 @@ def base_commit() -> str:
 def counts_of(
     suite: Suite, tree: Tree, *, device: str, folder: Path, side: str = HEAD, say: Callable[[str], Any] = print
 ) -> tuple[Counts, dict[str, str]]:
-    """Counts of a tree, and which cases it lost with why; kept in `folder` by commit.
+    """Return the counts of a tree, and the cases that it lost with reasons; kept in `folder` by commit.
 
     Args:
-      side: head, or base, whose failure to start is a loss and no error.
+      side: head; or base, whose failure to start loses its cases but is no error.
 
     Raises:
-      ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is at it.
+      ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is running.
     """
     running.check(suite, device)
     short, threads = quick(suite), suite.threads or environment.usable_cores()
@@ -80,17 +80,17 @@ def counts_of(
         counts = {name: verdicts.median(list(sides[side].values())) for name, sides in own.items() if side in sides}
         shutil.rmtree(plan.workdir / "compile_cache", ignore_errors=True)
         if launches.lost:
-            shutil.rmtree(plan.workdir)  # or the next gate would take what is missing for all there is
+            shutil.rmtree(plan.workdir)  # or the next gate would take this incomplete result for complete
     return _counted(counts), {name: reason for (_, name), reason in launches.lost.items()}
 
 
 def quick(suite: Suite) -> Suite:
-    """A suite as short as its counts allow: one visit a case, one sample a visit."""
+    """Return the shortest suite that still gives the counts: one visit per case, one sample per visit."""
     return suite.model_copy(update={"rounds": 1, "sample_s": 0.0})
 
 
 def stored(history: History, suite: Suite, *, commit: str, device: str, threads: int) -> Stored | None:
-    """Counts of a commit by the newest run that measured it with this suite on this machine; None where none did."""
+    """Return a commit's counts from the newest run of this suite on this machine that measured it; None if none did."""
     wanted = (environment.fingerprint(), device, suite.id)
     for row in reversed(history.list()):
         side = next((name for name, sha in ((HEAD, row.head), (BASE, row.base)) if sha and sha == commit), None)
@@ -98,7 +98,7 @@ def stored(history: History, suite: Suite, *, commit: str, device: str, threads:
             continue
         record = history.load(row.id)
         if record["machine"].get("threads") != threads:
-            continue  # the compiler parts loops by threads
+            continue  # the compiler partitions loops by thread count
         counts = {name: sides[side]["median"] for name, sides in record["series"].items() if side in sides}
         if counts := _counted(counts):
             return Stored(row.id, counts)
@@ -106,7 +106,7 @@ def stored(history: History, suite: Suite, *, commit: str, device: str, threads:
 
 
 def compare(base: Mapping[str, float], head: Mapping[str, float], suite: Suite) -> Compared:
-    """Findings of two trees' counts; counts that one of them lacks are named."""
+    """Judge the counts of two trees, and list the counts that one of them lacks."""
     both = {name: [judge.Pair(base[name], head[name])] for name in head if name in base}
     missing, new = ([name for name in one if name not in other] for one, other in ((base, head), (head, base)))
     return Compared(judge.judge(both, suite), missing, new)

@@ -1,4 +1,4 @@
-"""The command `benchmarks.py gate`: what is free of noise, before a push (S file)."""
+"""The command `benchmarks.py gate`: compare noise-free counts before a push (S file)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = flags.FLAGS
 
 
 def define_gate(define_suite: Callable[[], None]) -> None:
-    """Define the flags of gate, those of the suite included."""
+    """Define the flags of gate, including those of the suite."""
     define_suite()
     flags.DEFINE_string(
         "compare_with", None, "commit, branch or tag; unset: where this branch left its upstream or main"
@@ -75,12 +75,12 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
 def _base(
     suite: Suite, base: str, folder: Path, history: History, say: Callable[[str], Any]
 ) -> tuple[gates.Counts, str]:
-    """Counts of the base and where they come from; none where it cannot be run, which is said."""
+    """Return the base's counts and where they come from; no counts if it cannot be run, which is reported."""
     threads = suite.threads or environment.usable_cores()
     if (kept := gates.stored(history, suite, commit=base, device=VALUES.device, threads=threads)) is not None:
         return kept.counts, f"run {kept.run}"
     try:
-        tree = trees.of_commit(base, folder.parent / "trees", say=say)  # where `run` has them
+        tree = trees.of_commit(base, folder.parent / "trees", say=say)  # the same folder as for `run`
     except trees.NotBuilt as error:
         print(f"nothing to compare with: {error}")
         return {}, ""

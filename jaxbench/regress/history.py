@@ -1,12 +1,12 @@
-"""Runs over time: a JSON file each, and an index that can be made again from them (S file).
+"""History of runs: one JSON file per run, and an index that can be rebuilt from them (S file).
 
-    HISTORY/runs/2026-11/20261126T084900Z-1f0c3a9b.json      a run; never changed but by `prune`
-    HISTORY/qualified/HOST-cpu-quick.json                    what verdicts of a suite are worth on a machine
-    HISTORY/alerts.jsonl                                     what became of regressions (alerts.py)
-    HISTORY/index.sqlite                                     what is asked often, rebuilt where it is missing or stale
+    HISTORY/runs/2026-11/20261126T084900Z-1f0c3a9b.json      a run; changed only by `tag` and `prune`
+    HISTORY/qualified/HOST-cpu-quick.json                    how reliable a suite's verdicts are on a machine
+    HISTORY/alerts.jsonl                                     events of alerts on regressions (alerts.py)
+    HISTORY/index.sqlite                                     index for frequent queries, rebuilt if missing or stale
 
-Raw launches are kept for 90 days, runs for twelve months, tagged runs for ever. A file of a newer schema is an error
-that names it, one that was cut short is reported by `verify`, and neither keeps the other runs from being read.
+Raw launches are kept for 90 days, runs for twelve months, tagged runs for ever. Loading a file of a newer schema raises
+an error that names it; `verify` reports truncated files. Neither prevents the other runs from being read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxbench.regress.run_file import read, text, without_raw, work_of
 
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
-SAME = ("time_utc", "host", "device", "suite_id", "sides", "series")  # in two judgements of the same launches
-INDEX_VERSION = 3  # of its tables; an index of another is made again
+SAME = ("time_utc", "host", "device", "suite_id", "sides", "series")  # equal in two judgements of the same launches
+INDEX_VERSION = 3  # of its tables; an index of another version is rebuilt
 TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
                    tag TEXT, state TEXT);
@@ -57,28 +57,28 @@ class Point(NamedTuple):
     time_utc: str
     commit: str
     median: float
-    work: str  # what was run (work_of): points of another are another series
+    work: str  # hash of what was run (work_of): points with different hashes are different series
 
 
 class Change(NamedTuple):
-    """What `prune` does to a run."""
+    """A change that `prune` makes to a run."""
 
     id: str
     what: str  # "removed" or "raw launches removed"
 
 
 class Copied(NamedTuple):
-    """What `backup` and `restore` did."""
+    """Result of `backup` or `restore`."""
 
     count: int  # files that were copied
-    damaged: tuple[str, ...]  # that could not be read here: not copied by `backup`, put aside by `restore`
+    damaged: tuple[str, ...]  # files unreadable here: not copied by `backup`, put aside by `restore`
 
 
 class History:
-    """The runs of a folder, which is made by the first."""
+    """The runs in a folder."""
 
     def __init__(self, folder: Path):
-        """Args: folder: made by the first run.
+        """Args: folder: created by the first run.
 
         Raises:
           ValueError: it is a file.
@@ -88,7 +88,7 @@ class History:
         self.folder, self.runs = folder, folder / RUNS
 
     def add(self, record: Mapping[str, Any]) -> str:
-        """Keep a run; its id. The same run again is one run; judged anew, it takes its own place."""
+        """Store a run and return its id. The same run is stored once; a new judgement of its launches replaces it."""
         time = record["time_utc"][:19].replace("-", "").replace(":", "")
         name = f"{time}Z-{hashlib.sha256(text(record).encode()).hexdigest()[:8]}"
         path = self.runs / record["time_utc"][:7] / f"{name}.json"
@@ -102,7 +102,7 @@ class History:
         return name
 
     def _same_launches(self, record: Mapping[str, Any], beginning: str) -> Path | None:
-        """File of a run of the same launches, where it is kept already."""
+        """Return the file of a stored run with the same launches; None if there is none."""
         wanted = outputs.finite([record.get(name) for name in SAME])
         for path in self.runs.glob(f"*/{beginning}*.json"):
             with contextlib.suppress(ValueError):
@@ -111,22 +111,22 @@ class History:
         return None
 
     def files(self) -> list[Path]:
-        """Files of all runs, oldest first."""
+        """Return the files of all runs, oldest first."""
         return sorted(self.runs.glob("*/*.json"), key=lambda path: path.name)
 
     def load(self, id: str) -> dict[str, Any]:
-        """A run by its id or the beginning of it, its tag, or `latest`.
+        """Load a run by its id or a prefix of it, its tag, or `latest`.
 
         Raises:
-          ValueError: there is none, there are several, or its file is damaged or of a newer schema.
+          ValueError: no run, or several, match, or its file is damaged or of a newer schema.
         """
         return read(self.find(id))
 
     def find(self, id: str) -> Path:
-        """File of a run, named as in `load`.
+        """Find the file of a run, named as in `load`.
 
         Raises:
-          ValueError: there is none, or there are several.
+          ValueError: no run, or several, match.
         """
         files = self.files()
         if id == "latest" and files:
@@ -141,24 +141,24 @@ class History:
         return found[0]
 
     def has(self, id: str) -> bool:
-        """True where an id, the beginning of one, or a tag names runs, damaged ones too."""
+        """True if an id, a prefix of one, or a tag matches any run, including damaged ones."""
         return any(path.stem.startswith(id) for path in self.files()) or any(row.tag == id for row in self.list())
 
     def list(self) -> list[Row]:
-        """All runs, oldest first."""
+        """List all runs, oldest first."""
         with self._index() as index:
             columns = ", ".join(Row._fields)
             return [Row(*row) for row in index.execute(f"SELECT {columns} FROM runs ORDER BY time_utc, id")]
 
     def points(self, series: str, *, host: str, device: str, side: str = "head") -> list[Point]:
-        """A series on one machine, oldest first."""
+        """Return the points of a series on one machine, oldest first."""
         query = f"""SELECT runs.id, time_utc, {side}, median, work FROM points JOIN runs ON runs.id = points.run
                     WHERE series = ? AND side = ? AND host = ? AND device = ? ORDER BY time_utc, id"""
         with self._index() as index:
             return [Point(*row) for row in index.execute(query, (series, side, host, device))]
 
     def every_point(self) -> Iterator[dict[str, Any]]:
-        """Every point of both sides, oldest run first."""
+        """Yield every point of both sides, oldest run first."""
         columns = ("run", "time_utc", "host", "device", "series", "work", "side", "median", "launches")
         query = f"""SELECT {", ".join(columns)} FROM points JOIN runs ON runs.id = points.run
                     ORDER BY time_utc, run, series, side"""
@@ -167,14 +167,14 @@ class History:
                 yield dict(zip(columns, row))
 
     def qualify(self, found: Mapping[str, Any]) -> Path:
-        """Keep what verdicts of a suite are worth on a machine; the newest of each replaces the one before."""
+        """Store how reliable a suite's verdicts are on a machine; the newest replaces the one before."""
         about = found["about"]
         path = self.folder / QUALIFIED / f"{about['machine']['host']}-{about['device']}-{about['suite']}.json"
         outputs.write_json(path, found)
         return path
 
     def qualifications(self) -> list[dict[str, Any]]:
-        """All that `qualify` kept; a file that cannot be read is left out."""
+        """Return all that `qualify` stored, without files that cannot be read."""
         found = []
         for path in self._qualified_files():
             with contextlib.suppress(OSError, ValueError):
@@ -182,7 +182,7 @@ class History:
         return found
 
     def qualification(self, host: str, device: str, suite: str) -> dict[str, Any] | None:
-        """What verdicts of a suite are worth on a machine; None where nobody measured it."""
+        """Return how reliable a suite's verdicts are on a machine; None if that was not measured."""
         for each in self.qualifications():
             about = each["about"]
             if (about["machine"]["host"], about["device"], about["suite"]) == (host, device, suite):
@@ -193,7 +193,7 @@ class History:
         """Name a run, which is then kept for ever.
 
         Raises:
-          ValueError: there is no such run, or the name is another's.
+          ValueError: there is no such run, or the name is empty, `latest`, a prefix of an id or another run's tag.
         """
         if tag == "latest" or not tag.strip():
             said = "the newest run, whichever that is" if tag.strip() else "empty"
@@ -208,7 +208,7 @@ class History:
         outputs.write_text(path, text(record | {"tag": tag}))
 
     def verify(self) -> dict[str, str]:
-        """Files of runs and qualifications that cannot be read, by their paths from the folder, and why."""
+        """Return unreadable files of runs and qualifications, by path relative to the folder, with the reason."""
         damaged = {}
         checks = [(path, read) for path in self.files()]
         checks += [(path, _qualification) for path in self._qualified_files()]
@@ -220,7 +220,7 @@ class History:
         return damaged
 
     def prune(self, *, now: datetime.datetime, dry_run: bool) -> list[Change]:
-        """Remove what is too old, or say what would be; a run that cannot be read stays."""
+        """Remove what is too old, or with dry_run only list it; runs that cannot be read stay."""
         changes = []
         for path in self.files():
             try:
@@ -243,21 +243,21 @@ class History:
         return changes
 
     def backup(self, folder: Path) -> Copied:
-        """Copy what another folder lacks into it; what cannot be read here stays there as it was."""
+        """Copy what another folder lacks into it; what cannot be read here is left unchanged there."""
         copied, damaged = 0, list(self.verify())
         for path in self._every_file():
             name = str(path.relative_to(self.folder))
             target, content = folder / name, path.read_bytes()
             old = target.read_bytes() if target.exists() else None
             if name == EVENTS and old is not None and not content.startswith(old):
-                damaged.append(name)  # it is only ever appended to, so this one has lost something
+                damaged.append(name)  # it is append-only, so the one here has lost lines
             elif name not in damaged and content != old:
                 _copy(path, target)
                 copied += 1
         return Copied(copied, tuple(damaged))
 
     def restore(self, folder: Path) -> Copied:
-        """Copy from a backup what is not here, or cannot be read here, which is put aside as FILE.damaged.
+        """Copy from a backup what is missing or cannot be read here; unreadable files become FILE.damaged.
 
         Raises:
           ValueError: the folder holds no runs.
@@ -280,7 +280,7 @@ class History:
         return Copied(copied, tuple(put_aside))
 
     def _every_file(self) -> list[Path]:
-        """What a copy has: runs, qualifications, and what became of regressions."""
+        """Return all files that a backup contains: runs, qualifications, and the alerts' events."""
         return [
             *self.files(), *self._qualified_files(), *self.folder.glob(EVENTS),
         ]  # fmt: skip
@@ -290,13 +290,13 @@ class History:
 
     @contextlib.contextmanager
     def _index(self) -> Iterator[sqlite3.Connection]:
-        """The index, made again where files were added, changed or removed."""
+        """Open the index, rebuilt if files were added, changed or removed."""
         files = self.files()  # once: another process may add a run meanwhile
         states = {file.stem: _state(file) for file in files}
         path = self.folder / INDEX
         is_kept = bool(states) and (_is_current(path, states) or _is_rebuilt(path, files, states))
         with contextlib.closing(sqlite3.connect(path if is_kept else ":memory:")) as index:
-            if not is_kept:  # no run yet, or a folder that nobody may write to
+            if not is_kept:  # no run yet, or a folder without write permission
                 _fill(index, files, states)
             yield index
 
@@ -307,19 +307,19 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _is_start(path: Path, other: Path) -> bool:
-    """True where a file is the beginning of another, and not all of it."""
+    """True if a file is a proper prefix of another."""
     content, whole = path.read_bytes(), other.read_bytes()
     return len(content) < len(whole) and whole.startswith(content)
 
 
 def _state(file: Path) -> str:
-    """What changes with a file's content, though its size may not: a tag for one as long."""
+    """Return a value that changes with a file's content even if its size does not, as with a tag of equal length."""
     found = file.stat()
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def _is_rebuilt(path: Path, files: Sequence[Path], states: Mapping[str, str]) -> bool:
-    """Make the index again; False where it cannot be written."""
+    """Rebuild the index; False if it cannot be written."""
     try:
         with outputs.whole(path) as temporary:
             temporary.unlink(missing_ok=True)
@@ -333,16 +333,16 @@ def _is_rebuilt(path: Path, files: Sequence[Path], states: Mapping[str, str]) ->
 def _fill(index: sqlite3.Connection, files: Sequence[Path], states: Mapping[str, str]) -> None:
     index.executescript(TABLES)
     for file in files:
-        with contextlib.suppress(ValueError):  # `verify` names it
+        with contextlib.suppress(ValueError):  # `verify` reports the file
             _insert(index, file.stem, read(file), states[file.stem])
     index.commit()
 
 
 def _qualification(path: Path) -> dict[str, Any]:
-    """What `qualify` kept.
+    """Read what `qualify` stored.
 
     Raises:
-      ValueError: the file is damaged, or something else.
+      ValueError: the file is damaged, or is not a qualification.
     """
     found = outputs.read_json(path)
     try:
@@ -353,11 +353,11 @@ def _qualification(path: Path) -> dict[str, Any]:
             raise ValueError(f"about={about}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no qualification ({error!r}); remove it, or restore a backup") from error
-    return found | {"smallest": whole}  # an effect that no run decides is infinite, for which JSON has null
+    return found | {"smallest": whole}  # an effect that no run decides is infinite, which JSON stores as null
 
 
 def _is_current(path: Path, states: Mapping[str, str]) -> bool:
-    """True where an index knows exactly these files."""
+    """True if an index covers exactly these files."""
     if not path.is_file():
         return False
     try:
@@ -365,7 +365,7 @@ def _is_current(path: Path, states: Mapping[str, str]) -> bool:
             [(version,)] = index.execute("PRAGMA user_version")
             return version == INDEX_VERSION and dict(index.execute("SELECT id, state FROM runs")) == states
     except sqlite3.DatabaseError:
-        return False  # damaged: it is made again
+        return False  # damaged: it is rebuilt
 
 
 def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], state: str) -> None:

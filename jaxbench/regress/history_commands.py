@@ -1,4 +1,4 @@
-"""The commands `benchmarks.py history ...`: the runs that are kept (S file)."""
+"""The commands `benchmarks.py history ...`: manage the stored runs (S file)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def define_folder() -> None:
 
 
 def folder() -> History:
-    """The history that --history names."""
+    """Return the history that --history names."""
     return History(Path(VALUES.history))
 
 
@@ -35,7 +35,7 @@ def list_() -> int:
     """List the runs, oldest first."""
     import rich.table
 
-    identity = rich.table.Column("run", overflow="fold", min_width=25)  # what other commands ask for
+    identity = rich.table.Column("run", overflow="fold", min_width=25)  # the id that other commands take
     table = rich.table.Table(identity, "time", "head", "base", "machine", "device", "tag")
     history = folder()
     rows = history.list()
@@ -77,7 +77,7 @@ def define_trend() -> None:
 
 
 def trend() -> int:
-    """Show a series on a machine over the runs, and where it changed."""
+    """Show a series on one machine over the runs, and where it changed."""
     from jaxbench.measure import environment
     from jaxbench.regress import change_points, metrics, report
 
@@ -90,7 +90,7 @@ def trend() -> int:
         )
     metric = metrics.of_run(history.load(points[-1].run), VALUES.series)
     unit, counted = metric.unit, metric.kind == "exact"
-    for work in dict.fromkeys(point.work for point in points):  # a case that was changed is another series
+    for work in dict.fromkeys(point.work for point in points):  # a changed case is a different series
         mine = [point for point in points if point.work == work]
         found = change_points.change_points([point.median for point in mine], counted=counted)
         changes = {each.index: each for each in found}
@@ -115,10 +115,10 @@ def define_import() -> None:
 
 
 def import_() -> int:
-    """Keep runs of another tool, of comparisons, or of any committed result; what is there is not kept twice.
+    """Store runs of another tool, of comparisons, or of any committed result; a run is never stored twice.
 
     Raises:
-      ValueError: an input is not there, cannot be read, or is of another format; nothing is kept then.
+      ValueError: an input is missing, cannot be read, or is of another format; nothing is stored then.
     """
     from jaxbench.regress import imported
 
@@ -145,7 +145,7 @@ def export() -> int:
     """Write the median of every series of every run as CSV.
 
     Raises:
-      ValueError: there is no run, or the file may not be written.
+      ValueError: there is no run, or the file cannot be written.
     """
     history = folder()
     if Path(VALUES.output).resolve().is_relative_to(history.folder.resolve()):
@@ -181,7 +181,7 @@ def define_prune() -> None:
 
 
 def prune() -> int:
-    """Remove runs of more than twelve months, and raw launches of more than 90 days; tagged runs stay."""
+    """Remove runs older than twelve months, and raw launches older than 90 days; tagged runs stay."""
     changes = folder().prune(now=datetime.datetime.now(datetime.UTC), dry_run=VALUES.dry_run)
     for change in changes:
         print(f"{change.id}: {change.what}")
@@ -195,7 +195,7 @@ def _define_other() -> None:
 
 
 def backup() -> int:
-    """Copy runs into another folder or to another host; what is there already is not copied again."""
+    """Copy runs into another folder or to another host; files that are already there are not copied again."""
     history, target = folder(), VALUES.backup
     is_remote = remote_copy.is_remote(target)
     if not is_remote and Path(target).resolve().is_relative_to(history.folder.resolve()):
@@ -219,7 +219,7 @@ def backup() -> int:
 
 
 def restore() -> int:
-    """Copy from a backup what is not here, or is damaged here."""
+    """Copy from a backup what is missing or damaged here."""
     history, target = folder(), VALUES.backup
     if remote_copy.is_remote(target):
         with tempfile.TemporaryDirectory() as fetched:
@@ -233,7 +233,7 @@ def restore() -> int:
 
 
 def _carried(copy: Callable[[], int]) -> int:
-    """What a copy returns; one that failed is a part that was asked for and broke."""
+    """Return what a copy returns; turn a failed copy into cli.GateFailed, as a requested part that failed."""
     try:
         return copy()
     except remote_copy.CopyFailed as error:
@@ -249,11 +249,11 @@ def define_table() -> None:
 
 
 def table() -> int:
-    """Print a run's primary series as Markdown, or write them into a document, or check that it has them.
+    """Print a run's primary series as Markdown, write them into a document, or check that the document has them.
 
     Raises:
       ValueError: there is no such run, or the document has no place for the table.
-      cli.GateFailed: the document is checked and has another table.
+      cli.GateFailed: the document is checked and has a different table.
     """
     from jaxbench.regress import tables
 
@@ -276,7 +276,7 @@ def table() -> int:
 
 
 def verify() -> int:
-    """Read every run, qualification and alert; exit code 1 where one is damaged."""
+    """Read every run, qualification and alert; exit code 1 if one is damaged."""
     history = folder()
     damaged = history.verify()
     try:

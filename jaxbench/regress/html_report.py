@@ -1,6 +1,6 @@
-"""One run as a page that opens anywhere: report.html (S file).
+"""Write one run as a self-contained page, report.html (S file).
 
-Short, it shows what became worse, better or is undecided; detailed, every series, with every section open.
+By default it shows what became worse, better or is undecided; detailed, every series, with every section open.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ NAME = "report.html"
 COLOURS = {"regression": "#c93a3a", "improvement": "#1a7f45", "undecided": "#8b949e", "no change": "#3b82f6"}
 CLASSES = {"regression": "slower", "improvement": "faster"}
 LIMITS = {"held": "faster", "broken": "slower"}
-FOLDED = {  # sections that a reader opens, and what they say then
+FOLDED = {  # sections that are folded at first, and what they contain
     "measured": "medians of both sides, and the launches of head", "worth": "false alarms and power",
     "system": "machine, packages and load",
 }  # fmt: skip
-# Ratios of head to base that an axis names, as the share by which head is worse
+# Ratios of head to base at which the axis has ticks, labelled by how much worse head is
 TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
-SHOWN_RATIOS = (0.05, 200)  # of the chart; what lies beyond is cut off at its ends
+SHOWN_RATIOS = (0.05, 200)  # range of the chart; values beyond it are clipped to its ends
 
 
 def write(record: Mapping[str, Any], folder: Path, *, detailed: bool = False) -> list[str]:
-    """Write the page into a folder, whole or not at all; its name."""
+    """Write the page into a folder atomically; return its name."""
     outputs.write_text(folder / NAME, render(record, detailed=detailed))
     return [NAME]
 
 
 def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
-    """The page.
+    """Render the page.
 
     Args:
       detailed: every series, and every section open.
@@ -74,7 +74,7 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
 
 
 def cards(record: Mapping[str, Any], found: Sequence[Finding]) -> list[tuple[str, str, str]]:
-    """The figures on top: figure, what, remark."""
+    """Return the key figures on top of the page: figure, label, remark."""
     count, broken = len(limits.of_run(record)), len(limits.broken(record))
     bounds = [(f"{count - broken} of {count}", "limits held", "of head alone")] * bool(count)
     if not found:
@@ -94,7 +94,7 @@ def cards(record: Mapping[str, Any], found: Sequence[Finding]) -> list[tuple[str
 
 
 def forest(record: Mapping[str, Any], found: Sequence[Finding]) -> page.Figure | None:
-    """Log ratios of head to base with intervals and margins, coloured by verdict; right of the line is worse."""
+    """Plot log ratios of head to base with intervals and margins, coloured by verdict; right of the line is worse."""
     rows = [each for each in found if math.isfinite(each.worse) and each.worse > -1]
     if not rows:
         return None
@@ -113,7 +113,7 @@ def forest(record: Mapping[str, Any], found: Sequence[Finding]) -> page.Figure |
     data += [traces[word] for word in report.ORDER if word in traces]
     points = [_cut(1 + each.worse) for each in rows] + [_cut(1 + each.critical) for each in margins.values()] + [1.0]
     ends = [_cut(1 + share) for each in rows for share in (each.low, each.high)]
-    # Few launches give intervals of any width: what lies beyond twice the points' own range is cut off.
+    # Few launches give arbitrarily wide intervals: ends beyond twice the range of the points are clipped.
     inside = points + [end for end in ends if min(points) / 2 <= end <= max(points) * 2]
     low, high = min(inside) * 0.95, max(inside) * 1.05
     ticks = [tick for tick in TICKS if low <= tick <= high]
@@ -132,7 +132,7 @@ def forest(record: Mapping[str, Any], found: Sequence[Finding]) -> page.Figure |
 
 
 def series_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Every series: median of base and head, least and most of head's launches, how many."""
+    """Return a row per series: medians of base and head, least and most of head's launches, number of launches."""
     rows = []
     for name, sides in record["series"].items():
         unit, head = metrics.of_run(record, name).unit, sides.get("head", {})
@@ -144,7 +144,7 @@ def series_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def system(record: Mapping[str, Any]) -> dict[str, str]:
-    """What the run ran on, in words."""
+    """Describe the system that the run ran on."""
     found = {"machine": record["host"], "device": record["device"]}
     for name, value in record["machine"].items():
         if name not in ("host", "commit") and value not in ({}, [], ""):
@@ -153,7 +153,7 @@ def system(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def code(sentence: str) -> markupsafe.Markup:
-    """A sentence as HTML, escaped; what stands between backticks is code."""
+    """Return a sentence as escaped HTML; text between backticks becomes code."""
     parts = [markupsafe.escape(part) for part in sentence.split("`")]
     return markupsafe.Markup("").join(
         markupsafe.Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
@@ -170,7 +170,7 @@ def _words(name: str, value: Any) -> str:
 
 
 def _margins(record: Mapping[str, Any], found: Sequence[Finding]) -> dict[str, Margin]:
-    """How far each series may move: by the run's suite, else by the metric's kind."""
+    """Return the margin of each series: from the run's suite, else from the metric's kind."""
     suite = advice.suite_of(record)
     kinds = {each.series: metrics.metric_of(each.series).kind for each in found}
     return {name: metrics.MARGINS[kind] if suite is None else suite.margin(name) for name, kind in kinds.items()}
@@ -187,7 +187,7 @@ def _row(record: Mapping[str, Any], each: Finding, allowed: Margin) -> dict[str,
 
 
 def _trace(word: str) -> dict[str, Any]:
-    """An empty trace of points of one verdict."""
+    """Return an empty trace for the points of one verdict."""
     return {
         "type": "scatter", "mode": "markers", "name": word, "x": [], "y": [], "text": [],
         "marker": {"color": COLOURS[word], "size": 9, "symbol": []}, "hovertemplate": "%{y}<br>%{text}<extra></extra>",
@@ -196,7 +196,7 @@ def _trace(word: str) -> dict[str, Any]:
 
 
 def _ticks(name: str, margins: Mapping[str, Margin], width: float) -> dict[str, Any]:
-    """A trace of the margins of one level."""
+    """Return a trace of the margins of one level."""
     return {
         "type": "scatter", "mode": "markers", "name": f"{name} above", "y": list(margins),
         "x": [_cut(1 + getattr(each, name)) for each in margins.values()],

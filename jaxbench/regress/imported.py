@@ -1,8 +1,8 @@
-"""Runs of other tools and committed results as runs of the history.
+"""Import runs of other tools and committed results into the history.
 
-pytest-benchmark, github-action-benchmark, jaxbench's comparisons, and the figures in any folder of results. Their
-series have no metric of ours: a run carries the unit of each and which way is better. None of them gates: they have no
-base beside them. (S file.)
+Formats: pytest-benchmark, github-action-benchmark, jaxbench's comparisons, and the figures in any folder of results.
+Their series are not among our metrics: a run carries the unit of each and which direction is better. None of them
+gates, because they have no base. (S file.)
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "digest", "pa
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 ENVIRONMENT = ("about", "environment", "machine")  # keys under which a result says where it comes from
-# Keys of what was asked for, of raw values that figures beside them sum up, and of curves: they name rows at most.
+# Keys of settings, of raw values that figures next to them summarise, and of curves: at most they name rows.
 NO_FIGURES = {
     *ENVIRONMENT, "versions", "settings", "config", "configuration", "suite", "training", "trained", "tuning", "reader",
     "shape", "heads", "pattern", "kernels", "mesh", "workload", "seed", "seeds", "learning_rate", "rounds", "repeats",
     "bar", "samples", "launches", "runs", "load_average", "pressure", "reliability", "percentiles", "step", "schema",
     "roc", "part", "batch", "batch_size", "clients", "running", "factor", "level", "fpr",
 }  # fmt: skip
-NO_NAMES = {"unit", "command", "reason", "note", "file", "id", "status"}  # texts that do not say which row it is
-REPEATS = {"line", "seed", "launch", "round"}  # rows that differ in these alone are one figure, measured again
-DIMENSIONS = (  # numbers that say which row it is, the first of them first, and before any other number
+NO_NAMES = {"unit", "command", "reason", "note", "file", "id", "status"}  # texts that do not identify a row
+REPEATS = {"line", "seed", "launch", "round"}  # rows that differ only in these are repeats of one figure
+DIMENSIONS = (  # numbers that identify a row, in order of preference, before any other number
     "line", "length", "num_tokens", "tokens", "batch", "batch_size", "clients", "running", "factor", "over", "to",
     "depth", "strength", "level", "fpr", "share", "part", "ratio", "seed", "launch", "round",
 )  # fmt: skip
-LONGEST_NAME = 60  # characters of a row's text that names it
-MOST_LAUNCHES = 16  # longer lists are windows or questions, and give their median alone
+LONGEST_NAME = 60  # characters, at most, of a text that names a row
+MOST_LAUNCHES = 16  # longer lists are windows or questions, and give only their median
 UNITS = (
     (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?(?:s|second)$", r"\1/s"), (r"(?:^|_)(?:s|seconds|s_a_[a-z]+)$", "s"),
     (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?minute$", r"\1/min"), (r"(?:^|_)(ms|us|ns)$", r"\1"),
@@ -47,20 +47,20 @@ UNITS = (
     (r"(?:^|(?<!\d)_)bits(?:_per_[a-z]+)?$", "bits"), (r"(?:^|_)ratios?$", "ratio"), (r"(?:^|_)count$", "count"),
     (r"^share(?=[ _]|$)|_share$", "share"),
 )  # fmt: skip
-Figure = tuple[tuple[str, ...], list[float], str]  # keys on the way to it, its values, its unit where the file says one
+Figure = tuple[tuple[str, ...], list[float], str]  # (path of keys, values, unit if the file states one)
 
 
 class Figures(NamedTuple):
-    """What one file of a committed result says."""
+    """Content of one file of a committed result."""
 
     file: Path
-    environment: Mapping[str, Any]  # empty where it does not say where it comes from
+    environment: Mapping[str, Any]  # empty if the file does not say where it comes from
     series: Mapping[str, list[float]]
     units: Mapping[str, tuple[str, bool]]
 
 
 def read_runs(path: Path, format: str) -> list[dict[str, Any]]:
-    """Runs of a file, or of a folder of figures.
+    """Read the runs of a file, or of a folder of figures.
 
     Raises:
       ValueError: it cannot be read, or is of another format.
@@ -79,7 +79,7 @@ def run_of(
     *, time_utc: str, host: str, commit: str, subject: str, suite: str, series: Mapping[str, list[float]],
     units: Mapping[str, tuple[str, bool]], note: str, device: str = "cpu", machine: Mapping[str, Any] = {}, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A run's record without findings.
+    """Build a run's record without findings.
 
     Args:
       series: medians of its launches by name.
@@ -99,7 +99,7 @@ def run_of(
 
 
 def comparison(path: Path) -> Iterable[dict[str, Any]]:
-    """Runs of a results.jsonl of `make compare`, one a run id."""
+    """Yield the runs of a results.jsonl of `make compare`, one per run id."""
     rows: dict[str, list[records.Record]] = defaultdict(list)
     for record in records.RecordFile(path).read():
         rows[record.run_id].append(record)
@@ -108,7 +108,7 @@ def comparison(path: Path) -> Iterable[dict[str, Any]]:
     for run_id, found in rows.items():
         series: dict[str, dict[int, float]] = defaultdict(dict)
         units, parity = {}, []
-        several = len({record.config_id for record in found} - {""}) > 1  # each then has series of its own
+        several = len({record.config_id for record in found} - {""}) > 1  # each then gets separate series
         for record in found:
             if record.metric == "parity":
                 parity.append({name: record.detail[name] for name in ("case", "backend", "passed", "gates")})
@@ -132,7 +132,7 @@ def comparison(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def pytest_benchmark(path: Path) -> Iterable[dict[str, Any]]:
-    """The run of a JSON file of pytest-benchmark; seconds of a call."""
+    """Yield the run of a JSON file of pytest-benchmark; values are seconds per call."""
     found = json.loads(path.read_text(encoding="utf-8"))
     info, commit = found["machine_info"], found.get("commit_info") or {}
     cpu = (info.get("cpu") or {}).get("brand_raw", "")
@@ -146,7 +146,7 @@ def pytest_benchmark(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def github_action_benchmark(path: Path) -> Iterable[dict[str, Any]]:
-    """The runs of a data.js or JSON file of github-action-benchmark, one a commit and suite."""
+    """Yield the runs of a data.js or JSON file of github-action-benchmark, one per commit and suite."""
     text = path.read_text(encoding="utf-8").strip()
     found = json.loads(re.sub(r"^window\.BENCHMARK_DATA\s*=\s*", "", text).rstrip(";"))
     for suite, entries in found["entries"].items():
@@ -165,9 +165,9 @@ def github_action_benchmark(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def figures(path: Path) -> Iterable[dict[str, Any]]:
-    """Runs of a committed result, a folder or one file: its comparisons, and a run of each commit and machine.
+    """Yield the runs of a committed result, a folder or one file: its comparisons, and one per commit and machine.
 
-    A figure is a number in a JSON file, or in a CSV file where its folder has no JSON with figures.
+    A figure is a number in a JSON file, or in a CSV file if its folder has no JSON file with figures.
     """
     folder = path if path.is_dir() else path.parent
     files = [file for file in sorted(path.rglob("*")) if file.suffix in CONTENTS] if path.is_dir() else [path]
@@ -196,7 +196,7 @@ FORMATS: dict[str, Callable[[Path], Iterable[dict[str, Any]]]] = {
 
 
 def _compared(file: Path) -> list[dict[str, Any]]:
-    """Runs of a file of a comparison's records; none where it is another."""
+    """Return the runs of a file of a comparison's records; none for any other file."""
     if file.name != records.RESULTS_NAME:
         return []
     try:
@@ -206,7 +206,7 @@ def _compared(file: Path) -> list[dict[str, Any]]:
 
 
 def _figures_of(file: Path, folder: Path) -> Figures:
-    """What a file says.
+    """Read the figures of a file.
 
     Raises:
       ValueError: it is damaged, or of a kind that holds no figures.
@@ -232,7 +232,7 @@ def _figures_of(file: Path, folder: Path) -> Figures:
 
 
 def _run_of_figures(group: Sequence[Figures], folder: Path, commit: str, host: str) -> dict[str, Any]:
-    """The run of files of one commit and machine."""
+    """Build the run of the files of one commit and machine."""
     title = next((part for part in folder.resolve().parts[::-1] if DATE.match(part)), folder.resolve().name)
     newest = max(int(part.file.stat().st_mtime) for part in group)
     day = title[:10] if DATE.match(title) else datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
@@ -248,7 +248,7 @@ def _run_of_figures(group: Sequence[Figures], folder: Path, commit: str, host: s
 
 
 def _environment(content: Any) -> dict[str, Any]:
-    """Machine and commit of a file, as it says them under `about`, `environment` or `machine`, in any nesting."""
+    """Return machine and commit of a file, as stated under `about`, `environment` or `machine`, in any nesting."""
     found: dict[str, Any] = {}
     for key in ENVIRONMENT if isinstance(content, dict) else ():
         if isinstance(inner := content.get(key), dict):
@@ -257,7 +257,7 @@ def _environment(content: Any) -> dict[str, Any]:
 
 
 def _leaves(content: Any, keys: tuple[str, ...], unit: str = "") -> Iterator[Figure]:
-    """Figures under a value of a file."""
+    """Yield the figures under a value of a file."""
     if _is_number(content):
         yield keys, [float(content)], unit
     elif isinstance(content, dict):
@@ -276,7 +276,7 @@ def _leaves(content: Any, keys: tuple[str, ...], unit: str = "") -> Iterator[Fig
 
 
 def _of_numbers(values: list[float], keys: tuple[str, ...]) -> Iterator[Figure]:
-    """Figures of a list: an estimate with its interval, the end of a curve, or one figure measured several times."""
+    """Yield the figures of a list: an estimate with its interval, the end of a curve, or repeats of one figure."""
     if len(values) == 3 and values[1] <= values[0] <= values[2]:
         for name, value in zip(((), ("low",), ("high",)), values):
             yield (*keys, *name), [value], ""
@@ -285,7 +285,7 @@ def _of_numbers(values: list[float], keys: tuple[str, ...]) -> Iterator[Figure]:
 
 
 def _of_rows(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[Figure]:
-    """Figures of a table; of steps the last alone."""
+    """Yield the figures of a table; of steps only the last."""
     if all("step" in row for row in rows):
         yield from _leaves(rows[-1], keys)
         return
@@ -299,7 +299,7 @@ def _of_rows(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[Figu
 
 
 def _naming(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """Keys that say which row it is: its short texts, and as few numbers as tell all rows apart; whether they do."""
+    """Return keys that identify a row, short texts and as few numbers as distinguish all rows, and whether they do."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in NO_NAMES and row[key] is not None))
     held = {key: [row[key] for row in rows if row.get(key) is not None] for key in keys}
     naming = [key for key in keys if all(map(_is_name, held[key]))]
@@ -314,18 +314,18 @@ def _naming(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def _is_name(value: Any) -> bool:
-    """True for a short text that is no date and no hash."""
+    """True for a short text that is neither a date nor a hash."""
     is_short = isinstance(value, str) and len(value) <= LONGEST_NAME
     return is_short and not DATE.match(value) and not re.fullmatch(r"[0-9a-f]{8,}\+?", value)
 
 
 def _is_number(value: Any) -> bool:
-    """True for a number that a float holds."""
+    """True for a number that fits a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _unit(keys: Sequence[str]) -> str:
-    """Unit that the last key with one ends in; "" where none has."""
+    """Return the unit suffix of the last key that has one; "" if none has."""
     for key in reversed(keys):
         for pattern, unit in UNITS:
             if found := re.search(pattern, re.sub(r"_(low|high|mean|p\d+)$", "", key)):
@@ -334,10 +334,10 @@ def _unit(keys: Sequence[str]) -> str:
 
 
 def _json_lines(text: str) -> list[Any]:
-    """Values of a JSON-lines file.
+    """Parse a JSON-lines file.
 
     Raises:
-      ValueError: a line is none.
+      ValueError: a line is not JSON.
     """
     found = []
     for place, line in enumerate(text.split("\n"), start=1):
@@ -349,7 +349,7 @@ def _json_lines(text: str) -> list[Any]:
 
 
 def _csv_rows(text: str) -> list[dict[str, Any]]:
-    """Rows of a CSV file, with numbers where their texts are some.
+    """Parse a CSV file into rows, with numbers where texts are numbers.
 
     Raises:
       ValueError: a row has more fields than the header.
@@ -363,7 +363,7 @@ def _csv_rows(text: str) -> list[dict[str, Any]]:
 
 
 def _value(text: str | None) -> Any:
-    """What a field of a CSV file says; None where it is empty."""
+    """Parse a field of a CSV file; None if it is empty."""
     for kind in (int, float):
         try:
             return kind(text or "")
@@ -376,12 +376,12 @@ CONTENTS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".jsonl": _jso
 
 
 def _word(value: Any) -> str:
-    """The first word of what a result says, where it says one."""
+    """Return the first word of a result's value; "unknown" if it has none."""
     return next((word for word in str(value or "").split()[:1] if word != "-"), "unknown")
 
 
 def _seconds(stats: Mapping[str, Any]) -> list[float]:
-    """What stands for the launches of a benchmark: its samples, or where the file has none, their median."""
+    """Return a benchmark's samples in place of launches, or their median if the file has no samples."""
     return [float(value) for value in stats.get("data") or [stats["median"]]]
 
 
@@ -394,7 +394,7 @@ def _hashed(*parts: object) -> str:
 
 
 def _time(text: str) -> str:
-    """A time in UTC to the second; one without a zone is taken as UTC."""
+    """Format a time in UTC to the second; one without a zone is taken as UTC."""
     found = datetime.datetime.fromisoformat(text)
     aware = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
     return aware.astimezone(datetime.UTC).isoformat(timespec="seconds")

@@ -1,18 +1,18 @@
-"""Is head worse than base: verdicts of a run's series over its pairs of launches (S file).
+"""Is head worse than base? Verdicts for a run's series over its pairs of launches (S file).
 
-A pair of launches, one fresh process of each side, gives a log ratio a series, oriented so that above 0 is worse. Timed
-series are judged together: an interval of each from moderated variances over the pairs, p-values after Holm within
-two families, and alpha shared by the looks and by the families: four fifths of it for the few primary series, so that
-they need not pay for all others. Exact series are compared by value, and a difference of any size is one.
+A pair of launches, one fresh process of each side, gives one log ratio per series, oriented so that above 0 is worse.
+Timed series are judged together: an interval for each from moderated variances over the pairs, p-values after Holm
+within two families. Alpha is split over the looks and over the families: four fifths for the few primary series, so
+that all the others do not cost them power. Exact series are compared by value, and a difference of any size counts.
 
 - regression: worse beyond chance, and by more than the warning margin; critical where the whole interval is above the
   critical one.
-- improvement: the same the other way round.
+- improvement: the same in the other direction.
 - no change: the interval lies within the warning margin on both sides.
 - undecided: none of these, with how many pairs of launches would decide.
 
-An interval holds at the suite's level for its own series; what holds for all series of a family together is that none
-of them is said to be worse, or better, by chance. A value that is not finite on head alone is a critical regression.
+An interval holds at the suite's level for its own series. For a family as a whole, the level holds for the claim that
+no series is called worse, or better, by chance. A value that is not finite on head alone is a critical regression.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from jaxbench.regress.suite import Suite
 Verdict = Literal["regression", "improvement", "no change", "undecided"]
 Level = Literal["", "warning", "critical"]
 PRIMARY_SHARE = 0.8  # of alpha
-MOST_LAUNCHES = 1000  # more than anybody waits for
+MOST_LAUNCHES = 1000  # cap on the wanted pairs: more than anybody waits for
 
 
 class Finding(NamedTuple):
-    """What is said of one series."""
+    """Verdict on one series."""
 
     series: str
     verdict: Verdict
     level: Level  # of a regression
     worse: float  # share by which head is worse than base; below 0 it is better
-    low: float  # of its interval; equal to `worse` for exact series
+    low: float  # lower end of its interval; equal to `worse` for exact series
     high: float
     base: float  # medians over launches
     head: float
     num_pairs: int
-    wanted_pairs: int  # of an undecided series: pairs of launches that would decide; 0 = not undecided
+    wanted_pairs: int  # for an undecided series: pairs of launches that would decide it; 0 = not undecided
 
 
 class Pair(NamedTuple):
-    """A series in one pair of launches: the medians of both sides."""
+    """Medians of both sides of a series in one pair of launches."""
 
     base: float
     head: float
 
 
 def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int = 1) -> list[Finding]:
-    """Findings of all series that both sides have.
+    """Judge all series that both sides have.
 
     Args:
       pairs: by series, in the order of the launches.
-      num_looks: times that a run may be judged before it ends; each has its share of alpha.
+      num_looks: how often a run may be judged before it ends; each look gets its share of alpha.
     """
     kinds = {name: metrics.metric_of(name).kind for name in pairs}
     pairs = {name: each for name, each in pairs.items() if kinds[name] != "noted"}
@@ -81,18 +81,18 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
 
 
 def _shares_of_alpha(p_values: Mapping[str, float], suite: Suite, alpha: float) -> dict[str, float]:
-    """P-value of each series after Holm in its family, over the alpha that its family has; at most 1: beyond chance."""
+    """Return each series' p-value after Holm in its family, over that family's alpha; at most 1 = beyond chance."""
     primaries, found = set(suite.primaries()), {}
     families = [[name for name in p_values if (name in primaries) == is_first] for is_first in (True, False)]
     for names, share in zip(families, (PRIMARY_SHARE, 1 - PRIMARY_SHARE)):
-        own = alpha * (share if all(families) else 1.0)  # alone, a family has all of it
+        own = alpha * (share if all(families) else 1.0)  # a family that is alone gets all of it
         adjusted = verdicts.holm([p_values[name] for name in names])
         found |= {name: float(p) / own for name, p in zip(names, adjusted, strict=True)}
     return found
 
 
 def log_ratio(series: str, pair: Pair) -> float:
-    """How much worse head is in one pair of launches, as a logarithm."""
+    """Return the log of how much worse head is in one pair of launches."""
     value = math.log(pair.head / pair.base)
     return -value if metrics.metric_of(series).higher_is_better else value
 
@@ -116,11 +116,11 @@ def _timed(
 
 
 def _wanted(interval: verdicts.Interval, least: float, alpha: float) -> int:
-    """Pairs after which an interval of the same spread no longer holds both 0 and the margin."""
+    """Return how many pairs make an interval of the same spread too narrow to contain both 0 and the margin."""
     if interval.df == 0 or not math.isfinite(interval.error):
         return 2
     spread = interval.error * math.sqrt(interval.num_launches)
-    gap = max(abs(abs(interval.mean) - least), least / 4)  # a mean at the margin itself is never decided
+    gap = max(abs(abs(interval.mean) - least), least / 4)  # a mean exactly at the margin would never be decided
     count = (stats.norm.ppf(1 - alpha / 2) * spread / gap) ** 2
     return int(min(MOST_LAUNCHES, max(interval.num_launches + 1, math.ceil(count))))
 
@@ -140,7 +140,7 @@ def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:
 
 
 def _broken(name: str, base: float, head: float, num_pairs: int) -> Finding:
-    """Finding of a series with a value that is not finite, such as the loss of a model that computes NaN."""
+    """Return the finding for a series with a non-finite value, such as the loss of a model that computes NaN."""
     verdict, level, worse = "no change", "", 0.0
     if math.isfinite(base):
         verdict, level, worse = "regression", "critical", math.inf

@@ -1,6 +1,6 @@
-"""What a suite asks of its series in absolute terms, whatever a base does: least and most, held or broken (S file).
+"""Absolute limits of a suite's series, independent of any base: least and most, held or broken (S file).
 
-A margin says how far a series may move from a base; a limit, what its median over head's launches may be.
+A margin bounds how far a series may move from a base; a limit bounds its median over head's launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START = "start.import_s"  # of a launch, not of a case
 
 
 class Limit(Base):
-    """Bounds of a series' median, in its metric's unit, both of them held where it equals them; one bound at least."""
+    """Inclusive bounds of a series' median, in its metric's unit; at least one is set."""
 
     least: float | None = None
     most: float | None = None
@@ -32,7 +32,7 @@ class Limit(Base):
 
 
 class Judged(NamedTuple):
-    """A limit after a run."""
+    """A limit and its verdict after a run."""
 
     series: str
     value: float | None  # median over the launches of head; None = not measured
@@ -42,14 +42,14 @@ class Judged(NamedTuple):
 
 
 def check(series: str, workloads: Mapping[str, str], no_rate: Sequence[str]) -> None:
-    """Check that cases can have a series.
+    """Check that the suite's cases can have a series.
 
     Args:
-      workloads: by name of a case.
+      workloads: case name -> workload.
       no_rate: workloads without tokens/s.
 
     Raises:
-      ValueError: there is no such case or metric, or the case has none of this metric.
+      ValueError: there is no such case or metric, or the case does not have this metric.
     """
     case, *program, metric = series.split(".") if "." in series else (series, "")
     if series == START:
@@ -68,25 +68,25 @@ def check(series: str, workloads: Mapping[str, str], no_rate: Sequence[str]) -> 
 
 
 def judge(limits: Mapping[str, Limit], series: Mapping[str, Mapping[str, Any]]) -> list[Judged]:
-    """Every limit beside what was measured, in the suite's order; one whose series was not measured is broken.
+    """Judge every limit against the measured median, in the suite's order; an unmeasured series breaks its limit.
 
     Args:
-      series: of a run's record: by name and side, with the median.
+      series: as in a run's record: by name and side, with the median.
     """
     found = []
     for name, limit in limits.items():
         value = series.get(name, {}).get("head", {}).get("median")
         is_held = value is not None and (limit.least is None or value >= limit.least)
-        is_held = is_held and (limit.most is None or value <= limit.most)  # a value that is no number breaks either
+        is_held = is_held and (limit.most is None or value <= limit.most)  # NaN breaks either bound
         found.append(Judged(name, value, limit.least, limit.most, "held" if is_held else "broken"))
     return found
 
 
 def of_run(record: Mapping[str, Any]) -> list[Judged]:
-    """The limits of a run's record; none where its suite has none."""
+    """Return the judged limits of a run's record; none if its suite has none."""
     return [Judged(**each) for each in record.get("limits", ())]
 
 
 def broken(record: Mapping[str, Any]) -> list[Judged]:
-    """Those that a run broke."""
+    """Return the limits that a run broke."""
     return [each for each in of_run(record) if each.verdict == "broken"]

@@ -1,7 +1,7 @@
-"""What is measured over time: units, which way is better, and how far a metric may move (S file).
+"""The metrics of a run: units, which direction is better, and how far a metric may move (S file).
 
-Timed metrics differ from launch to launch, so they are judged over launches. Exact ones are counted by the compiler or
-by us, and are the same in every launch: any change of one is a change of the code, however small.
+Timed metrics vary between launches, so they are judged over launches. Exact ones are counted by the compiler or by us
+and are the same in every launch: any change, however small, is a change of the code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pydantic
 
 from jaxbench.config import Base
 
-Kind = Literal["timed", "memory", "quality", "exact", "noted"]  # noted: shown and not judged
+Kind = Literal["timed", "memory", "quality", "exact", "noted"]  # noted: shown but not judged
 
 
 class Metric(NamedTuple):
@@ -25,11 +25,11 @@ class Metric(NamedTuple):
 
 
 class Margin(Base):
-    """Shares by which a metric may become worse: above `warning` it is a regression, above `critical` it gates."""
+    """Relative worsening that is allowed: above `warning` it is a regression, above `critical` it gates."""
 
     warning: float = pydantic.Field(ge=0)
     critical: float = pydantic.Field(ge=0)
-    # Which way is better, for a reader of a suite: it has to agree with METRICS, where every metric's stands.
+    # Which direction is better, only to document a suite: must agree with METRICS, which define it.
     direction: Literal["higher", "lower"] | None = None
 
     @pydantic.model_validator(mode="after")
@@ -47,9 +47,9 @@ MARGINS: dict[Kind, Margin] = {
     "exact": Margin(warning=0.0, critical=0.10),
     "noted": Margin(warning=0.0, critical=0.0),
 }
-# Of metrics that no share of their kind fits; a suite may name others. The twins' float64 errors are 1e-16 to 1e-13,
-# and another order of a sum moves one by a few times; one operation in float32 makes 1e-8 of it (parity/distance.py),
-# at least 1e5 times as much: so that slip is critical wherever the error was, and a library's new order is not.
+# Metrics whose kind's margins do not fit; a suite may set others. The twins' float64 errors are 1e-16 to 1e-13, and
+# another summation order multiplies one by a few; a single float32 operation raises it to 1e-8 (parity/distance.py), at
+# least 1e5 times as much. So that bug is critical whatever the error was before, and a library's new order is not.
 OWN_MARGINS = {"parity_error": Margin(warning=9.0, critical=999.0)}
 
 
@@ -68,14 +68,14 @@ METRICS = {
     "load_s": _timed("s"),
     "trace_s": _timed("s"),
     "lower_s": _timed("s"),
-    "compile_cold_s": Metric("s", False, "noted"),  # once a run: the first launch alone compiles anew
+    "compile_cold_s": Metric("s", False, "noted"),  # once per run: only the first launch compiles from scratch
     "compile_warm_s": _timed("s"),
     "energy_j_per_token": _timed("J"),
     "peak_memory_bytes": Metric("bytes", False, "memory"),
-    # Since the process began, where this case raised it: no device forgets its peak. CPUs do not say.
+    # Peak since the process began, if this case raised it: devices cannot reset their peak. CPUs report none.
     "device_peak_bytes": Metric("bytes", False, "memory"),
-    # CPU seconds of the process over wall seconds times threads. It has no better side (a spin lock raises it, a faster
-    # kernel lowers it), and whatever else runs on the machine lowers it: so it explains a time and is not judged.
+    # CPU seconds of the process over (wall seconds times threads). Neither direction is better (a spin lock raises it,
+    # a faster kernel lowers it), and other load on the machine lowers it: it explains a time and is not judged.
     "utilisation": Metric("share", True, "noted"),
     "bits_per_byte": Metric("bits", False, "quality"),
     "answer_nll": Metric("nats/token", False, "quality"),
@@ -91,12 +91,12 @@ METRICS = {
     "executables": Metric("count", False, "exact"),
     "recompilations": Metric("count", False, "exact"),
 }
-# Of each compiled program, which a series names behind its case: decode.prefill.flops
+# Metrics of each compiled program, which a series names after its case: decode.prefill.flops
 OF_PROGRAMS = ("flops", "bytes_accessed", "temp_bytes", "argument_bytes", "output_bytes", "hlo_ops", "collectives")
 
 
 def metric_of(series: str) -> Metric:
-    """The metric of a series `case.metric` or `case.program.metric`.
+    """Return the metric of a series `case.metric` or `case.program.metric`.
 
     Raises:
       ValueError: there is no such metric.
@@ -108,7 +108,7 @@ def metric_of(series: str) -> Metric:
 
 
 def of_run(record: Mapping[str, Any], series: str) -> Metric:
-    """The metric of a run's series; a run of another tool carries what its series are."""
+    """Return the metric of a run's series; a run of another tool carries the metrics of its series itself."""
     if series in record.get("units", {}):
         unit, higher_is_better = record["units"][series]
         return Metric(unit, higher_is_better, "noted")
@@ -116,9 +116,9 @@ def of_run(record: Mapping[str, Any], series: str) -> Metric:
 
 
 def worsening(head: float, base: float, *, higher_is_better: bool) -> float:
-    """Share by which head is worse than base, at least -1: 0.2 = a fifth slower, or a fifth more.
+    """Return the relative worsening of head against base, at least -1: 0.2 = a fifth slower, or a fifth more.
 
-    A rate that halved is as bad as a time that doubled: 1.0 either way. Infinite where base is 0 and head is not.
+    A halved rate is as bad as a doubled time: 1.0 in both cases. Infinite if base is 0 and head is not.
     """
     worse, better = (base, head) if higher_is_better else (head, base)
     if better == 0:

@@ -1,7 +1,7 @@
-"""Launches of a suite: fresh processes of head, and of base beside it, one at work at a time (S file).
+"""Launches of a suite: fresh processes of head, and of base if there is one, one working at a time (S file).
 
-Data's way: a launch starts a worker a side -> case by case both load and compile, then measure in rounds, base head
-head base -> rows of samples, appended to the run's file as each case ends. A launch that was cut off is made again.
+Data flow: a launch starts one worker per side -> case by case both load and compile, then measure in rounds, base head
+head base -> rows of samples, appended to the run's file as each case ends. An interrupted launch is run again.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ WORKER = Path(__file__).with_name("case_worker.py")
 HEAD, BASE = "head", "base"
 START, DONE = "start", "launch_done"
 PERCENTILES = (0.5, 0.9, 0.99)
-# metrics that a sample states itself
+# metrics that samples contain directly
 PLAIN = ("first_token_s", "end_to_end_s", "bits_per_byte", "answer_nll", "detection_rate", "parity_error")
 
 
 class Plan(NamedTuple):
-    """What is run."""
+    """What a run executes."""
 
     suite: Suite
     model: str | None  # folder or file; None = the default model
-    sides: Mapping[str, Tree]  # head, and base where there is one
+    sides: Mapping[str, Tree]  # head, and base if there is one
     device: str
     threads: int
     workdir: Path
 
 
 class Launches:
-    """The launches of a run, in its folder."""
+    """The launches of a run, stored in its folder."""
 
     def __init__(self, plan: Plan, say: Callable[[str], Any]):
         self.plan, self.say, self.path = plan, say, plan.workdir / SAMPLES
         self.lost: dict[tuple[str, str], str] = {}  # (side, case) -> why it is not measured
 
     def finished(self) -> int:
-        """Number of launches that ran to their end."""
+        """Return the number of launches that ran to their end."""
         return max((row["launch"] for row in read(self.path) if row["series"] == DONE), default=0)
 
     def until(self, count: int) -> None:
-        """Make launches until there are `count`."""
+        """Run launches until there are `count`."""
         for index in range(self.finished() + 1, count + 1):
             self._launch(index)
 
@@ -68,7 +68,7 @@ class Launches:
 
     @contextlib.contextmanager
     def workers(self, index: int, name: str) -> Iterator[tuple[dict[str, Worker], dict[str, dict]]]:
-        """Fresh processes of all sides that can be started, and what each answered; they end with the block.
+        """Start fresh processes of all sides that can start; yield them and their answers, and end them afterwards.
 
         Raises:
           ValueError: this tree cannot be imported, or a side imports another tree.
@@ -99,7 +99,7 @@ class Launches:
         tree, plan = self.plan.sides[side], self.plan
         cache = plan.workdir / "compile_cache" / side
         if index == 1:
-            shutil.rmtree(cache, ignore_errors=True)  # launch 1 compiles cold, also where it is made again
+            shutil.rmtree(cache, ignore_errors=True)  # launch 1 compiles cold, even when it is run again
         variables = tree.environment(plan.device, plan.threads) | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
         log = plan.workdir / "logs" / f"launch{index}-{side}.log"
         log.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ class Launches:
             self._append(index, side, rows)
 
     def _prepare(self, index: int, side: str, case: AnyCase, worker: Worker) -> bool:
-        """Load, compile and warm up a case; False where this side cannot."""
+        """Load, compile and warm up a case; return False if this side cannot."""
         if (side, case.name) in self.lost:
             return False
         self.say(f"launch {index}: {case.name}, load and compile {side}")
@@ -160,7 +160,7 @@ class Launches:
         if "compile_s" in stages:
             stages[f"compile_{'cold' if index == 1 else 'warm'}_s"] = stages.pop("compile_s")
         rows |= {f"{case.name}.{stage}": [seconds] for stage, seconds in stages.items()}
-        if index == 1:  # what the compiler counts is the same in every launch
+        if index == 1:  # the compiler's counts are the same in every launch
             rows[f"{case.name}.executables"] = [float(prepared["executables"])]
             for program, counts in prepared["counts"].items():
                 rows |= {f"{case.name}.{program}.{metric}": [value] for metric, value in counts.items()}
@@ -168,7 +168,7 @@ class Launches:
         return True
 
     def prepared(self, side: str, case: AnyCase, worker: Worker) -> tuple[dict, dict] | None:
-        """Load, compile and warm up a case in a worker: its answers to both; None where it cannot."""
+        """Load, compile and warm up a case in a worker; return its answers to load and prepare, None if it fails."""
         loaded = self.ask(side, case.name, worker, "load", case=case.model_dump(), model=self.plan.model)
         made = None if loaded is None else self.ask(side, case.name, worker, "prepare")
         if made is None:
@@ -179,7 +179,7 @@ class Launches:
         return loaded, made
 
     def ask(self, side: str, name: str, worker: Worker, operation: str, **arguments: Any) -> dict | None:
-        """A worker's answer; None where it failed, which is kept, and the other cases go on."""
+        """Return a worker's answer; None if it failed, which is recorded, and the other cases continue."""
         if not worker.alive:
             self.lost.setdefault((side, name), "its process ended in an earlier case")
             return None
@@ -196,22 +196,22 @@ class Launches:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a run's file.
+    """Yield the rows of a run's file.
 
     Raises:
-      ValueError: a line is none.
+      ValueError: a line is not a row.
     """
     for number, line in enumerate(store.rows(path), start=1):
         try:
             row = json.loads(line)
-            samples = [math.nan if value is None else value for value in row["samples"]]  # null: no finite number
+            samples = [math.nan if value is None else value for value in row["samples"]]  # null: not finite
             yield {name: row[name] for name in ("launch", "side", "series")} | {"samples": samples}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} line {number} is no row of samples ({error}); remove it") from error
 
 
 def series_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Metrics of a case's samples: rates, times, percentiles of tokens where there are enough for a bound."""
+    """Compute the metrics of a case's samples: rates, times, percentiles over tokens if enough for a bound."""
     found: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if "tokens" in sample:
@@ -225,7 +225,7 @@ def series_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def launch_medians(path: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Median of each series by side and launch; the later of two rows of a launch that was made again."""
+    """Return each series' median by side and launch; of a launch that was run again, the later row."""
     found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in read(path):
         if row["samples"]:
@@ -234,7 +234,7 @@ def launch_medians(path: Path) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def pairs_of(path: Path, launches: Sequence[int] | None = None) -> dict[str, list[Pair]]:
-    """Pairs of both sides by series, in the order of the launches; None = of all."""
+    """Return pairs of both sides by series, in the order of the launches; None = of all launches."""
     found = {}
     for series, sides in launch_medians(path).items():
         both = sorted(sides.get(BASE, {}).keys() & sides.get(HEAD, {}).keys())

@@ -1,8 +1,8 @@
-"""What verdicts are worth on this machine: false alarms and power, from launches whose two sides are the same (S file).
+"""Measure how reliable verdicts are on this machine: false alarms and power, from launches of two equal sides (S file).
 
-Consecutive launches make real runs, each judged as a run is, look by look; every verdict of worse or better in one is
-false. Further runs are drawn from all launches, the two sides exchanged at random in each. Power is the share of drawn
-runs that find a slow-down which every time of head is multiplied by, as a constant one does to every sample.
+Consecutive launches form real runs, each judged look by look as a run is; any verdict of worse or better is false.
+Further runs are drawn from all launches, with the two sides swapped at random in each launch. Power is the share of
+drawn runs that detect an injected slow-down: a constant factor on every time of head.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jaxbench.regress import judge, metrics
 from jaxbench.regress.judge import Finding, Pair
 from jaxbench.regress.suite import Suite
 
-SLOWER = (1.05, 1.1, 1.2)  # injected
+SLOWER = (1.05, 1.1, 1.2)  # injected ratios
 SAID = ("regression", "improvement")
 
 
 class Share(NamedTuple):
-    """So many of so many."""
+    """A count out of a total."""
 
     count: int
     total: int
 
     @property
     def most(self) -> float:
-        """Upper end of the one-sided 95 % interval of Clopper and Pearson; drawn runs are not independent."""
+        """Upper end of the one-sided 95 % Clopper-Pearson interval; drawn runs are not independent."""
         if not self.total:
             return 1.0
         test = stats.binomtest(self.count, self.total, alternative="less")
@@ -43,16 +43,16 @@ class Share(NamedTuple):
 
 
 class Qualification(NamedTuple):
-    """What came of it."""
+    """Result of a qualification."""
 
-    real: Share  # runs of consecutive launches that say anything, warnings counted
-    drawn: Share  # the same of runs drawn from all launches
-    power: dict[float, Share]  # injected ratio -> primary series that are found to be worse
-    smallest: dict[str, float]  # series -> smallest share worse that is decided in nine of ten runs, of a usual run
+    real: Share  # runs of consecutive launches with any false verdict, warnings included
+    drawn: Share  # the same for runs drawn from all launches
+    power: dict[float, Share]  # injected ratio -> primary series found to be worse
+    smallest: dict[str, float]  # series -> smallest worsening decided in nine of ten cases; median over runs
 
 
 def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int = 300) -> Qualification:
-    """False alarms and power of a suite's runs.
+    """Measure false alarms and power of a suite's runs.
 
     Args:
       pairs: of launches whose sides are the same code.
@@ -76,7 +76,7 @@ def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int
 
 
 def _run(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> list[Finding]:
-    """Findings where a run of these launches ends."""
+    """Return the findings at the look at which a run of these launches would end."""
     found: list[Finding] = []
     for look in suite.looks:
         found = judge.judge(_chosen(pairs, range(look)), suite, num_looks=len(suite.looks))
@@ -86,13 +86,13 @@ def _run(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> list[Finding]:
 
 
 def _chosen(pairs: Mapping[str, Sequence[Pair]], places: Sequence[int]) -> dict[str, list[Pair]]:
-    """Pairs of these launches; a series that was measured in few has what it has."""
+    """Select the pairs of these launches; a series measured in fewer keeps those that it has."""
     found = {name: [each[i] for i in places if i < len(each)] for name, each in pairs.items()}
     return {name: each for name, each in found.items() if each}
 
 
 def _drawn(pairs: Mapping[str, Sequence[Pair]], suite: Suite, random: np.random.Generator) -> dict[str, list[Pair]]:
-    """A run's launches, each with its sides exchanged or not, the same for all series."""
+    """Draw a run's launches, each with its sides swapped or not, in the same way for all series."""
     count = min(map(len, pairs.values()))
     places = random.choice(count, max(suite.looks), replace=False)
     turned = random.random(len(places)) < 0.5
@@ -103,7 +103,7 @@ def _drawn(pairs: Mapping[str, Sequence[Pair]], suite: Suite, random: np.random.
 
 
 def _slower(pairs: Mapping[str, Sequence[Pair]], ratio: float) -> dict[str, list[Pair]]:
-    """The same with a head that takes `ratio` times as long."""
+    """Return the same pairs with a head that takes `ratio` times as long."""
 
     def worse(series: str, pair: Pair) -> Pair:
         metric = metrics.metric_of(series)
@@ -119,7 +119,7 @@ def _said(findings: Sequence[Finding]) -> bool:
 
 
 def _smallest(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> dict[str, float]:
-    """Smallest share that a run with all its launches decides in nine of ten cases; median of all runs."""
+    """Return the smallest worsening that a run with all its launches decides in nine of ten cases; median over runs."""
     most, alpha = max(suite.looks), suite.alpha / len(suite.looks)
     found: dict[str, list[float]] = {name: [] for name in pairs}
     for first in range(0, min(map(len, pairs.values())) - most + 1, most):

@@ -1,8 +1,8 @@
-"""A history copied to and from another host by rsync over SSH (S file).
+"""Copy a history to and from another host by rsync over SSH (S file).
 
-A target is written as rsync writes it, [USER@]HOST:FOLDER. Nothing is removed on either side, what a copy replaces
-there is kept beside it as FILE.before, and SSH asks for nothing: a key that wants a passphrase is the agent's, so that
-a schedule's copy ends instead of waiting.
+A target has rsync's form, [USER@]HOST:FOLDER. Nothing is removed on either side; what a copy replaces on the target is
+kept as FILE.before. SSH never prompts: a key with a passphrase must be in the agent, so that a scheduled copy fails
+instead of waiting.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ONLY_KEPT = (
 
 
 class CopyFailed(RuntimeError):
-    """rsync ended with an error; str() says which in one line."""
+    """rsync failed; str() gives its error in one line."""
 
 
 def is_remote(target: str) -> bool:
-    """True where a target names a host: a colon before any slash, and no folder of this name.
+    """True if a target names a host: it has a colon before any slash, and no folder has this name.
 
     Raises:
-      ValueError: it names one in a way that rsync over SSH does not take.
+      ValueError: it names a host in a form that rsync over SSH does not accept.
     """
     if ":" not in target.partition("/")[0] or Path(target).exists():
         return False
@@ -42,16 +42,16 @@ def is_remote(target: str) -> bool:
 
 
 def send(folder: Path, target: str, *, left_out: Sequence[str] = ()) -> int:
-    """Copy what a target lacks of a history, or has in another version; how many files.
+    """Copy what a target lacks of a history, or has in another version; return the number of files.
 
     Args:
-      folder: of the history.
-      target: a host's folder, as `is_remote` knows it, or a folder here.
-      left_out: files that are not copied, by their paths from the folder.
+      folder: the history's folder.
+      target: a folder on a host, in the form that `is_remote` recognises, or a local folder.
+      left_out: files that are not copied, by path relative to the folder.
 
     Raises:
       ValueError: rsync is not installed.
-      CopyFailed: it failed.
+      CopyFailed: rsync failed.
     """
     _needed(target)
     given = [f"{folder}/./{name}" for name in KEPT if (folder / name).exists()]
@@ -63,17 +63,17 @@ def send(folder: Path, target: str, *, left_out: Sequence[str] = ()) -> int:
 
 
 def fetch(target: str, folder: Path) -> int:
-    """Copy the history of a target into a folder; how many files.
+    """Copy the history of a target into a folder; return the number of files.
 
     Raises:
       ValueError: rsync is not installed.
-      CopyFailed: it failed.
+      CopyFailed: rsync failed.
     """
     return _rsync([*ONLY_KEPT, "--", f"{target}/", f"{folder}/"], target)
 
 
 def _needed(target: str) -> str:
-    """Path of rsync."""
+    """Return the path of rsync."""
     if (path := shutil.which("rsync")) is None:
         raise ValueError(
             f"--backup={target} names a host, and rsync is not installed here; install it, or copy to a folder"

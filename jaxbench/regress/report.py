@@ -1,4 +1,4 @@
-"""What a run found, as a table, CSV, Markdown and JUnit XML (S file); the page is html_report.py's."""
+"""Report a run as a table, CSV, Markdown and JUnit XML (S file); html_report.py makes the page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxbench.regress.limits import Judged
 from jaxbench.regress.qualify import Share
 
 ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
-SHOWN = {"regression", "improvement"}  # in a summary; the rest is counted
+SHOWN = {"regression", "improvement"}  # verdicts listed in a summary; the others are only counted
 
 
 def findings_of(record: Mapping[str, Any]) -> list[Finding]:
-    """Findings of a run's record, regressions first, the worst of them first."""
-    # For a rise from 0, which is infinite, and for a value that is not finite a run's JSON file has null.
+    """Return the findings of a run's record, regressions first, the worst of them first."""
+    # A run's JSON file has null for infinity (a rise from 0) and for any other non-finite value.
     null = {"base": math.nan, "head": math.nan}
     found = [
         Finding(**{name: null.get(name, math.inf) if value is None else value for name, value in each.items()})
@@ -34,7 +34,7 @@ def findings_of(record: Mapping[str, Any]) -> list[Finding]:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """One line: what was found."""
+    """Summarise the findings in one line."""
     found = findings_of(record)
     if not found:
         return f"{len(record['series'])} series measured, no base to compare with{_limits_in_short(record)}"
@@ -53,7 +53,7 @@ def _limits_in_short(record: Mapping[str, Any]) -> str:
 
 
 def table(record: Mapping[str, Any]) -> rich.table.Table:
-    """The run on a terminal."""
+    """Return the run as a table for a terminal."""
     sides = record["sides"]
     base = sides.get("base", {}).get("commit")
     title = f"{sides['head']['commit']}" + (f" beside {base}" if base else "") + f", {launches(record)}"
@@ -70,14 +70,14 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
 
 
 def launches(record: Mapping[str, Any]) -> str:
-    """How many launches the values are of; those that confirm a critical regression are not among them."""
+    """Say how many launches the values come from, without those that confirm a critical regression."""
     if not record["findings"]:
         return f"{record['launches']} launches"
     return f"{max(each['num_pairs'] for each in record['findings'])} pairs of launches"
 
 
 def limits_table(record: Mapping[str, Any]) -> rich.table.Table | None:
-    """The limits of a run on a terminal; None where its suite has none."""
+    """Return the limits of a run as a table for a terminal; None if its suite has none."""
     if not (found := limits.of_run(record)):
         return None
     shown = rich.table.Table(title="limits, of the median of head's launches")
@@ -89,7 +89,7 @@ def limits_table(record: Mapping[str, Any]) -> rich.table.Table | None:
 
 
 def limit_cells(each: Judged) -> tuple[str, str, str, str]:
-    """Series, value, what was wanted, and the verdict of a limit, in words."""
+    """Return series, value, wanted bounds and verdict of a limit, as text."""
     unit = metrics.metric_of(each.series).unit
     bounds = (("at least", each.least), ("at most", each.most))
     wanted = ", ".join(f"{word} {number(bound, unit)}" for word, bound in bounds if bound is not None)
@@ -97,13 +97,13 @@ def limit_cells(each: Judged) -> tuple[str, str, str, str]:
 
 
 def broken_limits(record: Mapping[str, Any]) -> list[str]:
-    """A sentence's part for each limit that a run broke."""
+    """Return a phrase for each limit that a run broke."""
     cells = [limit_cells(each) for each in limits.broken(record)]
     return [f"{series} {value}, wanted {wanted}" for series, value, wanted, _ in cells]
 
 
 def number(value: float, unit: str) -> str:
-    """A value with its unit."""
+    """Format a value with its unit."""
     if unit == "s":
         if value < 0.9995:
             return f"{1e3 * value:.3g} ms"
@@ -116,7 +116,7 @@ def number(value: float, unit: str) -> str:
 
 
 def interval(each: Finding) -> str:
-    """How much worse, with its interval; + is worse."""
+    """Format how much worse a series is, with its interval; + is worse."""
     if not (math.isfinite(each.base) and math.isfinite(each.head)):
         return "not finite" if math.isfinite(each.base) else "was not finite"
     if each.low == each.high:
@@ -125,7 +125,7 @@ def interval(each: Finding) -> str:
 
 
 def verdict(each: Finding) -> str:
-    """A verdict in words."""
+    """Return a verdict in words."""
     if each.verdict == "regression":
         return f"regression, {each.level}"
     if each.verdict == "undecided":
@@ -134,12 +134,12 @@ def verdict(each: Finding) -> str:
 
 
 def explanation(record: Mapping[str, Any]) -> list[str]:
-    """Why what became worse did, a line each; none where nothing did."""
+    """Return lines that explain what became worse; none if nothing did."""
     return why.sentences(record["why"]) if "why" in record else []
 
 
 def worth(record: Mapping[str, Any]) -> list[str]:
-    """What verdicts of this suite are worth on this machine: false alarms, power, the smallest effects."""
+    """Say how reliable this suite's verdicts are on this machine: false alarms, power, smallest detectable effects."""
     if record.get("left_out"):
         return ["verdicts of some cases alone are not qualified: `qualify` measures a whole suite"]
     if (found := record.get("qualified")) is None:
@@ -155,7 +155,7 @@ def worth(record: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """A summary for a pull request."""
+    """Return a Markdown summary for a pull request."""
     sides, found = record["sides"], findings_of(record)
     lines = [f"### Performance: {summary(record)}", ""]
     head, base = sides["head"]["commit"], sides.get("base")
@@ -190,7 +190,7 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def junit(record: Mapping[str, Any]) -> str:
-    """The run as JUnit XML: a critical regression or a broken limit is a failure, what is undecided is skipped."""
+    """Return the run as JUnit XML: a critical regression or broken limit is a failure, an undecided series skipped."""
     found, bounds = findings_of(record), limits.of_run(record)
     failed = sum(each.level == "critical" for each in found) + len(limits.broken(record))
     skipped = sum(each.verdict == "undecided" for each in found)
@@ -224,7 +224,7 @@ def junit(record: Mapping[str, Any]) -> str:
 
 
 def write(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write the forms that the suite asks for into a folder, but the page; their names."""
+    """Write the report formats that the suite asks for, except the page, into a folder; return their names."""
     forms: Mapping[str, Callable[[], str]] = {
         "md": lambda: markdown(record), "xml": lambda: junit(record),
         "json": lambda: json.dumps(outputs.finite(_with_words(record)), indent=1, ensure_ascii=False, allow_nan=False)
@@ -241,7 +241,7 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _with_words(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record, and beside its numbers what the page and the Markdown say of them."""
+    """Return the record with the texts that the page and the Markdown show for its numbers."""
     return dict(record) | {
         "summary": summary(record),
         "explanation": explanation(record),
@@ -252,9 +252,9 @@ def _with_words(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a table: findings with the smallest effect that the machine shows; without any, what was measured.
+    """Return table rows: findings with the smallest effect detectable on the machine; without findings, the medians.
 
-    A series with a limit has its bounds and verdict too, and a row of its own where it has no other.
+    A series with a limit also has its bounds and verdict, in a separate row if it has no other.
     """
     smallest = record.get("qualified", {}).get("smallest", {})
     found = [each._asdict() | {"smallest_effect": smallest.get(each.series, "")} for each in findings_of(record)]

@@ -1,8 +1,8 @@
-"""A run of a suite: head alone, or head and base until their verdicts are in (S file).
+"""Run a suite: head alone, or head and base until their verdicts are decided (S file).
 
-Data's way: a suite and what to compare with -> trees -> launches up to a look -> verdicts -> more launches up to the
-next look, or the end; a critical verdict has to be found once more in fresh launches; what became worse is profiled on
-both sides -> the run's record.
+Data flow: a suite and what to compare with -> trees -> launches up to a look -> verdicts -> more launches up to the
+next look, or the end; a critical verdict must be confirmed in fresh launches; what became worse is profiled on both
+sides -> the run's record.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RECORD = "run.json"
 
 
 class Outcome(NamedTuple):
-    """What a run found."""
+    """Result of a run."""
 
     findings: list[Finding]  # of every series that both sides have; none without a base
-    record: dict[str, Any]  # all that is kept of it
+    record: dict[str, Any]  # all that is stored of the run
 
 
 def run(
@@ -38,19 +38,19 @@ def run(
     name: str = "", qualified: Mapping[str, Any] | None = None, left_out: Sequence[str] = (),
     say: Callable[[str], Any] = print,
 ) -> Outcome:  # fmt: skip
-    """Run a suite, resumable: what is finished in workdir is not made again.
+    """Run a suite, resumably: what is finished in workdir is not run again.
 
     Args:
-      compare_with: commit, branch or tag that is the base; None = none is measured.
-      stored: a run of history that is the base in place of one that is measured: exact series are judged, times are
-        not, for a machine is another one at another time.
+      compare_with: commit, branch or tag that is the base; None = no base is measured.
+      stored: a run from history that serves as the base instead of a measured one. Exact and quality series are judged;
+        times are not, because a machine behaves differently at another time.
       name: of the suite.
-      qualified: what its verdicts are worth on this machine, where `qualify` measured it.
-      left_out: names of cases of the suite of this name that `suite` is without.
+      qualified: how reliable its verdicts are on this machine, if `qualify` measured that.
+      left_out: names of the named suite's cases that `suite` omits.
 
     Raises:
-      ValueError: the machine lacks what the suite requires, git knows no such commit, workdir is another run's, or
-        another process runs there.
+      ValueError: the machine lacks what the suite requires, git knows no such commit, workdir belongs to another run,
+        or another process is running there.
     """
     check(suite, device)
     head = trees.here()
@@ -66,13 +66,13 @@ def run(
 
 
 def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[str]:
-    """What is said of a run, or one that it stands beside, that has not all cases of its suite."""
+    """Return notes on a run, or a stored base, that does not have all cases of its suite."""
     sides = (("this run is", left_out), ("the run beside it is", (stored or {}).get("left_out", ())))
     return [f"{which} no whole suite; cases left out: {', '.join(names)}" for which, names in sides if names]
 
 
 def _variables(plan: Plan) -> list[str]:
-    """What is said of a run whose sides set other variables, which is part of what is measured."""
+    """Return a note if the two sides set different environment variables, which is part of what is measured."""
     if BASE not in plan.sides:
         return []
     base, head = (plan.sides[side].environment(plan.device, plan.threads) for side in (BASE, HEAD))
@@ -84,10 +84,10 @@ def _variables(plan: Plan) -> list[str]:
 
 @contextlib.contextmanager
 def alone(workdir: Path) -> Iterator[None]:
-    """Nobody else runs in workdir meanwhile.
+    """Lock workdir against other processes inside the context.
 
     Raises:
-      ValueError: somebody does.
+      ValueError: another process holds it.
     """
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with store.taken(workdir.parent / f".{workdir.name}.lock") as is_alone:
@@ -136,7 +136,7 @@ def _run(
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Folder of a run of this name that has not ended: name, or name-2, name-3 and so on behind those that have."""
+    """Return the folder of an unfinished run of this name: the first of name, name-2, name-3, ... without a record."""
     numbered = (folder / (name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
     return next(path for path in numbered if not (path / RECORD).exists())
 
@@ -144,12 +144,12 @@ def unfinished(folder: Path, name: str) -> Path:
 def same_sides(
     suite: Suite, *, launches: int, device: str, workdir: Path, say: Callable[[str], Any] = print
 ) -> dict[str, list[judge.Pair]]:
-    """Pairs of launches of this tree beside itself, resumable: what `qualify` takes.
+    """Return pairs of launches of this tree against itself, as `qualify` takes them; resumable.
 
-    The first launch, which compiles anew, is made besides and not counted: every series has the same launches.
+    An extra first launch, which compiles from scratch, is not counted, so that every series has the same launches.
 
     Raises:
-      ValueError: as `run` raises.
+      ValueError: as `run` does.
     """
     check(suite, device)
     tree = trees.here()
@@ -160,15 +160,15 @@ def same_sides(
 
 
 def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir: Path) -> Plan:
-    """The plan of a run, whose folder is then its own.
+    """Return the plan of a run and claim its folder.
 
     Raises:
-      ValueError: workdir is another run's.
+      ValueError: workdir belongs to another run.
     """
     origin = [suite.id, device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
     store.claim(workdir, "-".join(origin))
     threads = suite.threads or environment.usable_cores()
-    named = Path(suite.model)  # a worker's working folder is its tree
+    named = Path(suite.model)  # a worker's working directory is its tree
     model = str(named.absolute()) if named.exists() else suite.model
     model = {"default": None, "tiny": str((workdir / "tiny").absolute())}.get(suite.model, model)
     if suite.model == "tiny":
@@ -180,7 +180,7 @@ def check(suite: Suite, device: str) -> None:
     """Check that this machine has what a suite requires.
 
     Raises:
-      ValueError: it has not, or there is no such model.
+      ValueError: it lacks something, or there is no such model.
     """
     needs = suite.requires
     if needs.device != device and needs.device != "cpu":
@@ -201,7 +201,7 @@ def _judged(plan: Plan, launches: Sequence[int], num_looks: int) -> list[Finding
 
 
 def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> list[Finding]:
-    """Findings of exact series beside a run of history."""
+    """Judge exact and quality series against a run from history."""
     own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
     both = {
         name: [judge.Pair(stored["series"][name][HEAD]["median"], verdicts.median(list(sides[HEAD].values())))]
@@ -212,7 +212,7 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> list[Finding]:
 
 
 def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> str:
-    """Why a look is left out, or an empty string: with `wanted` launches in place of `made` it would take too long."""
+    """Return why a look is skipped, or "": `wanted` launches would exceed the time limit, at the pace of `made`."""
     limit = suite.requires.time_s
     if limit is None or look == suite.looks[0] or made == 0 or seconds / made * wanted <= limit:
         return ""
@@ -223,7 +223,7 @@ def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> st
 
 
 def _undecided(findings: Sequence[Finding], suite: Suite) -> bool:
-    """True where a primary series is not decided."""
+    """True if a primary series is undecided."""
     primaries = set(suite.primaries())
     return any(each.verdict == "undecided" for each in findings if each.series in primaries)
 
@@ -231,7 +231,7 @@ def _undecided(findings: Sequence[Finding], suite: Suite) -> bool:
 def _confirmed(
     plan: Plan, launches: Launches, findings: Sequence[Finding], criticals: Sequence[str], say: Callable[[str], Any]
 ) -> tuple[list[Finding], dict[str, bool]]:
-    """Findings after fresh launches: a critical one that they do not find worse again is a warning."""
+    """Return findings after fresh launches: a critical one that they do not confirm becomes a warning."""
     done = launches.finished()
     exact = {each.series for each in findings if each.low == each.high}  # counted, not timed: nothing to confirm
     if set(criticals) <= exact:
@@ -250,7 +250,7 @@ def _confirmed(
 def _record(
     plan: Plan, findings: Sequence[Finding], confirmed: dict[str, bool], notes: Sequence[str], num_launches: int
 ) -> dict[str, Any]:
-    """Everything about a run, as JSON: what history keeps."""
+    """Return everything about a run as JSON values, as history stores it."""
     series: dict[str, dict[str, Any]] = {}
     for name, sides in pairs.launch_medians(plan.workdir / pairs.SAMPLES).items():
         for side, values in sides.items():
@@ -272,7 +272,7 @@ def _record(
 
 
 def _ended(plan: Plan, num_launches: int) -> str:
-    """When these launches had ended: a finished run that is judged anew is no new run."""
+    """Return when these launches ended: a finished run that is judged again is no new run."""
     with contextlib.suppress(OSError, ValueError):
         before = outputs.read_json(plan.workdir / RECORD)
         if before["launches"] == num_launches:

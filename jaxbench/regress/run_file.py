@@ -1,4 +1,4 @@
-"""A run's file: what has to be in it, and what its series measure (S file)."""
+"""A run's file: its required content, and what its series measure (S file)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Gate(pydantic.BaseModel):
 
 
 class _Parity(pydantic.BaseModel):
-    """A case of an imported comparison."""
+    """A parity case of an imported comparison."""
 
     case: str
     backend: str
@@ -57,7 +57,7 @@ class _Parity(pydantic.BaseModel):
 
 
 class _Run(pydantic.BaseModel):
-    """What every run has; more is as it is."""
+    """The fields that every run has; further ones are kept unchecked."""
 
     time_utc: pydantic.AwareDatetime
     host: str
@@ -80,7 +80,7 @@ class _Run(pydantic.BaseModel):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A run's file. A side of a series whose median is not finite is left out.
+    """Read a run's file; a side of a series whose median is not finite is left out.
 
     Raises:
       ValueError: it is damaged, or of a newer schema.
@@ -108,7 +108,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Content of a run's file: strict JSON, the same for the same run."""
+    """Return the content of a run's file: strict JSON, the same for the same run."""
     return json.dumps(outputs.finite(record), ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -118,10 +118,10 @@ def is_finite(median: float | None) -> bool:
 
 
 def check_finite(series: Mapping[str, Sequence[float]]) -> None:
-    """Check that launches of series can be compared.
+    """Check that the launches of series can be compared.
 
     Raises:
-      ValueError: one is not finite.
+      ValueError: a launch's value is not finite.
     """
     for name, launches in series.items():
         if not all(map(math.isfinite, launches)):
@@ -129,9 +129,9 @@ def check_finite(series: Mapping[str, Sequence[float]]) -> None:
 
 
 def work_of(record: Mapping[str, Any], series: str) -> str:
-    """Hash of what a series measures: its case as the suite has it and the model, whatever else is in the suite.
+    """Hash what a series measures: the suite's entry for its case and the model, not the rest of the suite.
 
-    A series of another tool's run says what it measures by its name.
+    A series of another tool's run is identified by its name.
     """
     cases = {case["name"]: case for case in record["suite"].get("cases", ())}
     work = [record.get("model_sha256", ""), cases.get(series.partition(".")[0])]
@@ -139,7 +139,7 @@ def work_of(record: Mapping[str, Any], series: str) -> str:
 
 
 def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run without the medians of its launches."""
+    """Return a run without the medians of its launches."""
     series = {
         name: {side: {key: value for key, value in each.items() if key != "launches"} for side, each in sides.items()}
         for name, sides in record["series"].items()

@@ -1,4 +1,4 @@
-"""What is run over time: the suites of configs/benchmarks/*.yaml (S file)."""
+"""Schema of the benchmark suites in configs/benchmarks/*.yaml (S file)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Count = pydantic.PositiveInt
 
 
 class Case(Base):
-    """What all kinds of cases have."""
+    """Fields that all kinds of cases have."""
 
-    name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)  # of its series: name.metric
+    name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)  # prefix of its series: name.metric
 
 
 class Generation(Case):
-    """Prompts continued greedily by the default generator: first token, tokens after it, seconds of each."""
+    """Greedy generation from prompts by the default generator: first-token time, later tokens, seconds of each."""
 
     workload: Literal["generation"]
     dtype: Dtype = "float32"
@@ -35,11 +35,11 @@ class Generation(Case):
 
 
 class Native(Case):
-    """The same by the native CPU kernels; an error of the case where they cannot be had."""
+    """The same with the native CPU kernels; the case fails where they are not available."""
 
     workload: Literal["native"]
-    weights: Literal["float32", "int8", "q8_0", "q4_0"] = "q8_0"  # format that the matrices are packed in
-    activations: Literal["float32", "int8"] = "float32"  # what products read beside them
+    weights: Literal["float32", "int8", "q8_0", "q4_0"] = "q8_0"  # format in which the matrices are packed
+    activations: Literal["float32", "int8"] = "float32"  # the other operand of the matrix products
     batch: Count = 1
     prompt_tokens: Count = 64
     new_tokens: int = pydantic.Field(default=32, ge=2)
@@ -65,38 +65,38 @@ class Training(Case):
 
 
 class Memory(Case):
-    """One AdamW step of as many layers of the model's shape, a neural memory in each, from random values."""
+    """One AdamW step of as many layers of the model's shape, with a neural memory in each, from random values."""
 
     workload: Literal["memory"]
-    kind: Literal["mac", "mag", "mal", "lmm"] = "mag"  # as context, gate or layer; lmm: beside the layer's attention
+    kind: Literal["mac", "mag", "mal", "lmm"] = "mag"  # as context, gate, layer; lmm: parallel to the attention
     dtype: Dtype = "float32"
     batch: Count = 1
     seq_len: int = pydantic.Field(default=64, ge=2)
     num_layers: Count = 1
-    chunk: Count = 16  # tokens of the memory's chunk, and that the attention sees
+    chunk: Count = 16  # tokens per chunk of the memory, and window of the attention
 
 
 class Tokenizing(Case):
-    """Text to token ids."""
+    """Tokenisation of text."""
 
     workload: Literal["tokenizing"]
     characters: Count = 100_000
 
 
 class Detection(Case):
-    """A watermark's scores and p-values of texts, and the share of marked ones that it finds."""
+    """A watermark's scores and p-values for texts, and the share of marked texts that it finds."""
 
     workload: Literal["detection"]
     scheme: str = "kgw"
     batch: Count = 32
     tokens: int = pydantic.Field(default=200, ge=16)
-    marked: int = pydantic.Field(default=0, ge=0, le=1024)  # texts that carry the mark; 0 = no detection_rate
-    marked_tokens: int = pydantic.Field(default=24, ge=2, le=1024)  # of each: so few that some are missed
+    marked: int = pydantic.Field(default=0, ge=0, le=1024)  # texts that carry the watermark; 0 = no detection_rate
+    marked_tokens: int = pydantic.Field(default=24, ge=2, le=1024)  # tokens of each: so few that some are missed
     false_alarms: float = pydantic.Field(default=1e-5, gt=0, lt=1)  # p-value up to which a text counts as found
 
 
 class Compression(Case):
-    """A text into vectors by the shipped compressor; default model alone."""
+    """Compression of a text into vectors by the shipped compressor; only with the default model."""
 
     workload: Literal["compression"]
     ratio: Count = 8
@@ -104,7 +104,7 @@ class Compression(Case):
 
 
 class Quality(Case):
-    """Bits a byte of the default text's first windows, by the model."""
+    """The model's bits per byte on the default text's first windows."""
 
     workload: Literal["quality"]
     dtype: Dtype = "float32"
@@ -113,14 +113,14 @@ class Quality(Case):
 
 
 class Answers(Case):
-    """Negative log-likelihood of right answers to questions about the default text, by the model."""
+    """The model's negative log-likelihood of correct answers to questions about the default text."""
 
     workload: Literal["answers"]
     dtype: Dtype = "float32"
 
 
 class Hallucination(Case):
-    """Features of an answer over its context, as the hallucination lab's detectors read them."""
+    """Features of an answer given its context, as the hallucination lab's detectors read them."""
 
     workload: Literal["hallucination"]
     dtype: Dtype = "bfloat16"  # the lab's own default
@@ -136,7 +136,7 @@ class Serving(Case):
     requests: int = pydantic.Field(default=4, ge=1, le=256)
     prompt_tokens: Count = 64
     new_tokens: int = pydantic.Field(default=16, ge=2)
-    batch_tokens: Count = 64  # that a step computes at most
+    batch_tokens: Count = 64  # at most, per step
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Serving:
@@ -149,14 +149,14 @@ class Serving(Case):
 
 
 class Parity(Case):
-    """Largest float64 error between JAX and PyTorch of one row of the parity table; needs torch, not the model.
+    """Largest float64 error between JAX and PyTorch in one row of the parity table; needs torch, not the model.
 
-    Last in a suite: PyTorch stays in the process, and its memory would count as that of cases behind.
+    Put it last in a suite: PyTorch stays in the process, and later cases would be charged for its memory.
     """
 
     workload: Literal["parity"]
     row: str = "transformer/llama-grouped"  # id in parity/cases.py
-    gradients: bool = False  # those of outputs and parameters too
+    gradients: bool = False  # compare gradients of outputs and parameters too
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Parity:
@@ -178,12 +178,12 @@ AnyCase = Annotated[
 
 
 class Requires(Base):
-    """What a machine has to have; a suite that asks for more is refused with what is missing."""
+    """Requirements on the machine; a run is refused, with what is missing, if they are not met."""
 
     device: Literal["cpu", "gpu", "tpu"] = "cpu"
     memory_bytes: int = pydantic.Field(default=2**31, ge=0)
-    # Seconds that the launches of a run may take: a further look is left out where it would pass them, by the launches
-    # so far, and its series stay undecided. The first look is always taken. None = no limit.
+    # Time limit for the launches of a run, in seconds. A look that would exceed it, extrapolated from the launches so
+    # far, is skipped, and its series stay undecided. The first look is always taken. None = no limit.
     time_s: float | None = pydantic.Field(default=None, gt=0)
 
 
@@ -192,18 +192,18 @@ class Suite(Base):
 
     model: str = "default"  # default, tiny (random weights), or a folder or GGUF file
     cases: tuple[AnyCase, ...] = pydantic.Field(min_length=1)
-    # Launches, each a fresh process of base and one of head, after which the run may end: all verdicts share alpha
-    # over the looks (Bonferroni), so that looking early costs no false alarms.
+    # Numbers of launches (a fresh process of base and of head each) after which the run may end. Alpha is split over
+    # the looks (Bonferroni), so that looking early adds no false alarms.
     looks: tuple[Count, ...] = (3, 5, 10)
-    rounds: Count = 2  # visits of each process by case and launch: base head head base
-    sample_s: float = pydantic.Field(default=0.3, ge=0)  # seconds of a visit's samples; one sample at least
+    rounds: Count = 2  # visits of each process per case and launch: base head head base
+    sample_s: float = pydantic.Field(default=0.3, ge=0)  # seconds of sampling per visit; at least one sample
     warmup: int = pydantic.Field(default=1, ge=0)
     alpha: float = pydantic.Field(default=0.05, gt=0, lt=0.5)  # of any false verdict in a run
-    confirm: int = pydantic.Field(default=5, ge=0)  # fresh launches that a critical verdict has to stand; 0 = none
+    confirm: int = pydantic.Field(default=5, ge=0)  # fresh launches that must confirm a critical verdict; 0 = none
     primary: tuple[str, ...] = ()  # series that the looks wait for, case.metric; () = tokens_per_s of every case
-    margins: dict[str, Margin] = {}  # by series, metric or kind; the first of these that is named
-    limits: dict[str, Limit] = {}  # by series: what its median has to be, base or none
-    timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)  # of one request to a worker
+    margins: dict[str, Margin] = {}  # by series, metric or kind; the first of these applies
+    limits: dict[str, Limit] = {}  # by series: bounds of its median, with or without a base
+    timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)  # per request to a worker
     threads: int | None = pydantic.Field(default=None, ge=1)  # None = all cores that may be used
     requires: Requires = Requires()
     reports: tuple[Literal["html", "md", "csv", "xml", "json"], ...] = ("html", "md", "csv", "xml", "json")
@@ -234,10 +234,10 @@ class Suite(Base):
         return self
 
     def _check_direction(self, key: str) -> None:
-        """Check which way a margin says is better.
+        """Check the direction that a margin states.
 
         Raises:
-          ValueError: the metric's is the other, or a kind has metrics of both.
+          ValueError: the metric's direction is the other one, or the margin is for a kind, which has both.
         """
         said, metric = self.margins[key].direction, METRICS.get(key.rpartition(".")[2])
         own = None if metric is None else "higher" if metric.higher_is_better else "lower"
@@ -246,7 +246,7 @@ class Suite(Base):
             raise ValueError(f"suite: margins.{key}.direction={said}: {wanted}")
 
     def margin(self, series: str) -> Margin:
-        """How far a series may move: as the suite says by series or metric, else the metric's own, else its kind's."""
+        """Return a series' margin: the suite's for the series or metric, else the metric's own, else its kind's."""
         metric = series.rpartition(".")[2]
         for key in (series, metric):
             if key in self.margins:
@@ -258,13 +258,13 @@ class Suite(Base):
 
     @property
     def id(self) -> str:
-        """Id of what is measured and how it is judged beside a base; limits, judged afterwards, do not change it."""
+        """Id of what is measured and how it is judged against a base; limits, judged afterwards, do not change it."""
         return config_id(self, exclude=("limits",))
 
     def only(self, patterns: Sequence[str]) -> Suite:
-        """The suite with those cases alone whose name or workload matches a pattern, as file names match.
+        """Return the suite with only the cases whose name or workload matches a pattern, by shell wildcards.
 
-        Primary series, margins and limits of the others are left out too.
+        Primary series, margins and limits of the other cases are dropped too.
 
         Raises:
           ValueError: a pattern matches no case.
@@ -290,6 +290,6 @@ class Suite(Base):
         return self.model_copy(update=changes)
 
     def primaries(self) -> tuple[str, ...]:
-        """The series that the looks wait for."""
+        """Return the series that the looks wait for."""
         rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload not in NO_RATE)
         return self.primary or rates

@@ -1,4 +1,4 @@
-"""A run's primary series as a Markdown table between two marks of a document, written and checked (S file)."""
+"""Write and check a run's primary series as a Markdown table between two marks in a document (S file)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BEGIN, END = "<!-- performance: written by `benchmarks.py history table` -->", "
 
 
 def table(record: Mapping[str, Any], run: str) -> str:
-    """The primary series of a run, and what it ran on; every series of head where the run has no primary ones.
+    """Return a table of a run's primary series and what it ran on; of every series of head if it has no primary ones.
 
     Args:
-      run: what the document calls the run.
+      run: the run's name in the document.
 
     Raises:
       ValueError: the run measured none of its primary series.
@@ -43,10 +43,10 @@ def table(record: Mapping[str, Any], run: str) -> str:
 
 
 def placed(text: str, table: str, path: Path) -> str:
-    """A document's text with a table between its marks.
+    """Return a document's text with a table between its marks.
 
     Raises:
-      ValueError: the marks are not there once each, in this order.
+      ValueError: the marks do not each occur once, in this order.
     """
     counts = (text.count(BEGIN), text.count(END))
     if counts != (1, 1) or text.index(BEGIN) > text.index(END):
@@ -58,7 +58,7 @@ def placed(text: str, table: str, path: Path) -> str:
 
 
 def write(path: Path, table: str) -> bool:
-    """Put a table between a document's marks; True where that changed it.
+    """Put a table between a document's marks; return True if that changed the document.
 
     Raises:
       ValueError: the document cannot be read, or its marks are not as wanted.
@@ -71,7 +71,7 @@ def write(path: Path, table: str) -> bool:
 
 
 def is_current(path: Path, table: str) -> bool:
-    """True where a document has this table between its marks.
+    """True if a document has this table between its marks.
 
     Raises:
       ValueError: as `write` raises.
@@ -81,10 +81,10 @@ def is_current(path: Path, table: str) -> bool:
 
 
 def read(path: Path) -> str:
-    """Text of a document.
+    """Read the text of a document.
 
     Raises:
-      ValueError: it is not there, or no text.
+      ValueError: it does not exist, or is not text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def read(path: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text inside a table: series of other tools have any name."""
+    """Escape a text for a table cell: series of other tools can have any name."""
     return html.escape(text, quote=False).replace("|", "\\|").replace("\n", " ")
 
 
@@ -104,7 +104,7 @@ def _measured(name: str, side: Mapping[str, Any], unit: str) -> tuple[str, ...]:
 
 
 def _caption(record: Mapping[str, Any], run: str) -> str:
-    """What the table is of: commits, launches, machine, and the command that shows more."""
+    """Return the table's caption: commits, launches, machine, and the command that shows more."""
     sides, machine = record["sides"], record["machine"]
     base = f" beside `{sides['base']['commit']}`" if "base" in sides else ""
     cores = f", {machine['threads']} threads" if "threads" in machine else ""

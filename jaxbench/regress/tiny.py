@@ -1,4 +1,4 @@
-"""A decoder of random weights that runs in milliseconds: what the tests and a first look run (S file)."""
+"""A decoder with random weights that runs in milliseconds, for tests and first trials (S file)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = TransformerConfig(
 
 
 def save(folder: Path) -> None:
-    """Write its folder where it is not there."""
+    """Write its folder if it does not exist."""
     if folder.exists():
         return
     params = {name: value.astype(np.float32) for name, value in initial.initial_params(SHAPE, 0).items()}

@@ -1,7 +1,7 @@
-"""A commit as a folder that can be run: a worktree with the packages that it pins (S file).
+"""Turn a commit into a folder that can be run: a worktree with the packages that it pins (S file).
 
-The folder and its packages are made once and kept for the next run. Where the commit pins what this one does, the
-packages of this interpreter serve it.
+The folder and its packages are made once and kept for the next run. If the commit pins the same versions as this one,
+it uses the packages of this interpreter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxbench.measure import environment, process
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ("pyproject.toml", "constraints.txt")
-BUILD_S = 1800.0  # most that packages may take to install
-ANSWER_S = 60.0  # and a version to say what variables it sets
+BUILD_S = 1800.0  # time limit for installing packages
+ANSWER_S = 60.0  # time limit for a version to report the variables that it sets
 VARIABLES = """import json, sys
 from jaxbench.measure import process
 print(json.dumps(process.environment(sys.argv[1], threads=int(sys.argv[2]))))"""
 
 
 class Tree(NamedTuple):
-    """A version of the code that can be run."""
+    """A runnable version of the code."""
 
     root: Path
     python: Path
@@ -37,9 +37,9 @@ class Tree(NamedTuple):
     subject: str  # first line of the commit's message
 
     def environment(self, device: str, threads: int) -> dict[str, str]:
-        """Variables of a process that imports it: the user's, and those that this version's commands set.
+        """Return the environment of a process that imports it: the user's, and what this version's commands set.
 
-        Where it cannot say, as one from before `measure.process`, those of the version that is running.
+        A version that cannot report them, such as one older than `measure.process`, gets those of the running version.
         """
         paths = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         own = process_environment.inherited() | paths
@@ -55,27 +55,27 @@ class Tree(NamedTuple):
 
 
 class NotBuilt(RuntimeError):
-    """A commit that cannot be run here; str() says why in one line."""
+    """A commit cannot be run here; str() says why in one line."""
 
 
 def here() -> Tree:
-    """The code that is running, uncommitted changes included."""
+    """Return the running code, including uncommitted changes."""
     return Tree(ROOT, Path(sys.executable), environment.commit(), _subject("HEAD"))
 
 
 def of_commit(name: str, folder: Path, *, say: Callable[[str], Any] = lambda text: None) -> Tree:
-    """The tree of a commit, branch or tag, made under `folder` where it is not there.
+    """Return the tree of a commit, branch or tag; create it under `folder` if it does not exist.
 
     Raises:
       ValueError: git knows no such commit.
-      NotBuilt: its worktree or its packages cannot be made.
+      NotBuilt: its worktree cannot be created or its packages cannot be installed.
     """
     sha = resolved(name)
     root = (folder / sha[:12]).absolute()
     if not (root / "pyproject.toml").is_file():
         say(f"worktree of {sha[:12]}")
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(root, ignore_errors=True)  # what a run that was killed left of it
+        shutil.rmtree(root, ignore_errors=True)  # remains of a run that was killed
         _git("worktree", "prune")
         try:
             _git("worktree", "add", "--detach", "--force", str(root), sha)
@@ -90,10 +90,10 @@ def remove(tree: Tree) -> None:
 
 
 def resolved(name: str) -> str:
-    """SHA of a commit.
+    """Return the SHA of a commit.
 
     Raises:
-      ValueError: git knows none of this name.
+      ValueError: git knows no commit of this name.
     """
     try:
         return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").strip()
@@ -104,7 +104,7 @@ def resolved(name: str) -> str:
 
 
 def _python(root: Path, name: str, say: Callable[[str], Any]) -> Path:
-    """Interpreter with the packages that a tree pins."""
+    """Return an interpreter that has the packages that a tree pins."""
     if _pins(root) == _pins(ROOT):
         return Path(sys.executable)
     script, venv = root / ".ci" / "environment", root / ".venv"
@@ -132,7 +132,7 @@ def _subject(name: str) -> str:
     try:
         return _git("log", "-1", "--format=%s", name).strip()
     except (OSError, subprocess.SubprocessError):
-        return ""  # a copy without git
+        return ""  # a copy that is no git repository, or git is missing
 
 
 def _git(*arguments: str) -> str:

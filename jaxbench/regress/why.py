@@ -1,8 +1,8 @@
-"""Why a case became slower: the stage, the operations whose time moved, the program's HLO, the packages (S file).
+"""Explain why a case became slower: the stage, operations whose time changed, the program's HLO, packages (S file).
 
-Data's way: the regressions of a run -> fresh processes of both sides -> each case that became worse once more, under
-JAX's profiler, base head head base -> what differs. An operation has moved where the profiles of one side all lie above
-those of the other; by chance that is 2 of 70 with four of each, and nothing is gated on it.
+Data flow: the regressions of a run -> fresh processes of both sides -> each case that became worse once more, under
+JAX's profiler, base head head base -> what differs. An operation counts as moved if all profiles of one side lie above
+all of the other; with four of each that happens by chance in 2 of 70 cases, and nothing is gated on it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches
 
 ROUNDS = 4  # profiles of each side
-SHOWN = 12  # operations
-LEAST = 0.005  # of a measurement's time, by which an operation has moved at least
-STAGES = {  # metric -> what a process does meanwhile
+SHOWN = 12  # operations shown
+LEAST = 0.005  # least share of a measurement's time by which an operation must move
+STAGES = {  # metric -> what the process does in that time
     "import_s": "import", "load_s": "load", "trace_s": "trace", "lower_s": "lower", "compile_warm_s": "compile",
     "tokens_per_s": "run", "first_token_s": "run", "token_p50_s": "run", "token_p90_s": "run", "token_p99_s": "run",
     "end_to_end_s": "run",
@@ -29,11 +29,11 @@ STAGES = {  # metric -> what a process does meanwhile
 
 
 def explain(launches: Launches, findings: Sequence[Finding], folder: Path) -> dict[str, Any]:
-    """What differs in the cases that became worse; JSON.
+    """Find what differs in the cases that became worse; returns JSON values.
 
     Args:
       launches: of a run that has a base.
-      folder: for the programs' texts and their differences.
+      folder: where the programs' texts and their differences go.
     """
     stages = stages_of(findings)
     found: dict[str, Any] = {"packages": {}, "cases": {name: {"stages": each} for name, each in stages.items()}}
@@ -50,7 +50,7 @@ def explain(launches: Launches, findings: Sequence[Finding], folder: Path) -> di
 
 
 def stages_of(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
-    """By case with a regression: stages that became slower, each with the largest share; {} where only counts did."""
+    """Return, by case with a regression, its slower stages with the largest share; {} if only counts became worse."""
     found: dict[str, dict[str, float]] = {}
     for each in findings:
         if each.verdict == "regression":
@@ -62,7 +62,7 @@ def stages_of(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
 
 
 def _case(launches: Launches, case: Any, workers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Profiles and programs of a case on both sides; why not, where one fails."""
+    """Profile a case and compare its programs on both sides; if one fails, return the reason instead."""
     launches.say(f"why: {case.name}, load and compile")
     opcodes, profiles = {}, {BASE: [], HEAD: []}
     for side, worker in workers.items():
@@ -95,7 +95,10 @@ def _case(launches: Launches, case: Any, workers: Mapping[str, Any], folder: Pat
 
 
 def moved(base: Sequence[Mapping], head: Sequence[Mapping], *, least: float) -> list[dict[str, Any]]:
-    """Operations whose seconds moved by `least`, all profiles of one side above those of the other; most first."""
+    """Return operations that changed by `least` seconds or more, all profiles of one side above those of the other.
+
+    The largest change comes first.
+    """
     names = {name for each in (*base, *head) for name in each["operations"]}
     found = []
     for name in names:
@@ -110,7 +113,7 @@ def moved(base: Sequence[Mapping], head: Sequence[Mapping], *, least: float) -> 
 
 
 def sentences(why: Mapping[str, Any]) -> list[str]:
-    """An explanation in words, a line each."""
+    """Return an explanation as sentences, one per line."""
     said = []
     if changed := why["packages"]:
         pairs = ", ".join(
@@ -148,7 +151,7 @@ def _case_sentences(each: Mapping[str, Any]) -> list[str]:
 
 
 def _differing(base: Mapping[str, Any], head: Mapping[str, Any], *, missing: Any = "") -> dict[str, list[Any]]:
-    """What differs between two mappings: both values."""
+    """Return, by key, both values where two mappings differ."""
     both = {name: [base.get(name, missing), head.get(name, missing)] for name in sorted(base.keys() | head.keys())}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
@@ -158,7 +161,7 @@ def _total(profiles: Sequence[Mapping]) -> float:
 
 
 def _write_difference(folder: Path, program: str) -> None:
-    """Instructions that one side has more often than the other, as a text; nothing where there are none."""
+    """Write the instructions that one side has more often than the other to a text file; no file if there are none."""
     sides = []
     for side in (BASE, HEAD):
         path = folder / side / f"{program}.txt"

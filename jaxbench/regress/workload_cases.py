@@ -1,7 +1,7 @@
-"""What a suite's cases of one workload's own library run, in whichever tree of jaxbench the process imports.
+"""Cases of a suite that need one workload's own library, run on whichever jaxbench tree the process imports.
 
-As cases.py, whose table this file's is merged with: loads what it needs, prepares its programs, measures itself once a
-call. Both files are read by path beside another tree's library, so neither imports the other.
+Cases work as in cases.py: each loads what it needs, prepares its programs and takes one measurement per call. The two
+WORKLOADS tables are merged. Both files are loaded by path next to another tree's library, so neither imports the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# Of the default text's paragraphs, each found by a phrase of its own: (phrase, question, answer).
+# About the default text's paragraphs, each found by a unique phrase: (phrase, question, answer).
 QUESTIONS = (
     (
         "PEP 3119 - Introducing Abstract Base Classes",
@@ -27,7 +27,7 @@ QUESTIONS = (
     ("If there are more positional arguments", "What is raised for too many arguments?", "a TypeError"),
     ("A list display yields a new list", "What does a list display yield?", "a new list object"),
 )
-LEAST_ERROR = 2.0**-53  # half of float64's last place: tensors that are equal have no ratio to be judged by
+LEAST_ERROR = 2.0**-53  # half of float64's last place: an error of 0, of equal tensors, gives no ratio to judge
 
 
 class Answers:
@@ -37,7 +37,7 @@ class Answers:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Model, and a row for each question: paragraph, question and answer."""
+        """Load the model, and build a row for each question: paragraph, question and answer."""
         from jaxbench import transformer
         from jaxbench.pretrained import assets, tokenizer, weights
 
@@ -54,12 +54,12 @@ class Answers:
         self.rows = np.zeros((len(texts), size), np.int32)
         self.is_answer = np.zeros((len(texts), size), bool)
         for row, (asked, answer) in enumerate(texts):
-            ids = (asked + answer)[-size:]  # the end of a paragraph that a short model has no room for
+            ids = (asked + answer)[-size:]  # keep the end where the row exceeds a short model's context
             self.rows[row, : len(ids)] = np.array(ids) % held.config.vocab_size
             self.is_answer[row, len(ids) - len(answer) : len(ids)] = True
 
     def prepare(self) -> dict[str, Any]:
-        """The compiled forward pass."""
+        """Compile the forward pass."""
         import jax
         import jax.numpy as jnp
 
@@ -74,7 +74,7 @@ class Answers:
         return {"forward": self.program}
 
     def measure(self) -> dict[str, Any]:
-        """Nats a token of the answers, which are the same every time."""
+        """Measure nats per token of the answers, the same every time."""
         return {"answer_nll": float(self.program(self.built, self.rows, self.is_answer))}
 
 
@@ -85,7 +85,7 @@ class Hallucination:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """The reader, the context, and an answer that is the text behind it."""
+        """Load the reader, the context, and as the answer the text that follows it."""
         from jaxbench.hallucination import extract, group, reader_settings
         from jaxbench.pretrained import assets
 
@@ -97,12 +97,12 @@ class Hallucination:
         self.group = group.Group(context, "What does the text say?", (answer,), ("0",))
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled by the first call."""
+        """Compile by making a first call."""
         self.measure()
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """One answer with its context, which is read anew; tokenising included."""
+        """Score one answer with its context, which is read again each time, including tokenisation."""
         started = time.perf_counter()
         list(self.read_group(self.group, self.reader, self.words, self.window, self.settings))
         tokens = self.case["context_tokens"] + self.case["answer_tokens"]
@@ -116,7 +116,7 @@ class Serving:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """The engine's settings; it loads its weights as it compiles."""
+        """Build the engine's settings; the engine loads its weights when it compiles."""
         from jaxbench.serve import request, settings
 
         case = self.case
@@ -132,16 +132,16 @@ class Serving:
         self.random = np.random.default_rng(0)
 
     def prepare(self) -> dict[str, Any]:
-        """Weights, blocks and compiled programs.
+        """Load weights, allocate blocks and compile programs.
 
         Raises:
-          NotAvailable: native kernels are asked for and cannot be had here.
+          NotAvailable: native kernels are requested but not available here.
         """
         self.engine = self.load_engine(self.config)
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """All requests to their last token; their prompts are new each time, so that the cache knows none."""
+        """Run all requests to their last token; prompts are new each time, so that none is in the cache."""
         case, size = self.case, self.engine.runner.vocab_size
         rows = self.random.integers(0, size, (case["requests"], case["prompt_tokens"])).tolist()
         found = answered(self.engine, self.request, rows, case["new_tokens"])
@@ -149,9 +149,9 @@ class Serving:
 
 
 def answered(engine: Any, request: Any, rows: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Seconds until the engine has answered requests that arrive together, of the median first token, and token gaps.
+    """Time requests that arrive together: seconds until all are answered, median first-token time, and token gaps.
 
-    request: jaxbench.serve.request.Request of the tree that the engine is of.
+    request: jaxbench.serve.request.Request of the engine's tree.
 
     Raises:
       ValueError: a request ends with an error.
@@ -184,7 +184,7 @@ class Parity:
         self.case = case
 
     def load(self) -> None:
-        """The row's model on both sides."""
+        """Load the row's model on both sides."""
         from jaxbench.parity import cases, distance, evidence, run
 
         row = cases.find(self.case["row"])
@@ -195,12 +195,12 @@ class Parity:
             self.sides = run.sides(row, config, params, dtype="float64", backend="flax")
 
     def prepare(self) -> dict[str, Any]:
-        """Compiled by the first call."""
+        """Compile by making a first call."""
         self.measure()
         return {}
 
     def measure(self) -> dict[str, Any]:
-        """Relative error of loss and modules' outputs, and of gradients where they are wanted."""
+        """Measure the relative error of loss and module outputs, and of gradients if requested."""
         with self.run.pinned("float64"), self.run.torch_threads(self.row):
             ours, reference = (
                 side.trace(self.arrays, gradients=self.case["gradients"], seed=self.seed) for side in self.sides
@@ -208,7 +208,7 @@ class Parity:
         errors = [LEAST_ERROR, self.compare({"loss": ours.loss}, {"loss": reference.loss}, kind="loss").worst.error]
         for kind in ("outputs", "output_gradients", "gradients"):
             values, wanted = getattr(ours, kind), getattr(reference, kind)
-            shared = {name: wanted[name] for name in values}  # a scanned model shows its logits alone
+            shared = {name: wanted[name] for name in values}  # a scanned model records only its logits
             worst = self.compare(values, shared, kind=kind).worst
             errors += [] if worst is None else [worst.error]
         return {"parity_error": max(errors)}

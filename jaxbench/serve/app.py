@@ -1,6 +1,6 @@
-"""The server's interface: OpenAI's paths, health, metrics and a page (S file; extra `serve`).
+"""The server's HTTP interface: OpenAI's paths, health, metrics and a page (S file; extra `serve`).
 
-Bad input is a sentence with a status from 400 on, whatever it is; nothing of a prompt goes into the log.
+Any bad input is answered with a sentence and a status of 400 or above; no part of a prompt goes into the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Watermarks | None = None) -> Starlette:
-    """The application; the model is loaded by its worker as it starts. load_tokenizer: called then."""
+    """Return the application; its worker loads the model at startup. load_tokenizer: called at startup."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -73,7 +73,7 @@ def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Wa
 
 
 def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """The handler behind the key, its errors as sentences, its requests in the log and in the metrics."""
+    """Wrap a handler: check the key, turn errors into sentences, record requests in the log and in the metrics."""
 
     async def run(request: Request) -> Response:
         started, id = time.monotonic(), f"req-{secrets.token_hex(8)}"
@@ -95,7 +95,7 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
         response.headers["x-request-id"] = id
         service: Service = request.app.state.service
         service.metrics.http(path, response.status_code)
-        if request.method == "POST" and not isinstance(response, _Stream):  # a stream says at its end how it went
+        if request.method == "POST" and not isinstance(response, _Stream):  # a stream reports its outcome at its end
             service.watch.observe("error_share", float(response.status_code >= 500), time.monotonic())
         seconds = round(time.monotonic() - started, 4)
         fields = {"request": id, "path": path, "status": response.status_code, "seconds": seconds}
@@ -106,7 +106,7 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
 
 
 def _route(request: Request) -> str:
-    """Path of the route that was taken: nothing that a client made up."""
+    """Return the path of the matched route, never text that a client made up."""
     if "job" in request.path_params:
         return jobs.RESULT if request.scope["path"].endswith("/scores") else jobs.ONE
     return MODEL_PATH if request.path_params else request.scope["path"]
@@ -118,33 +118,33 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def check_key(request: Request) -> None:
-    """Check that a request has the key, where there is one.
+    """Check that a request carries the API key, if one is set.
 
     Raises:
-      Bad: it has not.
+      Bad: the key is missing or wrong.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which a Host header has a part in
+    if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which depends on the Host header
         return
     given = request.headers.get("authorization", "").strip()
     scheme, _, rest = given.partition(" ")
-    given = rest.strip() if scheme.lower() == "bearer" else given  # RFC 7235: in letters of either case
+    given = rest.strip() if scheme.lower() == "bearer" else given  # RFC 7235: case-insensitive
     if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
         said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         raise Bad(said, 401, code="invalid_api_key")
 
 
 async def _body(request: Request, kind: type[pydantic.BaseModel]) -> Any:
-    """The body, checked.
+    """Read and validate a request's body.
 
     Raises:
-      Bad: it is too large, no JSON, or not what is wanted.
+      Bad: it is too large, is not JSON, or does not validate.
     """
     return intake.parsed(await body_bytes(request, request.app.state.config.max_body_bytes), kind)
 
 
 async def body_bytes(request: Request, most: int) -> bytes:
-    """The bytes of a body.
+    """Read the bytes of a body.
 
     Raises:
       Bad: there are more than `most`.
@@ -195,14 +195,14 @@ async def _disconnected(request: Request) -> None:
 
 
 class _Stream(StreamingResponse):
-    """Events of answers; whoever goes before their end leaves nothing behind."""
+    """Stream of the events of answers; if the client leaves early, the answers are dropped."""
 
     def __init__(self, events: AsyncIterator[str], service: Service, answers: Sequence[Answer]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._service, self._answers = service, answers
 
     async def __call__(self, *arguments: Any) -> None:
-        """Send them."""
+        """Send the events, then record whether the stream failed, and drop the answers."""
         try:
             await super().__call__(*arguments)
         finally:
@@ -212,12 +212,12 @@ class _Stream(StreamingResponse):
 
 
 async def models(request: Request) -> Response:
-    """The one model that is served."""
+    """List the one model that is served."""
     return JSONResponse({"object": "list", "data": [_model(request)]})
 
 
 async def model(request: Request) -> Response:
-    """The model of a name."""
+    """Describe the model with the given name."""
     intake.check_model(request.path_params["id"], request.app.state.name)
     return JSONResponse(_model(request))
 
@@ -228,14 +228,14 @@ def _model(request: Request) -> dict[str, Any]:
 
 
 class TokenizeBody(pydantic.BaseModel):
-    """A text whose tokens are wanted."""
+    """A text to tokenize."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     text: str
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     body, service = await _body(request, TokenizeBody), request.app.state.service
     try:
         text = texts.check_text(body.text, "text")
@@ -246,7 +246,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def find_watermarks(request: Request) -> Response:
-    """Which of the server's watermarks a text carries."""
+    """Report which of the server's watermarks a text carries."""
     body, service = await _body(request, DetectBody), request.app.state.service
     service.check_ready()
     if service.finder is None:
@@ -263,12 +263,12 @@ async def find_watermarks(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Whether the server runs."""
+    """Report that the server runs."""
     return JSONResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """Whether requests are taken."""
+    """Report whether requests are accepted."""
     service: Service = request.app.state.service
     is_ready = service.state == "ready"
     headers = {} if is_ready else {"Retry-After": str(RETRY_S)}
@@ -276,12 +276,12 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Everything that is counted."""
+    """Return all metrics."""
     counts = await asyncio.to_thread(jobs.counted, request.app.state.config)
     request.app.state.service.metrics.jobs(counts)
     return Response(request.app.state.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def page(request: Request) -> Response:
-    """A page to talk to the model, and to watch the server."""
+    """Return a page to chat with the model and to watch the server."""
     return HTMLResponse(PAGE.read_text(encoding="utf-8"))

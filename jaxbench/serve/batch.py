@@ -1,8 +1,8 @@
-"""A file of requests into a file of answers, through the running batch (S file).
+"""Answer a file of requests with a file of answers, through the running batch (S file).
 
 Lines are those of OpenAI's batch interface (https://platform.openai.com/docs/api-reference/batch): custom_id, method,
-url and body in; id, custom_id, response and error out, in the order of the input. Finished lines are in a part file,
-where the same command goes on; a request that cannot be served is an answer with its status, as from the server.
+url and body in; id, custom_id, response and error out, in the order of the input. Finished lines are kept in a part
+file, from which the same command resumes; a request that cannot be served gets its status, as from the server.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ URLS: dict[str, tuple[type, type[stream.Form]]] = {
     "/v1/completions": (CompletionBody, stream.Completion),
     "/v1/chat/completions": (ChatBody, stream.Chat),
 }
-FORMAT = 2  # of answers; those of another one are not gone on with
-ATTEMPTS = 3  # of a request whose engine died under it, the last with no other begun beside it
+FORMAT = 2  # version of the answers; a part file of another one is not resumed
+ATTEMPTS = 3  # of a request whose engine died under it; the last one runs alone
 
 
 class Line(pydantic.BaseModel):
@@ -54,15 +54,15 @@ class Job(NamedTuple):
 
 
 def lines(source: Path) -> Iterator[Line]:
-    """Yield the requests of a file; lines without a character are none.
+    """Yield the requests of a file; blank lines are skipped.
 
     Raises:
-      ValueError: a line is no request; the message names it.
+      ValueError: a line is not a request; the message names it.
     """
     with open(source, "rb") as file:
         for number, text in enumerate(file, 1):
             if number == 1:
-                text = text.removeprefix(codecs.BOM_UTF8)  # as editors of Windows put it there
+                text = text.removeprefix(codecs.BOM_UTF8)  # as Windows editors write it
             if not text.strip():
                 continue
             try:
@@ -72,10 +72,10 @@ def lines(source: Path) -> Iterator[Line]:
 
 
 def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> Job:
-    """Read all requests once, and say where their answers go; identity: what decides them beside the file.
+    """Check all requests, and return the job; identity: what the answers depend on in addition to the file.
 
     Raises:
-      ValueError: there is none, one is none, two have the same custom_id, or the output cannot be written.
+      ValueError: there is no request, a line is not one, two have the same custom_id, or the output cannot be written.
     """
     path, target = Path(source), outputs.check_file(output, (source,), overwrite=overwrite)
     if not path.is_file():
@@ -94,12 +94,12 @@ def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> 
 
 
 async def run(service: Service, name: str, job: Job, advance: Callable[[int], Any]) -> int:
-    """Answer what the part file does not have yet, and put it in the output's place; how many had an error.
+    """Answer what the part file does not have yet, and move it to the output; return how many requests failed.
 
-    name: of the model, as bodies give it.
+    name: the model's, as bodies give it.
 
     Raises:
-      ValueError: the model cannot be loaded, or something has appeared in the output's place.
+      ValueError: the model cannot be loaded, or the output has appeared meanwhile.
     """
     outputs.check_file(job.output, overwrite=job.overwrite)  # again: another command may have ended since
     store.cut_short(job.part)
@@ -126,7 +126,7 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
 
 
 async def _written(waiting: collections.deque, part: Path, advance: Callable[[int], Any]) -> None:
-    """Write the first answer, and those behind it that are there already, with one wait for the disk."""
+    """Write the first answer, and those after it that are ready, with one wait for the disk."""
     rows = [await waiting[0]]
     waiting.popleft()
     while waiting and waiting[0].done():
@@ -136,7 +136,7 @@ async def _written(waiting: collections.deque, part: Path, advance: Callable[[in
 
 
 class Turns:
-    """Attempts beside each other, and attempts of which each is alone."""
+    """Lets attempts run either concurrently or alone."""
 
     def __init__(self) -> None:
         self._alone = asyncio.Lock()
@@ -144,7 +144,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
-        """Begin beside others, once nobody is alone."""
+        """Run concurrently with others, once no attempt runs alone."""
         async with self._alone:
             own = asyncio.get_running_loop().create_future()
             self._running.add(own)
@@ -156,7 +156,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def last(self) -> AsyncIterator[None]:
-        """Wait for all that are under way, and begin alone."""
+        """Wait for all attempts in progress, then run alone."""
         async with self._alone:
             while self._running:
                 await asyncio.wait(self._running)
@@ -164,9 +164,9 @@ class Turns:
 
 
 async def _answered(service: Service, name: str, id: str, line: Line, turns: Turns) -> dict[str, Any]:
-    """The answer to a line, as the server would give it.
+    """Return the answer to a line, as the server would give it.
 
-    turns: the last attempt is made alone, so that a request that the engine dies of does not use up those of others.
+    turns: the last attempt runs alone, so that a request that kills the engine does not use up those of others.
     """
     status, value = 500, error_body("the engine failed", "server_error")
     for attempt in range(ATTEMPTS):
@@ -182,10 +182,10 @@ async def _answered(service: Service, name: str, id: str, line: Line, turns: Tur
 
 
 async def _attempt(service: Service, name: str, id: str, line: Line, shown: str) -> tuple[int, dict[str, Any]]:
-    """Status and body of the answer to a line; 500 where another attempt may end otherwise. shown: the answer's id.
+    """Return status and body of the answer to a line; 500 where another attempt may succeed. shown: the answer's id.
 
     Raises:
-      Bad: as _submitted, or the line asks for what a file does not have.
+      Bad: as _submitted, or the body does not validate or asks for a stream, or the engine refuses the request.
     """
     kind, form = URLS[line.url]
     body = intake.checked(line.body, kind)
@@ -195,16 +195,16 @@ async def _attempt(service: Service, name: str, id: str, line: Line, shown: str)
     value, error = await form(shown, name, service.tokenizer, body).whole(answers)
     if error is None:
         return 200, value
-    if are_refused(answers):  # as it would be the next time
+    if are_refused(answers):  # another attempt would end alike
         raise intake.Bad(error)
     return 500, error_body(error, "server_error")
 
 
 async def _submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Any]:
-    """Answers in progress, as soon as there is room for them.
+    """Submit a body as soon as there is room for it; return its answers in progress.
 
     Raises:
-      Bad: the model does not take them.
+      Bad: the model does not take it.
       ValueError: the model cannot be loaded.
     """
     while True:

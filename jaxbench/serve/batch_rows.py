@@ -1,4 +1,4 @@
-"""Tokens of requests as one step's arrays (S file)."""
+"""Tokens of requests as the arrays of one step (S file)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     tokens: Int[np.ndarray, " R"]
     positions: Int[np.ndarray, " R"]  # -1 = padding
-    table: Int[np.ndarray, "R P"]  # block of each row's positions, in order; 0 where there is none
+    table: Int[np.ndarray, "R P"]  # blocks of each row's positions, in order; 0 = none
     wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted
     copies: Int[np.ndarray, "C 2"]  # blocks (from, to), copied all at once before anything is written
 
@@ -28,26 +28,26 @@ class Runner(Protocol):
     vocab_size: int
     sizes: tuple[int, ...]  # numbers of rows that are compiled, ascending
     max_wanted: int
-    segment: int | None  # None = how a text is cut into steps changes no bit, and blocks with the same text are shared
+    segment: int | None  # None = how a text is split into steps changes no bit, and blocks of equal text are shared
 
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+        """Return the logits of the wanted rows; afterwards the blocks hold the keys and values of all rows."""
 
     def reset(self) -> None:
-        """Make the cache anew; nothing in it counts any more."""
+        """Make a new cache; the content of the old one is lost."""
 
 
 class Rows(NamedTuple):
-    """Neighbouring tokens of one text."""
+    """Consecutive tokens of one text."""
 
     blocks: Many[int]  # of the text
     tokens: Many[int]
     start: int  # position of the first
-    num_wanted: int  # how many of the last ones' logits are wanted
+    num_wanted: int  # number of last tokens whose logits are wanted
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens of one text that a runner with segments computes together."""
+    """Consecutive tokens of one text that a runner with segments computes together."""
 
     block: int  # of the text
     start: int  # position of the first token
@@ -56,10 +56,10 @@ class Piece(NamedTuple):
 
 
 def pieces(batch: Batch, segment: int) -> list[Piece]:
-    """A step's texts cut at multiples of a segment, in order; a text has one block.
+    """Cut a step's texts at multiples of a segment, in order; a text has one block.
 
     Raises:
-      ValueError: blocks would be copied, or a text goes on inside a segment with more than a token.
+      ValueError: blocks are to be copied, or a text continues inside a segment with more than one token.
     """
     if len(batch.copies):
         raise ValueError(f"slots: {len(batch.copies)} blocks to be copied; wanted none")
@@ -79,7 +79,7 @@ def pieces(batch: Batch, segment: int) -> list[Piece]:
 
 
 def batch_of(runner: Runner, rows: Many[Rows], copies: Int[np.ndarray, "C 2"]) -> Batch:
-    """Rows of texts as a step of a runner, filled up to one of its sizes."""
+    """Return rows of texts as a step of a runner, padded to one of its sizes."""
     count = sum(len(each.tokens) for each in rows)
     size = next(size for size in runner.sizes if size >= count)
     width = -(-runner.max_seq_len // runner.block_size)

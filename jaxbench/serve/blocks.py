@@ -1,8 +1,8 @@
-"""Blocks of the cache: which are free, who reads which, and which hold text that others can go on from (S file).
+"""Blocks of the cache: which are free, who reads which, and which hold text that other requests can reuse (S file).
 
-A block holds the keys and values of `block_size` neighbouring positions. Several requests may read one; a request
-writes only into blocks that it alone reads. A block whose text is known is found again by that text and all text before
-it, also when nobody reads it, until its room is needed.
+A block holds the keys and values of `block_size` consecutive positions. Several requests may read one; a request
+writes only into blocks that no other request reads. A block whose text is known is found by that text and all text
+before it, even while no request reads it, until its room is needed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ ROOT = b""  # digest of no text
 
 
 class Match(NamedTuple):
-    """What of a text is in blocks already."""
+    """The beginning of a text that is in blocks already."""
 
-    blocks: list[int]  # whole ones, in order; the caller reads them from now on
-    tail: int | None  # a block whose beginning goes on with the text, to be copied from; nobody reads it for that
-    tail_length: int  # positions of it that are the text's
-    digests: list[bytes]  # of the whole blocks
+    blocks: list[int]  # full ones, in order; the caller is a reader of them now
+    tail: int | None  # a block that begins with the text's next tokens, to copy from; it gets no reader
+    tail_length: int  # positions of it that belong to the text
+    digests: list[bytes]  # of the full blocks
 
 
 class BlockPool:
-    """All blocks but block 0, which belongs to nobody: padding is written there."""
+    """All blocks except block 0, which belongs to no request: padding is written there."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        """num_blocks: with block 0.
+        """num_blocks: including block 0.
 
         Raises:
-          ValueError: there is no block to give away.
+          ValueError: there is no block to allocate, or it has no position.
         """
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"blocks: {num_blocks} of {block_size} positions; wanted at least 2 of at least 1")
         self.block_size, self.num_blocks = block_size, num_blocks
-        self._free = collections.deque(range(1, num_blocks))  # that hold nothing
+        self._free = collections.deque(range(1, num_blocks))  # blocks that hold nothing
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # known, unread; oldest first
         self._readers = [0] * num_blocks
         self._text: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> parent's digest, its own, tokens
@@ -47,16 +47,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had: those that hold nothing and those that nobody reads."""
+        """Number of blocks that can be allocated: those that hold nothing and those that nobody reads."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_known(self) -> int:
-        """Blocks that can be found by their text."""
+        """Number of blocks that can be found by their text."""
         return len(self._text)
 
     def allocate(self) -> int | None:
-        """A block of the caller's own, or None where there is none; known text that was unread longest makes room."""
+        """Allocate a block, or return None if there is none; the known text that has been unread longest makes room."""
         if self._free:
             block = self._free.popleft()
         elif self._kept:
@@ -68,7 +68,7 @@ class BlockPool:
         return block
 
     def release(self, block: int) -> None:
-        """One reader less.
+        """Remove one reader from a block.
 
         Raises:
           ValueError: the block has none.
@@ -83,11 +83,11 @@ class BlockPool:
                 self._free.append(block)
 
     def is_shared(self, block: int) -> bool:
-        """True where others read it too, or may come to read it by its text."""
+        """Return whether others read it too, or may find it by its text."""
         return self._readers[block] > 1 or block in self._text
 
     def publish(self, block: int, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Make a whole block known by its text, and return the digest; a text that is known keeps its first block.
+        """Make a full block known by its text, and return the digest; a known text keeps its first block.
 
         parent: digest of the block before it, ROOT for the first.
         """
@@ -99,7 +99,7 @@ class BlockPool:
         return own
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Blocks that hold the beginning of a text; one of its tokens at least stays to be computed."""
+        """Find blocks that hold the beginning of a text, and read them; at least one token is left to be computed."""
         size, most = self.block_size, len(tokens) - 1
         blocks, digests, parent = [], [], ROOT
         while (len(blocks) + 1) * size <= most:
@@ -122,12 +122,12 @@ class BlockPool:
         return Match(blocks, tail, length, digests)
 
     def distrust(self, block: int) -> None:
-        """Make the text of a block that somebody reads unknown: what it holds may be wrong."""
+        """Make the text of a block in use unknown: the block's content may be wrong."""
         if block in self._text:
             self._forget(block)
 
     def forget(self) -> None:
-        """Make every text unknown: what the blocks hold does not count any more."""
+        """Make every text unknown: the content of the blocks is no longer valid."""
         for block in list(self._text):
             self._forget(block)
         self._free.extend(self._kept)
@@ -146,7 +146,7 @@ class BlockPool:
             del self._behind[parent]
 
     def check(self, readers: Sequence[int]) -> None:
-        """Check that the books are right; readers: how many requests hold each block.
+        """Check the invariants; readers: how many requests hold each block.
 
         Raises:
           AssertionError: a block is in two lists or in none, or a number is wrong.
@@ -166,12 +166,12 @@ class BlockPool:
 
 
 def digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of a block's text and of all before it."""
+    """Return a hash that identifies a block's text and all text before it."""
     return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """Return the number of tokens in the common beginning."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length

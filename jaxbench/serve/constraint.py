@@ -1,7 +1,7 @@
 """Answers that follow a grammar: a JSON schema, a regular expression, a list of choices (S file; extra `serve`).
 
-llguidance says which tokens may come next; all others get no probability. A request carries its grammar as a text, its
-sequence a Constraint, which hears every token of the answer.
+llguidance computes which tokens may come next; all others get no probability. A request carries its grammar as text;
+its sequence carries a Constraint, which takes every token of the answer.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 from jaxtyping import Float
 
 MAX_CHARACTERS = 100_000  # of a grammar
-MAX_CHECK_S = 0.5  # of a processor, to begin an answer: the engine does it again, and everybody's step waits for it
-BYTES_AHEAD = 16  # of one text of a grammar, that are tried before it is taken: what is too large mostly fails there
+MAX_CHECK_S = 0.5  # CPU time to begin an answer: the engine does it again, and a step of all requests waits for it
+BYTES_AHEAD = 16  # of a matching text, tried before a grammar is accepted: one that is too large mostly fails there
 
 
 class Unfollowed(ValueError):
-    """An answer cannot go on as its grammar wants it, which is the client's matter; the message begins "grammar: "."""
+    """An answer cannot continue under its grammar: an error of the request. The message begins "grammar: "."""
 
 
 def told(error: str | None) -> str | None:
-    """What an engine's error says of a request's grammar; None = it is of something else.
+    """Return what an engine's error says about a request's grammar; None = the error is about something else.
 
-    error: as it comes out of the engine's process, where an exception has become a text.
+    error: as it comes from the engine's process, where exceptions are turned into text.
     """
     said = (error or "").removeprefix(f"{Unfollowed.__name__}: ")
     return said if said.startswith("grammar: ") else None
 
 
 def of_schema(schema: dict[str, Any] | bool) -> str:
-    """Grammar of JSON values that a schema admits.
+    """Return the grammar of JSON values that a schema admits.
 
     Raises:
       ValueError: the schema cannot be followed; the message says why.
@@ -44,26 +44,26 @@ def of_schema(schema: dict[str, Any] | bool) -> str:
 
 
 def of_regex(regex: str) -> str:
-    """Grammar of texts that match a regular expression as a whole.
+    """Return the grammar of texts that match a regular expression as a whole.
 
     Raises:
-      ValueError: it is none, matches the empty text alone or nothing, or is too large.
+      ValueError: it is invalid, matches only the empty text or nothing, or is too large.
     """
     _check_unicode("regex", regex)
     return _checked("regex", _matcher().grammar_from_regex(regex))
 
 
 def of_choices(choices: Sequence[str]) -> str:
-    """Grammar of a few texts.
+    """Return the grammar of a few texts, one of which is the answer.
 
     Raises:
-      ValueError: there is none, or one is empty or no Unicode text.
+      ValueError: there is no text, or one is empty or not valid Unicode.
     """
     if not choices or not all(choices):
         raise ValueError(f"choice: {len(choices)} texts; wanted at least one, and none empty")
     for number, each in enumerate(choices):
         _check_unicode(f"choice.{number}", each)
-    # JSON leaves U+007F as it is, and llguidance's lexer takes it escaped alone
+    # JSON does not escape U+007F, and llguidance's lexer takes it only escaped
     texts = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in choices]
     lark = "start: " + " | ".join(texts)
     return _checked("choice", _matcher().grammar_from_lark(lark))
@@ -95,15 +95,15 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _short(message: str) -> str:
-    """llguidance's message in one line, without its state and the grammar behind it."""
+    """Return llguidance's message in one line, without the state and the grammar that follow it."""
     return " ".join(message.partition("\n<")[0].split())[:300]
 
 
 @functools.lru_cache(maxsize=64)  # clients send the same schema again and again
 def _problem(grammar: str) -> str:
-    """Why no answer can begin as a grammar wants it; "" = one can.
+    """Return why no answer can begin under a grammar; "" = one can.
 
-    Looked at with bytes for tokens, in place of the model's: they are made at once, and the grammar is the same.
+    Checked with bytes as tokens instead of the model's: they need no preparation, and the grammar is the same.
     """
     from llguidance import LLTokenizer
 
@@ -123,7 +123,7 @@ def _problem(grammar: str) -> str:
             return "no text but the empty one follows it"
         if not allowed:
             break
-        matcher.consume_token(max(allowed, key=lambda byte: (byte < 128, byte)))  # what fails of it is seen above
+        matcher.consume_token(max(allowed, key=lambda byte: (byte < 128, byte)))  # a failure is seen in the next round
     return ""
 
 
@@ -139,10 +139,10 @@ class Grammars:
         self._tokens = LLTokenizer(tokenizer.core.to_str(), n_vocab=vocab_size, eos_token=list(tokenizer.end_ids))
 
     def begin(self, grammar: str, answer: Iterable[int] = ()) -> Constraint:
-        """The state of an answer that follows a grammar.
+        """Return the state of an answer that follows a grammar; answer: tokens that it has already.
 
         Raises:
-          Unfollowed: the grammar is none.
+          Unfollowed: the grammar is invalid, or the answer does not follow it.
         """
         matcher = _matcher()(self._tokens, grammar, log_level=0)
         if matcher.is_error():
@@ -162,15 +162,15 @@ class Constraint:
         self._vocab_size = vocab_size
 
     def masked(self, logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
-        """Logits with -inf for tokens that may not come.
+        """Return the logits with -inf for tokens that may not come next.
 
         Raises:
-          Unfollowed: no token may, or the grammar is too large from here on.
+          Unfollowed: no token may come next, or the grammar is too large from here on.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bits)
-        if self._matcher.is_error():  # then only an end is allowed, in the middle of a text
+        if self._matcher.is_error():  # its mask would then allow only an end, in the middle of a text
             raise Unfollowed(f"grammar: the answer cannot go on ({_short(self._matcher.get_error())})")
         allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
         if not allowed.any():
@@ -181,7 +181,7 @@ class Constraint:
         """Take the next token.
 
         Raises:
-          Unfollowed: it may not come.
+          Unfollowed: the token may not come next.
         """
         if not self._matcher.consume_token(token):
             said = _short(self._matcher.get_error())
@@ -190,5 +190,5 @@ class Constraint:
 
     @property
     def is_over(self) -> bool:
-        """True where nothing more may come."""
+        """True where no further token may come."""
         return self._matcher.is_stopped()

@@ -1,9 +1,8 @@
-"""Guesses of the next tokens by a smaller model, whose keys and values lie in blocks of the same numbers (S file).
+"""Guesses of the next tokens by a smaller model, which keeps keys and values in blocks of the same numbers (S file).
 
-Source: Leviathan et al. 2023, arXiv:2211.17192; a guess is kept where it is what would have been drawn, so that an
-answer does not depend on guesses. The smaller model reads what the engine's model reads: prompts in the same steps, and
-the last tokens of an answer in front of its guesses. Where it has not read a shared block its guesses are bad, and
-nothing else is.
+Source: Leviathan et al. 2023, arXiv:2211.17192; a guess is kept where it equals the token that would have been drawn,
+so that an answer does not depend on guesses. The smaller model reads what the engine's model reads: prompts in the same
+steps, and the last tokens of an answer before it guesses. If it has not read a shared block, only its guesses suffer.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ log = logging.getLogger("jaxbench.serve")
 
 
 class Drafter:
-    """A smaller model beside an engine's."""
+    """The draft model of an engine."""
 
     def __init__(self, runner: Any):
         """runner: of the engine's vocabulary, sizes and number of blocks."""
         self._runner = runner
 
     def guess(self, wanted: Many[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """The next tokens of some texts, at most so many of each; a text is read first as far as it was not.
+        """Guess the next tokens of some texts, at most so many of each; first read what is unread of each text.
 
-        Texts have blocks for their guesses. A runner that raises guesses nothing any more.
+        Texts have blocks for their guesses. After its runner has raised, it makes no more guesses.
         """
         if self._runner is None:
             return [()] * len(wanted)
@@ -60,7 +59,7 @@ class Drafter:
         return [tuple(each) for each in found]
 
     def follow(self, plan: Plan) -> None:
-        """Read the parts of prompts that a step read, and copy the blocks that it copied."""
+        """Read the parts of prompts that a step has read, and copy the blocks that it has copied."""
         if self._runner is None:
             return
         longest = self._runner.max_seq_len
@@ -68,7 +67,7 @@ class Drafter:
             part for part in plan.parts
             if part.sequence.num_drafted == part.start and part.start + part.count <= longest
         ]  # fmt: skip
-        parts = [part for part in unread if part.count > 1 or not part.is_last]  # the last token is read for a guess
+        parts = [part for part in unread if part.count > 1 or not part.is_last]  # a last token is read for the guesses
         rows = [
             Rows(part.sequence.blocks, part.sequence.tokens[part.start : part.start + part.count], part.start, 0)
             for part in parts

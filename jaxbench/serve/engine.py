@@ -1,12 +1,12 @@
-"""The running batch: requests in, tokens out, a step at a time (S file).
+"""The running batch: requests in, tokens out, one step at a time (S file).
 
 engine = Engine(runner)
 engine.add(Request("a", prompt, max_new_tokens=32))
 while engine.is_busy:
     for event in engine.step(): ...
 
-A runner computes logits; which requests share a step never decides a token. A step that raises is done again from the
-texts alone; a request that was in two such steps is given up.
+A runner computes logits; which requests share a step never changes a token. After a step that raises, its requests are
+recomputed from their texts alone; a request that was in two such steps ends with an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
 from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
-MAX_FAILURES = 2  # failed steps that a request may be in
-SHARED = ("num_blocks", "block_size", "vocab_size", "sizes", "max_wanted")  # by a runner and its draft's
+MAX_FAILURES = 2  # failed steps after which a request ends with an error
+SHARED = ("num_blocks", "block_size", "vocab_size", "sizes", "max_wanted")  # must be equal for a runner and its draft
 
 
 class Event(NamedTuple):
@@ -43,11 +43,11 @@ class Event(NamedTuple):
 
 
 class QueueFull(Exception):
-    """No more requests may wait."""
+    """The engine holds as many requests as may run and wait."""
 
 
 class Engine:
-    """Requests and one runner."""
+    """A runner and the requests that it serves."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Engine:
         draft: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Engine with nothing to do.
+        """Make an engine without requests.
 
-        grammars, watermarks: for requests with one; None = there are none. draft: of a smaller model, which guesses
-        where the text itself has no guess; with the runner's vocabulary, sizes and number of blocks.
+        grammars, watermarks: for requests that ask for one; None = such requests are refused. draft: runner of a
+        smaller model, which guesses where the text itself has no guess; it equals the runner in all of SHARED.
 
         Raises:
-          ValueError: the runner does not take a step of these limits, or the draft does not go with it.
+          ValueError: the runner does not take steps of these limits, or the draft does not match the runner.
         """
         if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < limits.max_logits:
             raise ValueError(
@@ -92,21 +92,21 @@ class Engine:
 
     @property
     def has_grammars(self) -> bool:
-        """True where it takes requests with one."""
+        """True where it takes requests with a grammar."""
         return self._grammars is not None
 
     @property
     def is_busy(self) -> bool:
-        """True while a request waits or runs."""
+        """True while any request waits or runs."""
         return bool(self._sequences)
 
     def add(self, request: Request) -> None:
-        """Let a request wait.
+        """Add a request to the queue.
 
         Raises:
           ValueError: it has no token, one outside the vocabulary, or more than the model or the blocks take; or its id
-            is in use; or its grammar is none; or its watermark is unknown here.
-          QueueFull: as many are here as may run and wait.
+            is in use, its grammar is invalid, or its watermark is unknown here.
+          QueueFull: the engine holds as many requests as may run and wait.
         """
         self.check(request)
         if request.id in self._sequences:
@@ -123,14 +123,14 @@ class Engine:
         self.scheduler.add(sequence)
 
     def sequence(self, id: str) -> Sequence:
-        """A request that is here, as far as it is."""
+        """Return a request in the engine with its state."""
         return self._sequences[id]
 
     def check(self, request: Request) -> None:
-        """Check that a request can be served when it is alone.
+        """Check that a request can be served if it is the only one.
 
         Raises:
-          ValueError: as `add`, but for the id.
+          ValueError: as `add`, except for the id and for an invalid grammar.
         """
         prompt, size = request.prompt, self.runner.vocab_size
         if not prompt or min(prompt) < 0 or max(prompt) >= size:
@@ -155,11 +155,11 @@ class Engine:
             raise ValueError(f"request {request.id!r}: logit_bias of token {odd[0]}; wanted tokens below {size}")
 
     def cancel(self, id: str, ended: Ended = "cancelled") -> Event | None:
-        """End a request now; None where there is none of this id."""
+        """End a request now and return its event; None where no request has this id."""
         return self._end(self._sequences[id], ended) if id in self._sequences else None
 
     def step(self) -> list[Event]:
-        """Compute one step, and return what happened to whom."""
+        """Compute one step, and return the events of all requests."""
         now = self._clock()
         late = [each for each in self._sequences.values() if each.request.deadline <= now]
         events = [self._end(sequence, "deadline") for sequence in late]
@@ -169,7 +169,7 @@ class Engine:
         self.num_steps += 1
         try:
             logits = self.runner.run(self._batch(plan))
-        except Exception as error:  # whatever a runner raises: the texts are known, and what it computed is not
+        except Exception as error:  # any error of a runner: the texts are still known, the content of its cache is not
             return events + self._start_over(plan, error)
         if self._drafter is not None:
             self._drafter.follow(plan)
@@ -184,10 +184,10 @@ class Engine:
         return events
 
     def _next_tokens(self, part: Part, logits: Float[np.ndarray, "M V"]) -> list[Event]:
-        """The tokens that follow from a part: one, and another for every guess that was right."""
+        """Return the tokens that follow from a part, as events: one, and another for every right guess."""
         sequence, guess, events = part.sequence, part.guess, []
         for number, row in enumerate(logits):
-            self.scheduler.computed(part, number)  # before an end, so that others find the text
+            self.scheduler.computed(part, number)  # before the request may end, so that others find its text
             events.append(self._next_token(sequence, row))
             token = events[-1].token
             if events[-1].ended or number == len(guess) or token != guess[number]:
@@ -231,7 +231,7 @@ class Engine:
         return Event(sequence.request.id, None, None, ended, error, sequence.num_cached or 0)
 
     def _start_over(self, plan: Plan, error: Exception) -> list[Event]:
-        """Behind a failed step: every running request waits again, with a cache that is empty."""
+        """Recover from a failed step: every running request waits again, with an empty cache."""
         events = []
         for sequence in [part.sequence for part in plan.parts]:
             sequence.failures += 1
@@ -246,7 +246,7 @@ class Engine:
         return events
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:
-        """All events of requests, by id, with what is in the engine besides; every request is taken, one by one.
+        """Run requests to their end, added one by one as room allows; return events by id, of earlier requests too.
 
         Raises:
           ValueError: as `add`.
@@ -264,7 +264,7 @@ class Engine:
         return found
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of now: requests that run and wait, blocks, preemptions, steps."""
+        """Return current counts: running and waiting requests, blocks, preemptions, steps, guesses."""
         pool = self.scheduler.pool
         return {
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),

@@ -1,8 +1,8 @@
 """Replicas of a model on one or many machines, by Ray Serve (extra `ray`).
 
-Data's way: the gateway reads a body, takes the beginning of its text -> Ray Serve's router, with prefix_router.py ->
-a replica with an engine of its own -> its events back through the gateway. An answer whose replica dies before its
-first event is begun again at another one; later it ends with an error.
+Data flow: the gateway reads a body, takes the beginning of its text -> Ray Serve's router, with prefix_router.py ->
+a replica with its own engine -> its events back through the gateway. If a replica dies before the first event of an
+answer, the answer is started again on another replica; if it dies later, the answer ends with an error.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from jaxbench.serve.service import RETRY_S, Refused, Service, are_refused
 from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
-CUT_S = 2.0  # that clients of answers which are cut off have to read so
+CUT_S = 2.0  # for clients to read that their answer was cut off
 BEGINNING = 512  # characters of a text by which its replica is chosen
 RETRY = {"Retry-After": str(RETRY_S)}
-ATTEMPTS = 3  # replicas that an answer is begun at
+ATTEMPTS = 3  # replicas that are tried for an answer
 ENDED = "the server ended before the answer did"
 
 
 class Replica:
-    """An engine."""
+    """One replica: a service with its own engine."""
 
     async def __init__(self, config: ServerConfig, watermarks: Watermarks | None):
-        """Load the model; the replica takes requests when it is there."""
+        """Load the model; the replica takes requests once it is loaded."""
         from jaxbench.pretrained.tokenizer import load_tokenizer
 
         self._name = config.shown_name
@@ -63,7 +63,7 @@ class Replica:
             raise RuntimeError(f"engine: {self._service.problem}")
 
     async def state(self, *, beginning: str) -> str:
-        """Whether it takes requests: "ready", or what it does instead."""
+        """Return the state of its service: "ready" if it takes requests, else "loading", "draining" or "failed"."""
         return self._service.state
 
     async def answer(self, path: str, data: bytes, id: str, *, beginning: str) -> AsyncIterator[tuple[int, Any]]:
@@ -95,14 +95,14 @@ class Replica:
 
 
 class Gateway:
-    """What clients speak to."""
+    """The deployment that clients connect to."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig, key: str | None):
         self._replicas, self._config, self._any = replicas.options(stream=True), config, replicas
-        # answers in progress; weak, as of a client that goes before its stream begins nothing is run any more
+        # answers in progress; weak: of a client that leaves before its stream begins, no code runs to discard the entry
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_ending = False
-        if key is not None:  # of the environment that the fleet was started in, wherever this runs
+        if key is not None:  # from the environment that the fleet was started in, on whatever machine this runs
             os.environ[intake.KEY_VARIABLE] = key
 
     async def __call__(self, request: Request) -> Response:
@@ -128,7 +128,7 @@ class Gateway:
             return JSONResponse(error.body, error.status, {"x-request-id": id})
 
     async def drain(self, seconds: float) -> int:
-        """Take no more requests, and let answers in progress end for so many seconds; how many had to be cut off."""
+        """Refuse new requests, wait up to `seconds` for answers in progress; return how many had to be cut off."""
         self._is_ending, until = True, time.monotonic() + seconds
         while self._running and time.monotonic() < until:
             await asyncio.sleep(0.05)
@@ -136,25 +136,25 @@ class Gateway:
         for items in cut:
             items.cancel()
         until = time.monotonic() + CUT_S
-        while self._running and time.monotonic() < until:  # their clients are told
+        while self._running and time.monotonic() < until:  # while their clients are told
             await asyncio.sleep(0.05)
         return len(cut)
 
     async def _state(self, path: str) -> Response:
-        """Whether this process runs; whether one of the replicas takes requests."""
+        """Report whether this process runs (/health), or whether a replica takes requests (/ready)."""
         if path == "/health":
             return JSONResponse({"status": "ok"})
         if self._is_ending:
             return JSONResponse({"status": "draining"}, 503, RETRY)
         try:
             state = await asyncio.wait_for(self._any.state.remote(beginning=""), 5)
-        except Exception as error:  # whatever Ray says of replicas that are gone
+        except Exception as error:  # whatever Ray raises for replicas that are gone
             state = f"no replica answers ({type(error).__name__})"
         is_ready = state == "ready"
         return JSONResponse({"status": state}, 200 if is_ready else 503, {} if is_ready else RETRY)
 
     async def _answered(self, path: str, data: bytes, id: str) -> Response:
-        """The first item of an answer decides what it is; one that does not come is asked for elsewhere."""
+        """Build the response from an answer's first item; if that does not come, try another replica."""
         beginning, failure = beginning_of(data), ""
         for attempt in range(ATTEMPTS):
             if self._is_ending:
@@ -174,7 +174,7 @@ class Gateway:
             except BackPressureError:
                 error, headers = error_body("all replicas have as many as they take", "rate_limit_error"), RETRY
                 return JSONResponse(error, 429, headers | {"x-request-id": id})
-            except Exception as error:  # whatever Ray says of a replica that is gone
+            except Exception as error:  # whatever Ray raises for a replica that is gone
                 failure = type(error).__name__
                 log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})
                 continue
@@ -189,7 +189,7 @@ class Gateway:
         return JSONResponse(error_body(said, "server_error"), 503, {"Retry-After": "5"})
 
     async def _events(self, items: Any) -> AsyncIterator[str]:
-        """Events of a stream that a replica has taken."""
+        """Yield the events of a stream that a replica has started; one with an error if it is lost."""
         try:
             async for _, event in items:
                 yield event
@@ -204,7 +204,7 @@ class Gateway:
 
 
 def beginning_of(data: bytes) -> str:
-    """The first characters of a body's text; what is no text is answered by whichever replica."""
+    """Return the first characters of a body's text; "" where it has none: any replica may answer it."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ def beginning_of(data: bytes) -> str:
 
 
 def application(config: ServerConfig, watermarks: Watermarks | None, *, replicas: int, cpus: float) -> Any:
-    """The deployments, bound: serve.run takes them. cpus: of each replica, which its threads share."""
+    """Return the bound deployments, for serve.run. cpus: of each replica, shared by its threads."""
     most = config.engine.limits.most
     engine = serve.deployment(
         Replica, name="replica", num_replicas=replicas, max_ongoing_requests=most, max_queued_requests=most,

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP protocol, with an end to heads and to silence (S file; extra `serve`).
+"""uvicorn's HTTP protocol with limits on head size and on silence (S file; extra `serve`).
 
-httptools, which reads fastest, takes headers without end, before any key is looked at; and uvicorn waits without end
+httptools, the fastest parser, accepts headers without limit, before any key is checked; and uvicorn waits without limit
 for what a client does not send, while each connection keeps one of the process's files open.
 """
 
@@ -16,13 +16,13 @@ from typing import Any, Literal
 log = logging.getLogger("jaxbench.serve")
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
-OWN_FILES = 128  # that a server has open beside its connections, at most; of few files half are its own
-PIECE = 4096  # bytes that are read at once: of a head behind another request's body no more are counted wrongly
-TELL_S = 60.0  # at least between two lines about silent connections: whoever opens thousands does not fill the log
+OWN_FILES = 128  # that a server has open besides its connections, at most; under a low limit, half are its own
+PIECE = 4096  # bytes parsed at once; of a head that follows another request's body, no more than so many are miscounted
+TELL_S = 60.0  # at least between two log lines about silent connections: thousands of them do not fill the log
 
 
 def protocol(silence_s: float) -> Any:
-    """Protocol class for uvicorn.Config's `http`; h11, which ends heads but no silence, where httptools is not there.
+    """Return the protocol class for uvicorn.Config's `http`; without httptools h11, which limits only heads.
 
     silence_s: seconds that a whole head may take, and that may pass between two parts of a body.
     """
@@ -36,7 +36,7 @@ def protocol(silence_s: float) -> Any:
 
 
 def _most_connections() -> int:
-    """Connections that the process's open files have room for."""
+    """Return how many connections the process's limit of open files has room for."""
     try:
         import resource
     except ImportError:  # Windows
@@ -46,11 +46,11 @@ def _most_connections() -> int:
 
 
 class _Limited:
-    """In front of uvicorn's protocol: a connection that ends where its head or its client's silence is too long."""
+    """Mixin for uvicorn's protocol: ends a connection whose head is too long or whose client is silent for too long."""
 
     # of all connections of a server
     silence_s: float
-    most: int  # connections; behind them the most silent one gives way to the next
+    most: int  # connections; above, the one that is silent longest gives way to a new one
     closed: _Closed
     numbers: Iterator[int]
     # uvicorn's
@@ -63,12 +63,12 @@ class _Limited:
 
     _part: Literal["head", "body", "idle"] = "head"
     _head_bytes = _piece_bytes = 0
-    _number = 0  # of connections: the loop's clock gives many that come at once the same time
-    _since = 0.0  # of the loop's clock: when what is waited for began, of a body when it last went on
+    _number = 0  # order of connections: many that come at once have the same time
+    _since = 0.0  # loop's clock: when the wait began; for a body, when data last came
     _timer: asyncio.TimerHandle | None = None  # None = nothing is waited for
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there, and has sent nothing."""
+        """Wait for the first request of a new client; with too many connections, close the longest silent one."""
         super().connection_made(transport)
         self._number = next(self.numbers)
         self._wait()
@@ -78,12 +78,12 @@ class _Limited:
                 min(others, key=lambda each: (each._since, each._number))._end_silence()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop waiting: the client is gone."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A request begins; that of the first one was waited for."""
+        """Begin a request's head; the wait for the first one began with the connection."""
         if self._part != "head":
             self._part, self._head_bytes = "head", self._piece_bytes
         if self._timer is None:
@@ -91,18 +91,18 @@ class _Limited:
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Its body begins."""
+        """Begin the request's body."""
         self._part, self._since = "body", self.loop.time()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """All of it is there: how long the answer takes is not the client's doing."""
+        """Stop waiting: the request is complete, and how long its answer takes is up to the server."""
         self._part = "idle"
         self._stop_waiting()
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Read what came; a head that has not ended by then is refused."""
+        """Parse received data; refuse a head that is too long."""
         at = 0
         while at < len(data) and not self.transport.is_closing():
             room = MAX_HEAD_BYTES - self._head_bytes if self._part == "head" else PIECE
@@ -118,12 +118,12 @@ class _Limited:
         if self._part == "body":
             self._since = self.loop.time()
         elif self._timer is None and not self._is_answered():
-            self._wait()  # what came belongs to no request, and has ended uvicorn's wait for the next one
+            self._wait()  # the data belongs to no request, and has ended uvicorn's wait for the next one
 
     def _is_answered(self) -> bool:
         """True while an answer is computed or sent."""
         cycle = self.cycle
-        if self.pipeline:  # the newest request's cycle, and an older one is at work
+        if self.pipeline:  # cycle is the newest request's; an older one is being answered
             return True
         return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
 
@@ -144,7 +144,7 @@ class _Limited:
             self._timer = None
 
     def _judge(self) -> None:
-        """Close the connection where nothing came for too long, and that is not the server's own doing."""
+        """Close the connection if nothing came for too long, unless the server itself was the cause."""
         now = self.loop.time()
         if self._is_answered() or self.flow.read_paused:
             self._since = now
@@ -164,7 +164,7 @@ class _Closed:
         self._silence_s, self._untold, self._told = silence_s, 0, float("-inf")
 
     def count(self, now: float) -> None:
-        """Count one, and tell of those since the last line."""
+        """Count one; log those since the last line, at most every TELL_S."""
         self._untold += 1
         if now - self._told >= TELL_S:
             fields = {"connections": self._untold, "silence_s": self._silence_s}

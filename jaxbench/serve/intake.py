@@ -1,4 +1,4 @@
-"""A body's way into the engine: checked, its prompt in tokens, its answers begun (S file)."""
+"""From a request body to answers in the engine: validate it, tokenize its prompt, submit its requests (S file)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.request import Request
 from jaxbench.serve.service import Answer, Service
 
-KEY_VARIABLE = "JAXBENCH_API_KEY"  # of the environment
-LONG_TEXT = 16_384  # characters whose tokens take longer than a step of the engine: some 5 ms
+KEY_VARIABLE = "JAXBENCH_API_KEY"  # name of the environment variable that holds the API key
+LONG_TEXT = 16_384  # characters; tokenizing more takes longer than a step of the engine: some 5 ms
 
 
 class Bad(Exception):
-    """A request that cannot be served; status is that of HTTP, code and param are OpenAI's, where there are some."""
+    """A request that cannot be served; status: HTTP's; code, param: OpenAI's, if any."""
 
     def __init__(self, message: str, status: int = 400, *, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -30,22 +30,22 @@ class Bad(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As clients read it."""
+        """The error as clients read it."""
         return protocol.error_body(str(self), "invalid_request_error", self.code, self.param)
 
 
 def check_model(given: str, name: str) -> None:
-    """Check that a model is the one that is served.
+    """Check that a model's name is that of the served one.
 
     Raises:
-      Bad: it is another.
+      Bad: it is not.
     """
     if given != name:
         raise Bad(f"model {given[:100]!r} is not here; wanted {name!r}", 404, code="model_not_found", param="model")
 
 
 async def chunks(request: Any, most: int) -> AsyncIterator[bytes]:
-    """Yield a body as it comes.
+    """Yield the chunks of a body as they arrive.
 
     Raises:
       Bad: it has more than `most` bytes.
@@ -59,10 +59,10 @@ async def chunks(request: Any, most: int) -> AsyncIterator[bytes]:
 
 
 def parsed(data: bytes | bytearray, kind: type[pydantic.BaseModel]) -> Any:
-    """A body, checked.
+    """Parse and validate a body.
 
     Raises:
-      Bad: it is no JSON, or not what is wanted.
+      Bad: it is not JSON, or does not validate.
     """
     try:
         value = json.loads(data)
@@ -72,10 +72,10 @@ def parsed(data: bytes | bytearray, kind: type[pydantic.BaseModel]) -> Any:
 
 
 def checked(value: Any, kind: type[pydantic.BaseModel]) -> Any:
-    """A body that was read from JSON, checked.
+    """Validate a body that was read from JSON.
 
     Raises:
-      Bad: it is not what is wanted.
+      Bad: it does not validate.
     """
     if not isinstance(value, dict):
         raise Bad(f"the body is a {type(value).__name__}; wanted an object")
@@ -92,10 +92,10 @@ def _of_field(error: pydantic.ValidationError) -> Bad:
 
 
 def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[int]]:
-    """Token ids of prompts, or of messages.
+    """Return the token ids of each prompt, or of the messages.
 
     Raises:
-      Bad: it is empty, no Unicode text, or nothing that the model's template takes.
+      Bad: a text is empty or not valid Unicode, or the model's template does not take the messages or tools.
     """
     try:
         if isinstance(body, CompletionBody):
@@ -114,14 +114,14 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
-    except Exception as error:  # a template is a stranger's code, and fails as it likes
+    except Exception as error:  # a template is third-party code, and may raise anything
         said = " ".join(str(error).split())[:200]
         said = f"messages: the model's template does not take them ({type(error).__name__}: {said})"
         raise Bad(said, param="messages") from error
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts are joined to one text."""
+    """Return a message with the parts of its content joined to one text."""
     place = f"messages.{number}.content"
     if not isinstance(message.get("role"), str):
         said = f"messages.{number}.role is {message.get('role')!r}; wanted a text"
@@ -147,25 +147,25 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def aside(length: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a text of `length` characters returns; of a long one in a thread: streams go on meanwhile."""
+    """Call a function of a text of `length` characters, in a thread if it is long, so that streams continue."""
     return await asyncio.to_thread(function, *arguments) if length > LONG_TEXT else function(*arguments)
 
 
 def _length(body: CompletionBody | ChatBody) -> int:
-    """Characters of a body's prompt, about."""
+    """Return the approximate number of characters of a body's prompt."""
     if isinstance(body, CompletionBody):
         return sum(len(each) for each in body.prompts if isinstance(each, str))
     return sum(len(str(message.get("content"))) for message in body.messages)
 
 
 async def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Answer]:
-    """The answers that a body asks for, in the engine; n to each prompt, in the prompts' order.
+    """Submit the requests of a body to the engine; return its answers, n to each prompt, in the prompts' order.
 
-    name: of the model, as clients give it. id: of the body's requests, with the number of the answer behind it.
+    name: the model's, as clients give it. id: prefix of the requests' ids; the number of the answer follows it.
 
     Raises:
-      Bad: it asks for what the model does not take.
-      Refused: not now.
+      Bad: the body asks for what the server or the model does not take.
+      Refused: the engine takes no requests now.
     """
     if body.model is not None:
         check_model(body.model, name)
@@ -201,15 +201,15 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
 
 
 def _seed(body: CompletionBody | ChatBody) -> int:
-    """Seed of a prompt's answers: the one that is given, in the engine's 63 bits, or one that no other prompt has.
+    """Return the seed of a prompt's answers: the given one, in the engine's 63 bits, or a random one for this prompt.
 
-    Prompts of a list that shared a drawn one would be answered by the same draws, the same prompt twice by one text.
+    If the prompts of a list shared a random seed, all would get the same draws: a prompt listed twice, the same text.
     """
     return secrets.randbits(62) if body.seed is None else body.seed % 2**63
 
 
 def _check_marks(service: Service, made: Sequence[Request]) -> None:
-    """Check that requests can be marked as they ask.
+    """Check that requests can be watermarked as they ask.
 
     Raises:
       Bad: one cannot.
@@ -222,7 +222,7 @@ def _check_marks(service: Service, made: Sequence[Request]) -> None:
 
 
 async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody) -> str | None:
-    """What an answer follows, checked in a thread: streams go on meanwhile.
+    """Return the grammar that an answer follows, if any; it is checked in a thread, so that streams continue.
 
     Raises:
       Bad: it cannot be followed.
@@ -241,10 +241,10 @@ async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody)
 
 
 def _new_tokens(service: Service, body: CompletionBody | ChatBody, ids: list[int]) -> int:
-    """Tokens of an answer to a prompt at most.
+    """Return the maximum number of tokens of an answer to a prompt.
 
     Raises:
-      Bad: the prompt has no token, or an unknown one, or there is no room for both.
+      Bad: the prompt has no token, or an unknown one, or there is no room for prompt and answer.
     """
     param, vocabulary = "prompt" if isinstance(body, CompletionBody) else "messages", service.about["vocab_size"]
     room = min(service.about["max_seq_len"], service.about["cache_tokens"]) - len(ids)

@@ -1,8 +1,8 @@
-"""Files of texts that a server looks for watermarks in, beside its answers: a queue (S file; extra `serve`).
+"""Watermark detection on files of texts, in background jobs of a server (S file; extra `serve`).
 
-POST /v1/watermark/jobs takes lines of JSON and answers with a job; GET tells how far it is and hands out its scores;
-DELETE ends it. The work is `watermark.py identify` on the job's own folder, run by the workers of `jobs.py work`: this
-server's, which go last on its processors, or those of machines that share the folder. Both may end and begin again.
+POST /v1/watermark/jobs takes lines of JSON and answers with a job; GET returns its state and its scores; DELETE ends
+it. A job is `watermark.py identify` on the job's own folder, run by the workers of `jobs.py work`: this server's, at
+the lowest CPU priority, or those of machines that share the folder. Server and workers may end and start again.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jaxbench.serve.settings import ServerConfig
 
 INPUT, SCORES, WATERMARKS = "texts.jsonl", "scores.jsonl", "watermarks.yaml"
 PATH, ONE, RESULT = "/v1/watermark/jobs", "/v1/watermark/jobs/{job}", "/v1/watermark/jobs/{job}/scores"
-GRACE_S = 15.0  # that workers have to put down what they run
+GRACE_S = 15.0  # for workers to stop what they run
 KIND = "watermarks"  # of the jobs that clients may see: others may share the queue
-RECEIVED = ".received-"  # begins the names of folders of bodies that are on their way
-OLD_S = 86_400  # after which nobody waits for one any more
+RECEIVED = ".received-"  # prefix of the folders of bodies that are being received
+OLD_S = 86_400  # seconds after which nobody waits for such a folder any more
 
 
 class Workers:
-    """The process of this server's workers."""
+    """The process that runs this server's workers."""
 
     def __init__(self, config: ServerConfig):
-        """Start it, where the configuration names a queue and workers of it."""
+        """Start it, if the configuration names a queue and workers."""
         self._process = None
         _sweep(config.jobs.folder)
         if config.jobs.folder is None or not config.jobs.workers:
@@ -55,13 +55,13 @@ class Workers:
         self._process = subprocess.Popen(work.tied(words), stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end(self) -> None:
-        """End it; what it runs waits for the next one."""
+        """End it; interrupted jobs wait for the next process."""
         if self._process is not None:
             process.end(self._process, grace_s=GRACE_S)
 
 
 def _sweep(folder: str | None) -> None:
-    """Remove what servers that were killed had begun to receive."""
+    """Remove old folders of bodies that killed servers had begun to receive."""
     for path in Path(folder).glob(f"{RECEIVED}*") if folder is not None else ():
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - OLD_S:
@@ -69,7 +69,7 @@ def _sweep(folder: str | None) -> None:
 
 
 def counted(config: ServerConfig) -> dict[str, int]:
-    """How many jobs of clients are in each state."""
+    """Count the jobs of clients in each state."""
     counts = dict.fromkeys(("waiting", "running", *ENDED), 0) if config.jobs.folder is not None else {}
     for entry in _own(Queue(config.jobs.folder)) if counts else ():
         counts[entry.progress.state] += 1
@@ -81,7 +81,7 @@ def _own(held: Queue) -> list[Entry]:
 
 
 def _queue(request: Request) -> tuple[Queue, Service, ServerConfig]:
-    """What a request works on.
+    """Return the queue, the service and the configuration that a request works on.
 
     Raises:
       Bad: the server has no queue, or no watermarks.
@@ -117,7 +117,7 @@ async def submit(request: Request) -> Response:
 
 
 async def _receive(request: Request, path: Path, most: int) -> None:
-    """Write a body into a file.
+    """Write a body to a file.
 
     Raises:
       Bad: it is empty, or larger than `most` bytes.
@@ -152,7 +152,7 @@ def _submitted(held: Queue, received: Path, service: Service, config: ServerConf
 
 
 def _found(held: Queue, request: Request) -> Entry:
-    """The job that a request names.
+    """Return the job that a request names.
 
     Raises:
       Bad: there is none.
@@ -166,19 +166,19 @@ def _found(held: Queue, request: Request) -> Entry:
 
 
 async def show_all(request: Request) -> Response:
-    """All jobs, the oldest first."""
+    """List all jobs, the oldest first."""
     held, _, _ = _queue(request)
     shown = await asyncio.to_thread(lambda: [_shown(entry) for entry in _own(held)])
     return JSONResponse({"object": "list", "data": shown})
 
 
 async def show(request: Request) -> Response:
-    """One job."""
+    """Show one job."""
     return JSONResponse(_shown(_found(_queue(request)[0], request)))
 
 
 async def scores(request: Request) -> Response:
-    """The scores of a job, a line of JSON a text."""
+    """Return the scores of a job, one line of JSON per text."""
     entry = _found(_queue(request)[0], request)
     if entry.progress.state != "done":
         raise Bad(f"job {entry.job.id} is {entry.progress.state}; its scores are there when it is done", 409)
@@ -186,7 +186,7 @@ async def scores(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    """End a job where it has not ended, and else remove it."""
+    """Cancel a job that has not ended, or remove one that has."""
     held = _queue(request)[0]
     entry = _found(held, request)
     try:
@@ -199,7 +199,7 @@ async def remove(request: Request) -> Response:
 
 
 def _shown(entry: Entry) -> dict[str, Any]:
-    """A job as clients read it: nothing of where it lies or by what words it runs."""
+    """Describe a job as clients read it, without its folder or command line."""
     progress = entry.progress
     shown: dict[str, Any] = {
         "id": entry.job.id, "object": "watermark.job", "status": progress.state, "created": int(entry.job.submitted),

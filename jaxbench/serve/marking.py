@@ -1,4 +1,4 @@
-"""What the engine and the server ask of a watermark; jaxbench/watermark/serving.py has it (S file)."""
+"""The interface of watermarks to engine and server; jaxbench/watermark/serving.py implements it (S file)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxbench.serve.request import Marker, Request
 
 
 class Finder(Protocol):
-    """Looks for marks in texts."""
+    """Detects watermarks in texts."""
 
     names: tuple[str, ...]
 
     def find(self, text: str | Sequence[int], names: Sequence[str], *, prompt_tokens: int = 0) -> dict[str, Any]:
-        """What each of some keys says of a text, or of token ids.
+        """Return what detection with each of some keys finds in a text, or in token ids.
 
         Raises:
           ValueError: a key is unknown, or a token outside the vocabulary.
@@ -23,30 +23,30 @@ class Finder(Protocol):
 
 
 class Marks(Protocol):
-    """Watermarks that are ready: everything that they compile is compiled."""
+    """Watermarks that are ready to use: everything that they compile is compiled."""
 
     def begin(self, request: Request) -> Marker:
-        """What marks a request's answer."""
+        """Return the marker of a request's answer."""
 
 
 class Watermarks(Protocol):
-    """Watermarks by the names that requests give; travels to the engine's process."""
+    """Watermarks by the names that requests give; sent to the engine's process."""
 
     def check(self, request: Request) -> None:
         """Check that a request can be marked as it asks.
 
         Raises:
-          ValueError: it cannot; the message begins with the field that a body has for it, and says what was wanted.
+          ValueError: it cannot; the message begins with the field of the body, and says what was wanted.
         """
 
     def marks(self, vocab_size: int) -> Marks:
-        """The watermarks, ready for logits of so many tokens."""
+        """Return the watermarks, ready for logits of `vocab_size` tokens."""
 
     def finder(self, tokenizer: Any, vocab_size: int, cache: ResultCache | None = None) -> Finder:
-        """What finds them again; cache: of scores."""
+        """Return the detector of these watermarks; cache: of scores."""
 
     def described(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Some of the watermarks as `watermark.py identify --watermarks` reads them."""
+        """Describe some of the watermarks as `watermark.py identify --watermarks` reads them."""
 
 
 def check(request: Request, watermarks: Watermarks | None) -> None:

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus (S file; extra `serve`)."""
+"""The server's metrics, for Prometheus (S file; extra `serve`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAUGES = {
 
 
 class Metrics:
-    """Counters, histograms and gauges of one server, in a registry of their own."""
+    """Counters, histograms and gauges of one server, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -40,51 +40,51 @@ class Metrics:
         self._whole = Histogram(PREFIX + "answer_seconds", "from the request to its end", **times)
 
     def engine(self, stats: Mapping[str, Any]) -> None:
-        """Numbers of now, of Engine.stats."""
+        """Set the gauges from Engine.stats."""
         for name, gauge in self._gauges.items():
             gauge.set(stats[name])
         self._preempted.set(stats["preempted"])
         self._steps.set(stats["steps"])
 
     def token(self, seconds: float, *, is_first: bool) -> None:
-        """A token came, so many seconds behind the one before it or behind the request."""
+        """Count a token that came `seconds` after the one before it, or after the request."""
         self._tokens.inc()
         (self._first if is_first else self._between).observe(seconds)
 
     def cancelled(self) -> None:
-        """Nobody wanted an answer any more: how long it took and what it read say nothing of the server."""
+        """Count a cancelled answer, but neither its time nor its prompt, which say nothing about the server."""
         self._answers.labels("cancelled").inc()
 
     def answered(self, ended: str, prompt: int, cached: int, seconds: float) -> None:
-        """An answer ended."""
+        """Record an answer that ended."""
         self._answers.labels(ended).inc()
         self._prompt.inc(prompt)
         self._cached.inc(cached)
         self._whole.observe(seconds)
 
     def http(self, path: str, status: int) -> None:
-        """A response was sent; path: of a route, not what a client made up."""
+        """Count a response; path: of a route, not text that a client made up."""
         self._http.labels(path, str(status)).inc()
 
     def detected(self, seconds: float, *, is_cached: bool) -> None:
-        """Watermarks were looked for in a text."""
+        """Record a text that was checked for watermarks."""
         self._texts.labels(str(is_cached).lower()).inc()
         self._detect.observe(seconds)
 
     def jobs(self, counts: Mapping[str, int]) -> None:
-        """So many jobs of the queue are in each state."""
+        """Set the number of the queue's jobs in each state."""
         for state, count in counts.items():
             self._jobs.labels(state).set(count)
 
     def rules(self, is_broken: Mapping[str, bool]) -> None:
-        """Which rules are broken."""
+        """Set which rules are broken."""
         for name, value in is_broken.items():
             self._rules.labels(name).set(value)
 
     def worker_died(self) -> None:
-        """The engine's process is gone."""
+        """Count a death of the engine's process."""
         self._deaths.inc()
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus's format."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
-"""Steps of the engine by native kernels, in programs that are compiled before the first request.
+"""Steps of the engine on native kernels, in programs that are compiled before the first request.
 
-Twin: torch_ref/serve/native_runner.py. A row of a program is one token with the blocks of its own request, and its
-result does not depend on the other rows, so that an answer is the same bits in any company (native/run.py).
+Twin: torch_ref/serve/native_runner.py. A row of a program is one token with the blocks of its own request. Its result
+does not depend on the other rows, so that an answer has the same bits in any batch (native/run.py).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxbench.native import paged, run
 from jaxbench.native.model import NativeTransformer
 from jaxbench.serve.batch_rows import Batch
 
-COPIED = 8  # blocks that one call copies; fewer are filled up, and cost as many
+COPIED = 8  # blocks that one call copies; fewer are padded to that number, at the same cost
 
 
 class NativeRunner:
     """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
 
-    segment = None  # a row is a token, whatever the others are
+    segment = None  # a row is one token, independent of the others
 
     def __init__(
         self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
-        """Runner whose programs are compiled; progress is called behind each of them.
+        """Compile the programs of the runner; progress is called after each of them.
 
-        num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        num_blocks: of the cache, including block 0, where padding is written. sizes: numbers of rows, ascending.
         max_wanted: rows of a step whose logits may be wanted.
         """
         self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
@@ -64,13 +64,13 @@ class NativeRunner:
         return sum(each.nbytes for each in jax.tree.leaves(self._pages))
 
     def reset(self) -> None:
-        """Make the cache anew; nothing in it counts any more."""
-        self._pages = None  # gone before the new one is there
+        """Make a new cache; the content of the old one is lost."""
+        self._pages = None  # freed before the new one is allocated
         self._pages = paged.empty(self._config, self.num_blocks, self.block_size, self._cache_dtype)[:4]
 
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
-        pages, self._pages = self._pages, None  # donated: should the program fail, there are none
+        """Return the logits of the wanted rows; afterwards the blocks hold the keys and values of all rows."""
+        pages, self._pages = self._pages, None  # donated: if the program fails, there are none
         for start in range(0, len(batch.copies), COPIED):
             pairs = np.zeros((COPIED, 2), np.int32)  # block 0 onto itself
             pairs[: len(batch.copies[start:])] = batch.copies[start : start + COPIED]
@@ -79,7 +79,7 @@ class NativeRunner:
         hidden, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table)
         count = len(batch.wanted)
         if not count:
-            # JAX runs behind this call: a prompt's steps would pile up, and the worker be taken for one that hangs
+            # JAX dispatches asynchronously: a prompt's steps would pile up, and the worker would seem to hang
             jax.block_until_ready(self._pages)
             return np.zeros((0, self.vocab_size), np.float32)
         wanted = np.zeros(next(size for size in self._wanted_sizes if size >= count), np.int32)
@@ -101,7 +101,7 @@ def _compiled(
 def _step(
     graph: Any, weights: Any, pages: Any, tokens: Array, positions: Array, table: Array, *, num_rows: int
 ) -> tuple[Array, Any]:
-    """Hidden states of the rows, filled up to num_rows, and the pages."""
+    """Return hidden states of the rows, padded to num_rows, and the pages."""
     model = nnx.merge(graph, weights)
     cache = paged.PagedCache(*pages, table)
     arguments = (tokens[:, None], positions[:, None], cache, model.settings)

@@ -1,7 +1,7 @@
-"""Which replica of a fleet gets a request: the one whose cache has its beginning, unless that has too much to do.
+"""Choice of a fleet's replica for a request: the one whose cache has its beginning, unless that one is too busy.
 
 Ray Serve calls it; extra `ray`. Rendezvous hashing (Thaler and Ravishankar 1998): each beginning ranks the replicas in
-an order of its own, so that a replica that comes or goes moves only the beginnings that it gets or had.
+its own order, so that a replica that joins or leaves moves only the beginnings that it gets or had.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-MOST_AHEAD = 8  # requests more than at the least busy replica that a request goes to its own for all the same
+MOST_AHEAD = 8  # requests by which a request's own replica may be busier than the least busy one
 
 
 def ranked(beginning: str, replicas: Sequence[str]) -> list[str]:
-    """Replicas by name, the one that a beginning belongs to first."""
+    """Rank replicas by name, the one that a beginning belongs to first."""
     return sorted(replicas, key=lambda name: hashlib.sha256(f"{beginning}\0{name}".encode()).digest())
 
 
@@ -24,13 +24,13 @@ class PrefixRouter(RequestRouter):
     """Sends requests that begin alike to the same replica."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take `most_ahead`."""
+        """Read the option `most_ahead`."""
         self._most_ahead = int(kwargs.get("most_ahead", MOST_AHEAD))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas in the order in which they are asked."""
+        """Return the replicas in the order in which they are tried."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         beginning = "" if pending_request is None else str(pending_request.kwargs.get("beginning", ""))
         names = ranked(beginning, list(by_name))

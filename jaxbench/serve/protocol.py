@@ -1,9 +1,9 @@
-"""OpenAI's interface: requests that clients send, checked, and answers as they expect them (S file).
+"""OpenAI's interface: validated requests of clients, and answers in the form that they expect (S file).
 
-Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not served is
-refused by name: an answer that ignores what was asked for would look like one that heeds it. Further fields: top_k,
-min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload.
-Types are strict, as OpenAI's: the text "5" is no number, and true none either.
+Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not supported is
+refused by name: an answer that ignores a field would look like one that follows it. Additional fields: top_k, min_p,
+repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload. Types
+are strict, as OpenAI's: neither the text "5" nor true is a number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Body(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _take_nulls(cls, value: Any) -> Any:
-        """A field that is null is one that is left out, wherever it may be left out."""
+        """Treat a null field as left out, wherever it may be left out."""
         if not isinstance(value, dict):
             return value
         optional = {each.alias or name for name, each in cls.model_fields.items() if not each.is_required()}
@@ -40,7 +40,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What an answer is."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -55,14 +55,14 @@ class ResponseFormat(_Body):
 
 
 class StreamOptions(_Body):
-    """What a stream has beside its tokens."""
+    """What a stream has in addition to its tokens."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # in every event, of what came so far (vLLM's)
+    continuous_usage_stats: bool = False  # in every event: usage so far (vLLM's)
 
 
 class _Asked(_Body):
-    """What both interfaces share."""
+    """Fields that both interfaces share."""
 
     model: str | None = None
     stream: bool = False
@@ -75,17 +75,17 @@ class _Asked(_Body):
     frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)
-    # JSON's names are texts
+    # JSON's keys are strings
     logit_bias: dict[Annotated[int, pydantic.Strict(False)], float] | None = pydantic.Field(
         default=None, max_length=1024
     )
-    seed: int | None = pydantic.Field(default=None, ge=-(2**63), lt=2**63)  # null = another one for each request
+    seed: int | None = pydantic.Field(default=None, ge=-(2**63), lt=2**63)  # null = a random one for each prompt
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = pydantic.Field(default=[], max_length=64)
     ignore_eos: bool = False
     priority: int = pydantic.Field(default=0, ge=-100, le=100)
     timeout: float | None = pydantic.Field(default=None, gt=0)  # seconds until the answer is cut off
-    user: str | None = None  # taken and not used, as OpenAI's
+    user: str | None = None  # accepted and not used, as OpenAI's
     response_format: ResponseFormat | None = None
     regex: str | None = pydantic.Field(default=None, min_length=1, max_length=10_000)  # that the answer matches
     choice: list[str] | None = pydantic.Field(default=None, min_length=1, max_length=1000)  # texts, one is the answer
@@ -102,15 +102,15 @@ class _Asked(_Body):
 
     @property
     def followed(self) -> list[str]:
-        """Fields that say what the answer follows."""
+        """Names of the given fields that constrain the answer."""
         wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
         return wanted + (["response_format"] if self.response_format and self.response_format.type != "text" else [])
 
     def grammar(self) -> str | None:
-        """What the answer follows, as constraint.py says it; None = nothing.
+        """Return the grammar that the answer follows, in constraint.py's form; None = no constraint.
 
         Raises:
-          ValueError: more than one is asked for, or one that cannot be followed.
+          ValueError: more than one constraint is given, or one that cannot be followed.
         """
         form, wanted = self.response_format, self.followed
         if len(wanted) > 1:
@@ -133,7 +133,7 @@ class _Asked(_Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, seed: int, choice: int) -> Sampling:
-        """How one of the answers is drawn."""
+        """Return the sampling settings of one of the answers."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p, top_k=self.top_k, min_p=self.min_p,
@@ -145,10 +145,10 @@ class _Asked(_Body):
         self, id: str, prompt: tuple[int, ...], *, first: int, new_tokens: int, end_ids: frozenset[int], seed: int,
         now: float, grammar: str | None,
     ) -> list[Request]:  # fmt: skip
-        """One request for each answer to a prompt.
+        """Return one request for each answer to a prompt.
 
-        first: number of its first answer, of those to all prompts. now: of the engine's clock, from which the time-out
-        counts.
+        first: number of the prompt's first answer, counted over all prompts. now: on the engine's clock; the time-out
+        counts from it.
         """
         ends = (frozenset() if self.ignore_eos else end_ids) | frozenset(self.stop_token_ids)
         deadline = now + self.timeout if self.timeout is not None else float("inf")
@@ -162,16 +162,16 @@ class _Asked(_Body):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many of the most probable tokens are told; None = no log-probabilities."""
+        """Number of most probable tokens to report; None = no log-probabilities."""
         raise NotImplementedError
 
 
 class DetectBody(_Body):
-    """A text in which watermarks are looked for."""
+    """A text to check for watermarks."""
 
-    text: str | None = None  # one of the two
+    text: str | None = None  # either this or tokens
     tokens: list[int] | None = pydantic.Field(default=None, min_length=1)
-    prompt_tokens: int = pydantic.Field(default=0, ge=0)  # of the beginning, that are not scored
+    prompt_tokens: int = pydantic.Field(default=0, ge=0)  # leading tokens that are not scored
     watermarks: list[str] | None = pydantic.Field(default=None, min_length=1)  # names of keys; null = all of the server
 
     @pydantic.model_validator(mode="after")
@@ -204,18 +204,18 @@ class CompletionBody(_Asked):
 
     @property
     def prompts(self) -> list[Any]:
-        """What is to be continued, each a text or token ids; answers come in their order."""
+        """The prompts, each a text or token ids; answers come in their order."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """As asked."""
+        """The field `logprobs`."""
         return self.logprobs
 
     @property
     def new_tokens(self) -> int | None:
-        """Tokens of an answer at most, where it is said."""
+        """Maximum number of tokens of an answer; None = not given."""
         return self.max_tokens
 
 
@@ -231,8 +231,8 @@ class ChatBody(_Asked):
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None  # go through the model's template
-    # taken, as they change no answer
+    tools: list[dict[str, Any]] | None = None  # passed through the model's template
+    # accepted, as they change no answer
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
@@ -265,22 +265,22 @@ class ChatBody(_Asked):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """As asked."""
+        """The field `top_logprobs`, 0 if not given; None unless `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def new_tokens(self) -> int | None:
-        """Tokens of an answer at most, where it is said."""
+        """Maximum number of tokens of an answer; None = not given."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def place_of(error: pydantic.ValidationError) -> str:
-    """Where the first problem of a body is; "" = in no field of it."""
+    """Return the field that a body's first problem is in, as a path; "" = in no field."""
     return " ".join(".".join(str(part) for part in error.errors()[0]["loc"]).split())[:80]
 
 
 def problem(error: pydantic.ValidationError, whole: str = "the body") -> str:
-    """The first problem of a body, in one line: place, value, what was wanted; whole: the place where no field is."""
+    """Describe a body's first problem in one line: place, what was wanted, value; whole: the place if in no field."""
     first = error.errors()[0]
     place = place_of(error) or whole
     if first["type"] == "extra_forbidden":
@@ -293,17 +293,17 @@ def problem(error: pydantic.ValidationError, whole: str = "the body") -> str:
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it; param: the field that it is about."""
+    """Return an error as OpenAI's clients read it; param: the field that it is about."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def model_object(name: str, **more: Any) -> dict[str, Any]:
-    """The model that is served."""
+    """Describe the served model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "jaxbench", **more}
 
 
 def usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
-    """Numbers of tokens."""
+    """Return token counts: of prompts, of their cached part, and of answers."""
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
@@ -311,5 +311,5 @@ def usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
 
 
 def envelope(id: str, kind: str, model: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """An answer, or a piece of one, around its choices."""
+    """Wrap the choices of an answer, or of a piece of one."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": choices, **more}

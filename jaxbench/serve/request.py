@@ -1,4 +1,4 @@
-"""What a client asks for, and how far its answer is (S file)."""
+"""A client's request, and the state of its answer (S file)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxbench.config import Base
 from jaxbench.serve.constraint import Constraint
 from jaxbench.serve.lookup import Lookup
 
-MAX_LOGPROBS = 20  # tokens beside the chosen one
+MAX_LOGPROBS = 20  # most probable tokens reported in addition to the chosen one
 
 Ended = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class Sampling(Base):
-    """How an answer's tokens are drawn; each of its tokens from a stream of the seed and its place in the answer."""
+    """How an answer's tokens are drawn; each token has a random stream of the seed and its place in the answer."""
 
     temperature: float = pydantic.Field(default=0.0, ge=0, le=100)  # 0 = the most probable token
     top_k: int = pydantic.Field(default=0, ge=0, lt=2**31)  # 0 = all tokens
@@ -32,7 +32,7 @@ class Sampling(Base):
     presence_penalty: float = pydantic.Field(default=0.0, ge=-2, le=2)  # of tokens in the answer
     logit_bias: dict[int, float] = {}  # added to tokens' logits
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
-    choice: int = pydantic.Field(default=0, ge=0, lt=2**31)  # of several answers to one prompt: the row of the stream
+    choice: int = pydantic.Field(default=0, ge=0, lt=2**31)  # index among answers to one prompt: row of the stream
 
     @pydantic.field_validator("temperature")
     @classmethod
@@ -52,7 +52,7 @@ class Sampling(Base):
         return bias
 
     def params(self) -> prompts.SamplingParams:
-        """What of it the generator's draw takes."""
+        """Return the settings that the generator's draw takes."""
         return prompts.SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
@@ -63,19 +63,19 @@ class Sampling(Base):
 
 
 class Request(NamedTuple):
-    """One answer that is wanted."""
+    """A request for one answer."""
 
     id: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = Sampling()
     end_ids: frozenset[int] = frozenset()  # tokens that end the answer and are part of it
-    stop: tuple[str, ...] = ()  # texts that end it and are not
-    logprobs: int | None = None  # how many of the most probable tokens are told beside the chosen one; None = nothing
-    priority: int = 0  # lower goes first, and may take the room of higher
-    deadline: float = math.inf  # of the engine's clock
-    grammar: str | None = None  # of constraint.py, which the answer follows
-    watermark: str | None = None  # name of a key of marking.py, which marks the answer
+    stop: tuple[str, ...] = ()  # texts that end the answer and are not part of it
+    logprobs: int | None = None  # most probable tokens to report, besides the chosen one; None = no log-probabilities
+    priority: int = 0  # lower goes first, and may preempt higher
+    deadline: float = math.inf  # on the engine's clock
+    grammar: str | None = None  # in constraint.py's form; the answer follows it
+    watermark: str | None = None  # name of the key (see marking.py) that marks the answer
     payload: int = 0  # that the watermark carries
 
 
@@ -87,26 +87,26 @@ class TokenLogprobs(NamedTuple):
 
 
 class Marker(Protocol):
-    """What marks one text; called once for each of its tokens."""
+    """Watermarks one text; called once for each of its tokens."""
 
-    draws: bool  # it takes logits behind temperature and filters, and what it returns is drawn as it is
+    draws: bool  # it takes logits after temperature and filters; its result is drawn from unchanged
 
     def __call__(self, tokens: Many[int], logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
-        """Logits of the token behind the text, marked."""
+        """Return the marked logits of the token after the text."""
 
 
 class Sequence:
-    """A request in the engine."""
+    """A request in the engine, with its state."""
 
     def __init__(self, request: Request, arrival: int):
         self.request, self.arrival = request, arrival
         self.tokens = list(request.prompt)  # prompt and answer
         self.num_computed = 0  # tokens whose keys and values are in the blocks
-        self.num_drafted = 0  # the same of a draft model's
+        self.num_drafted = 0  # the same for the draft model
         self.blocks: list[int] = []
-        self.digests: list[bytes] = []  # of whole blocks that are known
+        self.digests: list[bytes] = []  # of full blocks, which are published
         self.num_cached: int | None = None  # tokens that were found in the cache at the first admission
-        self.failures = 0  # steps that failed with it
+        self.failures = 0  # failed steps that it was in
         self.lookup = Lookup(request.sampling.temperature)
         self.constraint: Constraint | None = None
         self.marker: Marker | None = None
@@ -114,20 +114,20 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order of service: the least goes first, the largest gives its room away first."""
+        """Order of service: the smallest runs first, the largest is preempted first."""
         return self.request.priority, self.arrival
 
     @property
     def num_new(self) -> int:
-        """Tokens of the answer."""
+        """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """Number of tokens of the prompt and of the longest answer."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def num_waiting(self) -> int:
-        """Tokens that are not computed yet."""
+        """Number of tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed

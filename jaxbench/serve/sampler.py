@@ -1,4 +1,4 @@
-"""Logits of one position to a token, with each request's own settings (S file).
+"""From the logits of one position to a token, with each request's own settings (S file).
 
 A token depends on its logits, the request's settings and its place in the answer, and on nothing else of the batch.
 """
@@ -18,13 +18,13 @@ Array = np.ndarray
 
 
 def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLogprobs | None]:
-    """The next token of a request, and its log-probabilities where they are wanted.
+    """Return the next token of a request, and its log-probabilities where they are wanted.
 
     Raises:
       FloatingPointError: a logit is NaN, or none is finite.
       ValueError: no token follows the request's grammar.
     """
-    largest = float(np.max(logits))  # NaN where there is one
+    largest = float(np.max(logits))  # NaN if any logit is
     if not np.isfinite(largest):
         raise FloatingPointError(f"logits: the largest of {len(logits)} is {largest}")
     sampling = sequence.request.sampling
@@ -47,7 +47,7 @@ def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLo
 def penalized(
     logits: Float[Array, " V"], sampling: Sampling, tokens: Many[int], answer: Many[int]
 ) -> Float[Array, " V"]:
-    """Logits with penalties and biases: as sample.penalize_repetition, and as OpenAI's interface defines the others."""
+    """Apply penalties and biases: repetition as sample.penalize_repetition, the others as in OpenAI's interface."""
     changed = logits.astype(np.float32, copy=True)
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(tokens, np.int64))
@@ -62,7 +62,7 @@ def penalized(
 
 
 def drawn(logits: Float[Array, " V"], sampling: Sampling, *, step: int) -> int:
-    """The most probable token, or a Gumbel-max draw: the bits of sample.draw with the row `choice`."""
+    """Return the most probable token, or a Gumbel-max draw: the bits of sample.draw with the row `choice`."""
     if sampling.temperature == 0.0:
         return int(np.argmax(logits))
     if not library.is_available():
@@ -74,7 +74,7 @@ def drawn(logits: Float[Array, " V"], sampling: Sampling, *, step: int) -> int:
 
 
 def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V"]:
-    """Divided by the temperature, tokens outside top-k, top-p and min-p at -inf: sample.filter_logits in numpy."""
+    """Divide by the temperature; set tokens outside top-k, top-p and min-p to -inf: sample.filter_logits in numpy."""
     scaled = (logits / np.float32(sampling.temperature)).astype(np.float32)
     if 0 < sampling.top_k < len(scaled):
         least = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
@@ -97,7 +97,7 @@ def _gumbel(logits: Float[Array, " V"], sampling: Sampling, step: int) -> Float[
 
 
 def logprobs(logits: Float[Array, " V"], token: int, count: int) -> TokenLogprobs:
-    """Log-probability of a token and of the `count` most probable ones, the most probable first, in float64."""
+    """Return log-probabilities, in float64, of a token and of the `count` most probable ones, in descending order."""
     wide = logits.astype(np.float64)
     peak = wide.max()
     total = peak + np.log(np.exp(wide - peak).sum())

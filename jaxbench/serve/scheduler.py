@@ -1,9 +1,9 @@
 """Which tokens of which requests are computed in a step, and in which blocks (S file).
 
-Data's way: waiting requests by rank -> admitted where a slot and blocks for all their tokens are free, or held by a
-request of lower priority -> a step has one token of every request that is decoding, then parts of prompts up to
-max_batch_tokens, short ones not behind a long one. A decoding request that gets no block takes those of the request
-that ranks last, which waits again and is computed anew: its text is the same, so that its answer is.
+Data flow: waiting requests by rank -> admitted where a slot and blocks for all their tokens are free, or held by a
+request of lower priority -> a step has one token of every decoding request, then parts of prompts up to
+max_batch_tokens; short prompts need not wait for a long one. If a decoding request finds no free block, the request
+that ranks last is preempted: it waits again and is recomputed. Its text is the same, and so is its answer.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from jaxbench.serve.request import Sequence
 
 
 class Limits(Base):
-    """What a step and the queue hold at most."""
+    """Limits of a step and of the queue."""
 
     max_running: int = pydantic.Field(default=32, ge=1)  # requests at once
-    max_batch_tokens: int = pydantic.Field(default=256, ge=1)  # of a step; at least max_running
+    max_batch_tokens: int = pydantic.Field(default=256, ge=1)  # per step; at least max_running
     max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
     max_wait_ms: float = pydantic.Field(default=0.0, ge=0, le=10_000)  # that the first request waits for a fuller step
-    max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
-    # Of a step's prompt tokens, for prompts that end in it behind one that does not; 0 = strictly by rank
+    max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # guessed tokens per request and step; 0 = none
+    # Share of a step's prompt tokens for prompts that end in it but rank behind one that does not; 0 = strictly by rank
     short_prompt_share: float = pydantic.Field(default=0.5, ge=0, lt=1)
 
     @property
     def max_logits(self) -> int:
-        """Rows of a step whose logits are wanted at most."""
+        """Maximum number of rows of a step whose logits are wanted."""
         return min(self.max_running * (1 + self.max_guessed), self.max_batch_tokens)
 
     @property
     def most(self) -> int:
-        """Requests that may be in the engine."""
+        """Maximum number of requests in the engine, running and waiting."""
         return self.max_running + self.max_waiting
 
     def check_segment(self, segment: int) -> None:
-        """Check that a runner with segments takes steps of these limits.
+        """Check that a runner that reads prompts in segments takes steps of these limits.
 
         Raises:
-          ValueError: a step has no room for a segment, or tokens are guessed, which no slot takes back.
+          ValueError: a step has no room for a segment, or tokens are guessed, which a slot cannot take back.
         """
         least = self.max_running + segment
         if self.max_batch_tokens < least:
@@ -71,16 +71,16 @@ class Part(NamedTuple):
     sequence: Sequence
     start: int  # position of the first
     count: int
-    guess: tuple[int, ...] = ()  # tokens behind the text, computed too
+    guess: tuple[int, ...] = ()  # tokens after the text, computed in the same step
 
     @property
     def is_last(self) -> bool:
-        """True where the next token follows from the last of them."""
+        """True where the next token follows from the part's last one."""
         return self.start + self.count == len(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens, guesses among them."""
+        """The tokens, including guesses."""
         return [*self.sequence.tokens[self.start : self.start + self.count], *self.guess]
 
 
@@ -88,48 +88,48 @@ class Plan(NamedTuple):
     """One step."""
 
     parts: list[Part]
-    copies: list[tuple[int, int]]  # blocks (from, to) that are copied before it, all at once
+    copies: list[tuple[int, int]]  # blocks (from, to), all copied at once before the step
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computes."""
+        """Number of tokens that the step computes."""
         return sum(part.count + len(part.guess) for part in self.parts)
 
 
-Draft = Callable[[list[tuple[Sequence, int]]], list[tuple[int, ...]]]  # texts, tokens at most -> guesses
+Draft = Callable[[list[tuple[Sequence, int]]], list[tuple[int, ...]]]  # (text, maximum of tokens) of each -> guesses
 
 
 class Scheduler:
-    """Requests that run and wait, and their blocks."""
+    """Running and waiting requests, and their blocks."""
 
     def __init__(self, pool: BlockPool, limits: Limits, *, segment: int | None = None):
-        """segment: where a runner has one, prompts are cut at its multiples, and answers are read token by token."""
+        """segment: the runner's, if any: prompts are cut at its multiples, and answers are read token by token."""
         self.pool, self.limits, self._segment = pool, limits, segment
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.num_preempted = 0
-        self.draft: Draft | None = None  # guesses where the text itself has none
-        self._copies: dict[int, int] = {}  # block -> the one that it is copied from before the next step
+        self.draft: Draft | None = None  # guesses where lookup in the text itself finds none
+        self._copies: dict[int, int] = {}  # block -> source to copy from before the next step
 
     def add(self, sequence: Sequence) -> None:
-        """Let a request wait."""
+        """Add a request to those waiting, by rank."""
         bisect.insort(self.waiting, sequence, key=lambda each: each.rank)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of the requests that wait."""
+        """Tokens of waiting requests that are still to be computed."""
         return sum(sequence.num_waiting for sequence in self.waiting)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Return how many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.pool.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """True where a request of so many tokens can be computed when it is alone."""
+        """True where a request of `num_tokens` tokens fits if it is the only one."""
         return self.most_blocks(num_tokens) < self.pool.num_blocks
 
     def plan(self) -> Plan:
-        """The next step; requests are admitted and preempted for it."""
+        """Plan the next step, admitting and preempting requests for it."""
         self._admit()
         budget, parts = self.limits.max_batch_tokens, []
         for sequence in list(self.running):
@@ -149,9 +149,10 @@ class Scheduler:
         return Plan(parts, copies)
 
     def _prompt_order(self, budget: int) -> list[Sequence]:
-        """Who still has a prompt to read, by rank, but in front of the first that does not end in this step those that
-        do, of its priority, as far as their share of the step goes: they do not wait for all of a long prompt, and it
-        goes on by the rest of the step.
+        """Return requests with prompt left to read, by rank, but with short prompts ahead of a long one.
+
+        The long one is the first by rank that does not end in this step. Prompts of its priority that do end go ahead
+        of it, up to short_prompt_share: they need not wait for all of it, and it gets the rest of the step.
         """
         reading = [sequence for sequence in self.running if sequence.num_waiting > 1]
         ahead: list[Sequence] = []
@@ -169,17 +170,17 @@ class Scheduler:
         return ahead + [sequence for sequence in reading if sequence not in ahead]
 
     def _length(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next part of a text, at most so many."""
+        """Return the number of tokens in a request's next part, at most `budget`."""
         count = min(sequence.num_waiting, budget)
         if self._segment is None:
             return count
         left = len(sequence.request.prompt) - sequence.num_computed
-        if left <= 0:  # an answer whose slot was taken
+        if left <= 0:  # an answer that lost its slot, read again
             return min(count, 1)
         return left if left <= count else count // self._segment * self._segment
 
     def _guessing(self, parts: list[Part], budget: int) -> list[Part]:
-        """The parts, those that decode with guesses: where rows and blocks that nobody waits for are left."""
+        """Return the parts, decoding ones with guesses as far as there are rows and blocks that nobody waits for."""
         made, unguessed = [], []
         for number, part in enumerate(parts):
             sequence = part.sequence
@@ -199,11 +200,11 @@ class Scheduler:
         return made
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        """True where guesses do not pause, and no block of the text is still to be copied."""
+        """True where guesses are not paused, and no block of the text is still to be copied."""
         return sequence.lookup.may_guess(len(sequence.tokens)) and not any(b in self._copies for b in sequence.blocks)
 
     def _reach(self, sequence: Sequence, wanted: int) -> int:
-        """How many tokens behind its text a request has blocks for, of those wanted; it gets what is not needed."""
+        """Return how many of the wanted tokens after its text a request has blocks for, after giving it spare ones."""
         size = self.pool.block_size
         while len(sequence.blocks) * size < len(sequence.tokens) + wanted:
             if self.pool.num_available <= len(self.running) + len(self.waiting):
@@ -212,7 +213,7 @@ class Scheduler:
         return min(wanted, len(sequence.blocks) * size - len(sequence.tokens))
 
     def _admit(self) -> None:
-        """Let waiting requests run, by rank, up to the first that does not fit."""
+        """Admit waiting requests by rank, up to the first that does not fit."""
         while self.waiting:
             sequence = self.waiting[0]
             while not self._take_blocks(sequence):
@@ -224,15 +225,15 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=lambda each: each.rank)
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Give a request blocks for all its tokens, those with its text where they are; False where none are free.
+        """Give a request blocks for all its tokens, sharing those that hold its text; False where too few are free.
 
-        A block for every running request that may need one stays free, so that who comes last does not give its room
-        away at once.
+        One block stays free for every running request that may need one, so that a request that was just admitted is
+        not preempted at once.
         """
         if len(self.running) >= self.limits.max_running:
             return False
         growing = sum(len(each.blocks) < self.most_blocks(each.most_tokens) for each in self.running)
-        if self.pool.num_available <= growing:  # whoever waits is looked at in every step: first what costs nothing
+        if self.pool.num_available <= growing:  # tried in every step while a request waits: the cheap check first
             return False
         match = self.pool.match(sequence.tokens)
         needed = self.most_blocks(len(sequence.tokens)) - len(match.blocks)
@@ -243,7 +244,7 @@ class Scheduler:
         new = [self._allocate() for _ in range(needed)]
         sequence.blocks, sequence.digests = match.blocks + new, list(match.digests)
         sequence.num_computed = len(match.blocks) * self.pool.block_size + match.tail_length
-        sequence.num_drafted = sequence.num_computed  # a draft has read what was read, or its guesses are bad
+        sequence.num_drafted = sequence.num_computed  # the draft has read it too; if not, its guesses are bad
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         if match.tail is not None and match.tail != new[0]:
@@ -251,13 +252,13 @@ class Scheduler:
         return True
 
     def _allocate(self) -> int | None:
-        """A block that nothing is to be copied to: who had it before may have been preempted in this very step."""
+        """Allocate a block and drop any pending copy to it: its last owner may have been preempted in this step."""
         block = self.pool.allocate()
         self._copies.pop(block, None)
         return block
 
     def _extend(self, sequence: Sequence) -> bool:
-        """Give a running request the block of its next token; False where it has to wait again."""
+        """Give a running request the block of its next token; False where it is preempted itself."""
         while len(sequence.blocks) < self.most_blocks(len(sequence.tokens)):
             block = self._allocate()
             if block is not None:
@@ -270,14 +271,14 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running request's blocks; it waits again, with what it has of its answer."""
+        """Take a running request's blocks; it waits again and keeps its answer so far."""
         self.running.remove(sequence)
         self._release(sequence)
         self.add(sequence)
         self.num_preempted += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a request, wherever it is."""
+        """Remove a request, running or waiting."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
@@ -285,7 +286,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def computed(self, part: Part, num_right: int = 0) -> None:
-        """Take note that a part's keys and values are in the blocks; whole blocks become known.
+        """Record that a part's keys and values are in the blocks, and publish blocks that are now full.
 
         num_right: guesses that are part of the text now.
         """
@@ -298,15 +299,15 @@ class Scheduler:
             sequence.digests.append(self.pool.publish(sequence.blocks[number], parent, tokens))
 
     def _release(self, sequence: Sequence) -> None:
-        for block in reversed(sequence.blocks):  # the beginning of a text is what others share: it is kept longest
+        for block in reversed(sequence.blocks):  # others share the beginning of a text: it is kept longest
             self.pool.release(block)
         sequence.blocks, sequence.digests, sequence.num_computed, sequence.num_drafted = [], [], 0, 0
 
     def check(self) -> None:
-        """Check that the books are right.
+        """Check the invariants of requests and blocks.
 
         Raises:
-          AssertionError: they are not.
+          AssertionError: one does not hold.
         """
         readers = [0] * self.pool.num_blocks
         for sequence in self.running:

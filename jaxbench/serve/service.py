@@ -1,6 +1,6 @@
-"""Between the interface and the engine: answers as they come, in text, and who may ask for one (S file).
+"""The layer between HTTP interface and engine: admission of requests, answers in text as they come (S file).
 
-Everything here runs in the server's event loop; the engine's worker is heard through it.
+Everything here runs in the server's event loop, which also receives the reports of the engine's worker.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxbench.serve.worker import Report, Supervisor
 log = logging.getLogger("jaxbench.serve")
 
 _LEVELS = {"open": logging.WARNING, "over": logging.INFO}
-RETRY_S = 1  # what a client that was refused is asked to wait
+RETRY_S = 1  # seconds that a refused client is asked to wait
 
 
 class Refused(Exception):
-    """A request that is not taken now; status is that of HTTP."""
+    """A request that is refused for now; status: HTTP's."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 class Piece(NamedTuple):
-    """What came of an answer."""
+    """A piece of an answer."""
 
     text: str
     tokens: tuple[int, ...] = ()
@@ -50,24 +50,24 @@ class Answer:
     """One answer in progress: events go in, pieces of text come out."""
 
     def __init__(self, request: Request, tokenizer: Any, *, prompt: Sequence[int] = ()):
-        """prompt: ids that the answer's text goes on from; () = it stands by itself."""
+        """prompt: token ids whose text the answer continues; () = the answer stands by itself."""
         self.request, self.asked = request, time.monotonic()
         end = types.SimpleNamespace(core=tokenizer.core, decode=tokenizer.decode, end_ids=request.end_ids)
         self._text = Text(end, request.stop, prompt=prompt)
         self.ids: list[int] = []
         self.num_cached = 0
         self.ended: str | None = None
-        self.is_refused = False  # it ended with an error that is of the request, not of the server
+        self.is_refused = False  # it ended with an error of the request, not of the server
         self.last: float | None = None  # when its last token came
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
     @property
     def goes_on(self) -> bool:
-        """True where its text goes on from the prompt's."""
+        """True where its text continues the prompt's."""
         return self._text.goes_on
 
     def take(self, event: Event) -> None:
-        """Take what happened to the request."""
+        """Process an event of the request."""
         if self.ended:
             return
         self.num_cached, tokens, text = event.num_cached, (), ""
@@ -85,14 +85,14 @@ class Answer:
         self.pieces.put_nowait(Piece(text, tokens, logprobs, ended, of_grammar or event.error))
 
     def end(self, ended: str, error: str | None = None) -> None:
-        """End it from here; who waits for a piece is told."""
+        """End the answer from the server's side, with a last piece for its reader."""
         if not self.ended:
             self.ended = ended
             self.pieces.put_nowait(Piece("", ended=ended, error=error))
 
 
 def are_refused(answers: Sequence[Answer]) -> bool:
-    """True where all errors that answers ended with are of their requests, and none of the server."""
+    """True where every error that ended one of the answers is of its request, and none of the server."""
     return all(answer.is_refused for answer in answers if answer.ended == "error")
 
 
@@ -141,7 +141,7 @@ class Service:
             self.about = report.about
 
     def _happened_safely(self, event: Event) -> None:
-        """The same; what fails of one answer costs no other."""
+        """Call `_happened`; an exception ends this answer and no other."""
         try:
             self._happened(event)
         except Exception as error:
@@ -164,16 +164,16 @@ class Service:
         answer.take(event)
         if answer.ended:
             del self.answers[event.id]
-            is_first = answer.request.sampling.choice == 0  # of those to its prompt, which is read once, as in `usage`
+            is_first = answer.request.sampling.choice == 0  # first of its prompt, which is counted once, as in `usage`
             prompt, cached = (len(answer.request.prompt), answer.num_cached) if is_first else (0, 0)
             ended = "refused" if answer.is_refused else answer.ended
             self.metrics.answered(ended, prompt, cached, now - answer.asked)
             self.watch.observe("answer_s", now - answer.asked, now)
-            if event.ended is None:  # a stop string, which the engine does not see
+            if event.ended is None:  # a stop string, which the engine does not know
                 self._supervisor.send("cancel", event.id)
 
     def check_ready(self) -> None:
-        """Check that requests are taken.
+        """Check that requests are accepted.
 
         Raises:
           Refused: they are not.
@@ -184,10 +184,10 @@ class Service:
     def submit(self, requests: Sequence[Request], *, go_on: bool) -> list[Answer]:
         """Hand requests to the engine.
 
-        go_on: the answers' texts go on from their prompts', as opposed to a message or what a grammar wants.
+        go_on: the answers' texts continue their prompts', unlike a chat message or an answer that follows a grammar.
 
         Raises:
-          Refused: the engine is not ready, is ending, or has as many as it takes.
+          Refused: the engine is not ready, is ending, or is full.
         """
         self.check_ready()
         limits = self.config.engine.limits
@@ -203,7 +203,7 @@ class Service:
         return made
 
     def drop(self, answers: Sequence[Answer]) -> None:
-        """Nobody wants these any more."""
+        """Cancel answers that nobody waits for any more."""
         for answer in answers:
             if self.answers.pop(answer.request.id, None) is not None:
                 answer.end("cancelled")
@@ -211,14 +211,14 @@ class Service:
                 self.metrics.cancelled()
 
     def detected(self, seconds: float, *, is_cached: bool) -> None:
-        """Watermarks were looked for in a text."""
+        """Record that a text was checked for watermarks."""
         now = time.monotonic()
         self.metrics.detected(seconds, is_cached=is_cached)
         self.watch.observe("detect_s", seconds, now)
         self.watch.observe("texts_per_s", 1.0, now)
 
     async def _judge(self) -> None:
-        """Judge the rules until the server ends; what becomes of them is logged, and sent where that is configured."""
+        """Evaluate the alert rules until the server ends; log each incident, and queue it for `_tell`."""
         every, before = self.config.alerts.every_s, time.monotonic()
         while True:
             await asyncio.sleep(every)
@@ -232,14 +232,14 @@ class Service:
             self.metrics.rules(self.watch.is_broken)
 
     async def _tell(self, messenger: Messenger) -> None:
-        """Send incidents in their order until the server ends."""
+        """Send queued incidents in order until the server ends."""
         while True:
             incident = await self._incidents.get()
             for reason in await asyncio.to_thread(messenger.send, incident):
                 log.error("alert was not sent", extra={"fields": {"incident": incident.id, "reason": reason}})
 
     async def end(self) -> None:
-        """Let answers in progress end, for a while, and end the worker."""
+        """Wait up to drain_s for answers in progress, then end the worker."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
         await self._ending

@@ -1,4 +1,4 @@
-"""Settings of an engine and of a server, and how an engine is made of them (S file)."""
+"""Settings of an engine and of a server, and construction of the engine (S file)."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class EngineConfig(Base):
 
     model: str | None = None  # GGUF file, Hugging Face folder or hub id; None = the default model
     backend: Literal["flax", "torch"] = "flax"
-    weights: Literal[checkpoint.WEIGHTS] = checkpoint.FILE  # of native kernels; file = as the file has them
+    weights: Literal[checkpoint.WEIGHTS] = checkpoint.FILE  # for native kernels; file = as stored in the file
     cache: Literal[checkpoint.CACHE_TYPES] = "float32"  # keys and values
     activations: Literal[tuple(checkpoint.PLANES)] = "float32"
     threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
-    hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a step's end, behind which its process is killed
+    hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a finished step, after which its process is killed
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
-    kernels: Literal["native", "xla"] = "native"  # xla: the framework's own operations, in slots of a request each
+    kernels: Literal["native", "xla"] = "native"  # xla: the framework's own operations, one slot per request
     segment: int = pydantic.Field(default=SEGMENT, ge=2)  # xla: tokens of a prompt that are read at once
-    slot_tokens: int | None = pydantic.Field(default=None, ge=2)  # xla: of a request at most; None = the model's most
+    slot_tokens: int | None = pydantic.Field(default=None, ge=2)  # xla: maximum per request; None = the model's
     draft: str | None = None  # a smaller model of the same vocabulary, as `model`, that guesses next tokens
     limits: Limits = Limits()
     watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them
@@ -70,7 +70,7 @@ class EngineConfig(Base):
             raise ValueError(f"weights={self.weights} is for kernels=native alone; wanted {' or '.join(wanted)}")
 
     def read_config(self, path: str | None) -> TransformerConfig:
-        """Configuration of the model or of its draft.
+        """Read the configuration of the model or of its draft.
 
         Raises:
           ValueError: it cannot be read, or the kernels do not take it.
@@ -78,10 +78,10 @@ class EngineConfig(Base):
         return self.checked(weights.read_config(path))
 
     def checked(self, config: TransformerConfig) -> TransformerConfig:
-        """The configuration of a decoder, where the kernels take it.
+        """Return the configuration of a decoder, checked to be one that the kernels take.
 
         Raises:
-          ValueError: they do not.
+          ValueError: they do not take it.
         """
         reason = decoder.why_no_block(config)
         if self.kernels == "native" and reason is not None:
@@ -89,7 +89,7 @@ class EngineConfig(Base):
         return config
 
     def build(self) -> Any:
-        """The decoder, in the framework's own operations.
+        """Build the decoder in the framework's own operations.
 
         Raises:
           ValueError: the model cannot be read.
@@ -97,40 +97,40 @@ class EngineConfig(Base):
         return self.built(weights.load_checkpoint(self.model), "transformer")
 
     def built(self, held: weights.Checkpoint, module: str) -> Any:
-        """A decoder as a module of the backend builds it."""
+        """Build a decoder with a module of the backend."""
         dtype = decoder.XLA_WEIGHTS[0] if self.weights == checkpoint.FILE else self.weights
         return self.module(module).build(held.config, held.params, dtype=dtype)
 
     def module(self, name: str) -> Any:
-        """A module of the backend."""
+        """Import a module of the backend."""
         package = {"flax": "jaxbench", "torch": "torch_ref"}[self.backend]
         return importlib.import_module(f"{package}.{name}")
 
 
 class JobsConfig(Base):
-    """Files of texts that are worked on aside, from a queue that other machines may share."""
+    """Background jobs on files of texts, from a queue that other machines may share."""
 
-    folder: str | None = None  # of the queue; None = no such requests are taken
-    workers: int = pydantic.Field(default=1, ge=0, le=64)  # of this server, behind its answers; 0 = others'
+    folder: str | None = None  # of the queue; None = such requests are refused
+    workers: int = pydantic.Field(default=1, ge=0, le=64)  # of this server, which yield to its answers; 0 = others'
     max_bytes: int = pydantic.Field(default=256 * 2**20, ge=1024)  # of one file
     max_waiting: int = pydantic.Field(default=100, ge=1)  # jobs that have not ended
-    keep_days: float = pydantic.Field(default=7.0, gt=0)  # that a job stays since it ended
+    keep_days: float = pydantic.Field(default=7.0, gt=0)  # that a job is kept after its end
 
 
 class ServerConfig(Base):
-    """What a server lets in."""
+    """Settings of a server."""
 
     engine: EngineConfig = EngineConfig()
     host: str = "127.0.0.1"
     port: int = pydantic.Field(default=8000, ge=0, le=65535)  # 0 = a free one
     name: str | None = None  # the model's in the interface; None = that of its file
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
-    max_choices: int = pydantic.Field(default=8, ge=1)  # n of a request
-    default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not say
-    # seconds that a request's head may take, and that its body may stand still; behind it the connection is closed
+    max_choices: int = pydantic.Field(default=8, ge=1)  # answers to a request, over all its prompts
+    default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not give it
+    # seconds that a request's head may take, and that its body may pause; after that the connection is closed
     silence_s: float = pydantic.Field(default=30.0, gt=0)
-    drain_s: float = pydantic.Field(default=30.0, ge=0)  # that answers in progress have when the server is told to end
-    result_cache: ResultCacheConfig = ResultCacheConfig()  # of scores that watermarks were looked for with
+    drain_s: float = pydantic.Field(default=30.0, ge=0)  # for answers in progress when the server is told to end
+    result_cache: ResultCacheConfig = ResultCacheConfig()  # of the scores of watermark detection
     jobs: JobsConfig = JobsConfig()
     alerts: WatchConfig = WatchConfig()
 
@@ -144,11 +144,11 @@ def load_engine(
     config: EngineConfig, *, watermarks: Watermarks | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Engine:  # fmt: skip
-    """The engine, its programs compiled; progress: programs that are ready, and all.
+    """Load the engine and compile its programs; progress: called with the number of programs ready, and of all.
 
     Raises:
-      ValueError: the model cannot be read, or a setting does not go with it.
-      NotAvailable: native kernels cannot be had here.
+      ValueError: the model cannot be read, or a setting does not match it.
+      NotAvailable: native kernels are not available here.
     """
     make = _slot_runner if config.kernels == "xla" else _block_runners
     runner, *draft = make(config, progress)
@@ -157,7 +157,7 @@ def load_engine(
 
 
 def _block_runners(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
-    """Runners by native kernels: of the model, and of its draft where it has one."""
+    """Build runners on native kernels: for the model, and for its draft if it has one."""
     names = ("native.model", "native.paged", "serve.native_runner")
     native, paged, runners = map(config.module, names)
     paths = [config.model] if config.draft is None else [config.model, config.draft]
@@ -174,10 +174,10 @@ def _block_runners(config: EngineConfig, progress: Callable[[int, int], Any]) ->
 
 
 def _slot_runner(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
-    """The runner by the framework's own operations, with as many slots as the cache has positions for.
+    """Build the runner on the framework's own operations; slots: what cache_tokens has room for, max_running at most.
 
     Raises:
-      ValueError: it has positions for none.
+      ValueError: cache_tokens has no room for a slot.
     """
     model, limits = config.build(), config.limits
     slot_tokens = min(model.max_seq_len, config.slot_tokens or model.max_seq_len)
@@ -192,7 +192,7 @@ def _slot_runner(config: EngineConfig, progress: Callable[[int, int], Any]) -> l
 
 
 def _counted(progress: Callable[[int, int], Any], total: int) -> Callable[[], None]:
-    """What is called behind each of so many programs."""
+    """Return a function to call after each of `total` programs; it reports the progress."""
     done = 0
 
     def advance() -> None:
@@ -204,7 +204,7 @@ def _counted(progress: Callable[[int, int], Any], total: int) -> Callable[[], No
 
 
 def _grammars(model: str | None, vocab_size: int) -> Grammars | None:
-    """Grammars over a model's tokens; None where llguidance is not installed, or does not take the tokenizer."""
+    """Return grammars over a model's tokens; None if llguidance is not installed or does not take the tokenizer."""
     if importlib.util.find_spec("llguidance") is None:
         return None
     from jaxbench.pretrained.tokenizer import load_tokenizer

@@ -1,10 +1,10 @@
-"""Steps of the engine by XLA's own programs, for decoders whose layers keep more than keys and values.
+"""Steps of the engine on XLA's own programs, for decoders whose layers keep more state than keys and values.
 
 Twin: torch_ref/serve/slot_runner.py.
 
-A block is a whole request's: its keys and values, and what its layers remember, in one slot, empty at its beginning. A
-prompt is read a segment at a time, an answer token by token, those of all slots in one program: how a text is cut
-depends on the text alone, so that an answer is the same in any company.
+A block is one slot, which holds a whole request: its keys and values and its layers' other state, empty at the start. A
+prompt is read one segment at a time, an answer token by token, with the tokens of all slots in one program. How a text
+is cut depends on the text alone, so that an answer is the same in any batch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class SlotRunner:
         self, model: Transformer, *, num_slots: int, slot_tokens: int, segment: int, max_rows: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
-        """Runner whose programs are compiled; progress is called behind each of them.
+        """Compile the programs of the runner; progress is called after each of them.
 
-        num_slots: requests at once. slot_tokens: of a request at most, whose keys every token of its answer reads.
-        segment: tokens of a prompt that are read at once. max_rows: of a step.
+        num_slots: requests at once. slot_tokens: maximum per request; every token of its answer reads so many keys.
+        segment: tokens of a prompt that are read at once. max_rows: per step.
         """
         self.segment, self.block_size, self.max_seq_len = segment, slot_tokens, slot_tokens
         self.num_blocks, self.vocab_size = num_slots + 1, model.vocab_size  # block b is slot b - 1
         self.sizes, self.max_wanted = (max_rows,), max_rows
-        self._spare = -(-slot_tokens // segment) * segment  # idle slots write here, behind all that is a request's
+        self._spare = -(-slot_tokens // segment) * segment  # idle slots write here, after all positions of a request
         graph, self._weights = nnx.split(model)
         empty = functools.partial(_empty, graph, length=self._spare + 1, segment=segment)
         row = jax.jit(empty)(self._weights)
@@ -61,17 +61,17 @@ class SlotRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the slots: keys, values and memories."""
+        """Bytes of the slots: keys, values and other state."""
         return sum(each.nbytes for each in jax.tree.leaves(self._cache))
 
     def reset(self) -> None:
         """Empty all slots."""
-        self._cache = None  # gone before the new one is there
+        self._cache = None  # freed before the new one is allocated
         self._cache = self._fill()
 
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; the slots have read all rows behind it."""
-        cache, self._cache = self._cache, None  # donated: should a program fail, there is none
+        """Return the logits of the wanted rows; afterwards the slots have read all rows."""
+        cache, self._cache = self._cache, None  # donated: if a program fails, there is none
         found: dict[int, Any] = {}
         decoding: list[Piece] = []
         for piece in pieces(batch, self.segment):
@@ -96,14 +96,14 @@ class SlotRunner:
             logits, cache = self._next(self._weights, cache, tokens, positions, places)
             rows = np.asarray(logits)
             found |= {piece.last_row: rows[piece.block - 1] for piece in decoding}
-        # JAX runs behind this call: a prompt's steps would pile up, and the worker be taken for one that hangs
+        # JAX dispatches asynchronously: a prompt's steps would pile up, and the worker would seem to hang
         self._cache = jax.block_until_ready(cache)
         wanted = [np.asarray(found[row]) for row in batch.wanted.tolist()]
         return np.stack(wanted) if wanted else np.zeros((0, self.vocab_size), np.float32)
 
 
 def _empty(graph: Any, weights: Any, *, length: int, segment: int) -> Any:
-    """The cache of a request that has read nothing."""
+    """Return the cache of a request that has read nothing."""
     model, nothing = nnx.merge(graph, weights), jnp.zeros((1, segment), jnp.int32)
     _, cache = model.features(nothing, nothing - 1)
     return cache.padded(length, dtype=str(model.dtype))
@@ -118,7 +118,7 @@ def _cleared(row: Any, cache: Any, slot: Array) -> Any:
 
 
 def _step(model: Transformer, row: Any, tokens: Array, positions: Array, place: Array) -> tuple[Array, Any]:
-    """Hidden states of one slot's tokens, and the slot behind them."""
+    """Return hidden states of one slot's tokens, and the slot after them."""
     hidden, new = model.features(tokens[None], positions[None], cache=row, slot=place)
     return hidden[0], jax.tree.map(lambda x, old: x.astype(old.dtype), new, row)
 
@@ -127,7 +127,7 @@ def _read(
     graph: Any, weights: Any, cache: Any, slot: Array, tokens: Int[Array, " T"], positions: Int[Array, " T"],
     place: Array,
 ) -> tuple[Float[Array, " V"], Any]:  # fmt: skip
-    """Logits behind a segment of one slot's prompt, and the slots."""
+    """Return the logits after a segment of one slot's prompt, and the slots."""
     model = nnx.merge(graph, weights)
     hidden, row = _step(model, jax.tree.map(lambda x: x[slot], cache), tokens, positions, place)
     last = hidden[jnp.sum(positions >= 0) - 1]
@@ -138,7 +138,7 @@ def _next(
     graph: Any, weights: Any, cache: Any, tokens: Int[Array, " M"], positions: Int[Array, " M"],
     places: Int[Array, " M"],
 ) -> tuple[Float[Array, "M V"], Any]:  # fmt: skip
-    """Logits behind one token of every slot, and the slots; nothing happens to those at position -1."""
+    """Return the logits after one token of every slot, and the slots; a slot at position -1 keeps its content."""
     model = nnx.merge(graph, weights)
     step = jax.vmap(functools.partial(_step, model))
     hidden, cache = step(cache, tokens[:, None], positions[:, None], places)

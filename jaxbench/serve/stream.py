@@ -1,4 +1,4 @@
-"""Pieces of answers as OpenAI's objects: whole, or as server-sent events (S file)."""
+"""Answers as OpenAI's objects: whole, or in pieces as server-sent events (S file)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Form:
-    """What both interfaces share; a subclass says what a choice is."""
+    """What both interfaces share; a subclass defines the form of a choice."""
 
     kind = chunk_kind = ""
 
@@ -25,30 +25,30 @@ class Form:
         options = body.stream_options or protocol.StreamOptions()
         self._n = body.n  # answers to each prompt
         self._wants_usage, self._counts_on = options.include_usage, options.continuous_usage_stats
-        self._names: dict[int, tuple[str, bytes]] = {}  # of tokens that were told, which come again
-        # of every event; only its choices are written anew
+        self._names: dict[int, tuple[str, bytes]] = {}  # of tokens sent before, as the same ones recur
+        # common to all events; only the choices are encoded anew
         self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """The choice of the first event, or None."""
+        """Return the choice of the first event, or None."""
         return None
 
     def part(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """A choice of an event."""
+        """Return a choice of an event."""
         raise NotImplementedError
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         raise NotImplementedError
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Log-probabilities of an answer's next tokens, None where there are none; goes_on: as Answer has it."""
+        """Return log-probabilities of an answer's next tokens, None where there are none; goes_on: see Answer."""
         raise NotImplementedError
 
     async def whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
-        """All of the answers, and an error where one ended with it."""
+        """Return the object with all answers, and the first error that one ended with, or None."""
         found = [await _joined(answer) for answer in answers]
         error = next((each.error or "the engine failed" for each in found if each.ended == "error"), None)
         choices = [
@@ -58,7 +58,7 @@ class Form:
         return protocol.envelope(self._id, self.kind, self._model, choices, usage=self._usage(answers)), error
 
     async def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
-        """Server-sent events of the answers, as their tokens come."""
+        """Yield server-sent events of the answers as their tokens come."""
         count = 0
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
@@ -82,7 +82,7 @@ class Form:
         return f"data: {self._head}{_json(choices)}{more}}}\n\n"
 
     def _usage(self, answers: Sequence[Answer], count: int | None = None) -> dict[str, Any]:
-        """Tokens of prompts, of them found in the cache, and of answers; count: those told so far, None = all."""
+        """Count tokens of prompts, their cached part, and of answers; count: the answers' so far, None = all."""
         firsts = answers[:: self._n]  # one for each prompt
         new = sum(len(each.ids) for each in answers) if count is None else count
         prompts = sum(len(each.request.prompt) for each in firsts)
@@ -92,7 +92,7 @@ class Form:
         return f',"usage":{_json(self._usage(answers, count))}'
 
     def _shown(self, token: int) -> tuple[str, bytes]:
-        """Text and UTF-8 of a token as it stands inside a text; of a part of a character the bytes that it has."""
+        """Return the text and UTF-8 bytes of a token inside a text; for part of a character, the token's own bytes."""
         if token not in self._names:
             decode = self._tokenizer.decode
             alone = decode([token])
@@ -110,11 +110,11 @@ class Completion(Form):
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         super().__init__(id, model, tokenizer, body)
-        self._places: dict[int, Place] = {}  # where each answer is
-        self._begun: set[int] = set()  # answers with a token that is text
+        self._places: dict[int, Place] = {}  # position in each answer's text
+        self._begun: set[int] = set()  # answers that have a token with text
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """As its interface has it."""
+        """Return a choice in the form of this interface."""
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": ended}
 
     part = choice
@@ -122,7 +122,7 @@ class Completion(Form):
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
-        """As its interface has them."""
+        """Return log-probabilities in the form of this interface."""
         if not found:
             return None
         shown = [self._name(token) for token in tokens]
@@ -133,14 +133,14 @@ class Completion(Form):
         }  # fmt: skip
 
     def _most(self, found: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens by name, the first of those that share one."""
+        """Return the most probable tokens by name; where several share a name, the first."""
         named: dict[str, float] = {}
         for token, value in found.most:
             named.setdefault(self._name(token), value)
         return named
 
     def _name(self, token: int) -> str:
-        """A token's text; of a part of a character its bytes, as OpenAI's interface writes them: bytes:\\xf0\\x9f."""
+        """Return a token's text; for part of a character, its bytes in OpenAI's notation: bytes:\\xf0\\x9f."""
         own = self._shown(token)[1]
         try:
             return own.decode()
@@ -148,7 +148,7 @@ class Completion(Form):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def _offset(self, number: int, token: int, goes_on: bool) -> int:
-        """Character of the answer's text that its next token begins in; tokens may be parts of one."""
+        """Return the index of the character that the answer's next token begins in; a token may be part of one."""
         begins = number not in self._begun and not goes_on
         place, decode = self._places.setdefault(number, Place()), self._tokenizer.decode
         own, alone = self._shown(token)[1], decode([token])
@@ -161,17 +161,17 @@ class Completion(Form):
 
 
 class Place:
-    """How far a text is that comes as bytes; what is no UTF-8 becomes U+FFFD, as byte-level tokenizers decode it.
+    """Character position in a text that comes as bytes; invalid UTF-8 becomes U+FFFD, as in byte-level tokenizers.
 
-    SentencePiece's byte fallback makes one of every byte of a damaged run, which is not counted so.
+    SentencePiece's byte fallback makes one U+FFFD of every byte of a damaged run; this count does not.
     """
 
     def __init__(self) -> None:
         self._count = 0  # characters in front of `_last`
-        self._last = b""  # from the last byte on that begins a character
+        self._last = b""  # bytes from the start of the last character
 
     def of(self, data: bytes) -> int:
-        """The character that the text's next bytes begin in."""
+        """Return the index of the character that the text's next bytes begin in."""
         if not data:
             return self._count + _characters(self._last)
         place = self._count + _characters(self._last + data[:1]) - 1
@@ -191,25 +191,25 @@ class Chat(Form):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def opening(self, number: int) -> dict[str, Any]:
-        """Whose message it is."""
+        """Return the choice that gives the message's role."""
         return self._part(number, {"role": "assistant", "content": ""}, None, None)
 
     def part(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """A piece of a message."""
+        """Return a piece of a message."""
         return self._part(number, {"content": text} if text else {}, logprobs, ended)
 
     def _part(self, number: int, delta: dict[str, Any], logprobs: Any, ended: str | None) -> dict[str, Any]:
         return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """A whole message."""
+        """Return a whole message."""
         message = {"role": "assistant", "content": text}
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": ended}
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
     ) -> dict[str, Any] | None:  # fmt: skip
-        """As its interface has them."""
+        """Return log-probabilities in the form of this interface."""
         if not found:
             return None
         content = [
@@ -224,7 +224,7 @@ class Chat(Form):
 
 
 async def _joined(answer: Answer) -> Piece:
-    """All pieces of an answer as one."""
+    """Collect all pieces of an answer into one."""
     whole = Piece("")
     while whole.ended is None:
         piece = await answer.pieces.get()
@@ -236,8 +236,8 @@ async def _joined(answer: Answer) -> Piece:
 
 
 async def _pieces(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of several answers as they come, each with the number of its answer, until all have ended."""
-    if len(answers) == 1:  # as almost always: no tasks between its queue and the client
+    """Yield pieces of several answers as they come, each with the number of its answer, until all have ended."""
+    if len(answers) == 1:  # the usual case: no tasks between its queue and the client
         ended = None
         while ended is None:
             piece = await answers[0].pieces.get()

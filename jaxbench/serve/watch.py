@@ -1,8 +1,8 @@
-"""Rules over what a server measured in the last minutes, and who hears of a broken one (S file).
+"""Alert rules over what a server measured in the last minutes, and delivery of their incidents (S file).
 
-Data's way: observations -> the figures of a window -> rules, judged every second -> an incident, open until its rule
-holds again -> channels of configs/alerts. A figure of fewer observations than a rule wants is not judged: an idle
-server is neither slow nor well. Where nothing at all was seen for a window, what was open is over.
+Data flow: observations -> the figures of a window -> rules, judged every second -> an incident, open until its rule
+holds again -> channels of configs/alerts. A figure with fewer observations than a rule wants is not judged: an idle
+server is neither slow nor healthy. If nothing at all was observed for a window, an open incident is over.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jaxbench.measure.records import now_utc
 TIMES = ("first_token_s", "between_tokens_s", "answer_s", "detect_s")  # judged by a quantile
 FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting")
 RATES = ("tokens_per_s", "texts_per_s")
-MOST_OBSERVATIONS = 100_000  # of a figure; the oldest go
+MOST_OBSERVATIONS = 100_000  # per figure; the oldest are dropped
 
 
 class Rule(Base):
-    """A bound of one figure over a sliding window."""
+    """A bound on one figure over a sliding window."""
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)
     # seconds: first_token, between_tokens, answer, detect; share of responses that are errors of the server; generated
-    # tokens a second while answers are in progress; texts a second that are looked at; requests that wait
+    # tokens a second while answers are in progress; texts a second that are checked; requests that wait
     figure: Literal[FIGURES]
     quantile: float | None = pydantic.Field(default=None, gt=0, lt=1)  # of seconds; None = 0.95
-    most: float | None = None  # one of the two
+    most: float | None = None  # either this or least
     least: float | None = None
     window_s: float = pydantic.Field(default=60.0, ge=1, le=3600)
     least_count: int = pydantic.Field(default=20, ge=1)  # observations of the window; of rates: seconds of work
@@ -48,17 +48,17 @@ class Rule(Base):
 
     @property
     def words(self) -> str:
-        """What is asked, in words."""
+        """The bound in words."""
         part = f" p{100 * (self.quantile or 0.95):g}" if self.figure in TIMES else ""
         bound = f"at most {self.most:g}" if self.least is None else f"at least {self.least:g}"
         return f"{self.figure}{part} {bound} over {self.window_s:g} s"
 
 
 class WatchConfig(Base):
-    """What a server is held to."""
+    """Alert rules of a server."""
 
     rules: tuple[Rule, ...] = ()
-    send: str | None = None  # whom to tell: a file of channels, or its name in configs/alerts; None = the log alone
+    send: str | None = None  # where to: a file of channels, or its name in configs/alerts; None = only the log
     every_s: float = pydantic.Field(default=1.0, gt=0, le=60)
 
     @pydantic.model_validator(mode="after")
@@ -72,23 +72,23 @@ class WatchConfig(Base):
 
 
 class _Seen(NamedTuple):
-    """One observation, or those of a second."""
+    """One observation, or for a rate those of a second."""
 
     moment: float
-    value: float  # their sum
+    value: float  # of several: their sum
     count: int
 
 
 class Incident(NamedTuple):
-    """A rule that is broken, or was; what channels ask of an alert."""
+    """A rule that is or was broken; has the fields that channels need of an alert."""
 
     id: str
     state: Literal["open", "over"]
     level: Literal["warning", "critical"]
     rule: str
     wanted: str  # in words
-    value: float  # that the figure had
-    count: int  # observations of it
+    value: float  # of the figure
+    count: int  # of observations
     opened_utc: str
 
     def message(self) -> tuple[str, str]:
@@ -100,19 +100,19 @@ class Incident(NamedTuple):
 
 
 class Watch:
-    """Observations of the last minutes, and the rules over them. Used by one thread."""
+    """Recent observations, and the rules over them. Used by one thread."""
 
     def __init__(self, rules: tuple[Rule, ...]):
         """Args: rules: of the configuration."""
         self._rules, self._open = rules, dict[str, Incident]()
-        self._holds_since: dict[str, float] = {}  # of a rule that is broken and holds at the moment
+        self._holds_since: dict[str, float] = {}  # of a rule with an open incident that holds at the moment
         self._longest = max((rule.window_s for rule in rules), default=0.0)
         used = {rule.figure for rule in rules}
         self._seen = {name: collections.deque[_Seen](maxlen=MOST_OBSERVATIONS) for name in used}
         self._busy = collections.deque[_Seen](maxlen=MOST_OBSERVATIONS)
 
     def observe(self, figure: str, value: float, now: float) -> None:
-        """Take an observation; now: of time.monotonic. Those of a rate within a second are one entry."""
+        """Record an observation; now: from time.monotonic. Those of a rate within a second become one entry."""
         if (held := self._seen.get(figure)) is None:
             return
         if figure in RATES and held and now - held[-1].moment < 1.0:
@@ -122,17 +122,17 @@ class Watch:
             held.append(_Seen(now, value, 1))
 
     def worked(self, seconds: float, now: float) -> None:
-        """Answers were in progress for so many seconds before now."""
+        """Record that answers were in progress for `seconds` before now."""
         if "tokens_per_s" in self._seen:
             self._busy.append(_Seen(now, seconds, 1))
 
     @property
     def is_broken(self) -> dict[str, bool]:
-        """Of each rule."""
+        """Whether each rule is broken, by name."""
         return {rule.name: rule.name in self._open for rule in self._rules}
 
     def judge(self, now: float) -> list[Incident]:
-        """Rules that broke since the last time, and those that have held again for a whole window."""
+        """Return incidents that opened since the last call, and those over: held, or nothing seen, for a window."""
         for held in (*self._seen.values(), self._busy):
             while held and held[0].moment < now - self._longest - 1.0:
                 held.popleft()
@@ -154,7 +154,7 @@ class Watch:
         return changed
 
     def _figure(self, rule: Rule, now: float) -> tuple[float | None, int]:
-        """Value of a rule's figure in its window, None where too little was seen; and how many observations."""
+        """Return the value of a rule's figure in its window, None if too little was seen, and the observation count."""
         since = now - rule.window_s
         seen = [each for each in self._seen[rule.figure] if each.moment >= since]
         count, total = sum(each.count for each in seen), sum(each.value for each in seen)
@@ -165,7 +165,7 @@ class Watch:
             return None, count
         if rule.figure in TIMES:
             return float(np.quantile([each.value for each in seen], rule.quantile or 0.95)), count
-        if rule.figure == "texts_per_s":  # since the first of them: what was before is no rate of theirs
+        if rule.figure == "texts_per_s":  # over the time since the first text: earlier time is no part of the rate
             span = now - seen[0].moment
             return (total / span if span >= rule.window_s / 2 else None), count
         return total / count, count
@@ -176,10 +176,10 @@ def _incident(rule: Rule, value: float, count: int) -> Incident:
 
 
 def channels_of(name: str) -> Any:
-    """Channels of a file, or of a name in configs/alerts, with their secrets in place.
+    """Read channels from a file, or by a name in configs/alerts, with their secrets filled in.
 
     Raises:
-      ValueError: it cannot be read, a variable that it names is not set, or a channel wants a commit.
+      ValueError: the file cannot be read, a variable that it names is not set, or a channel checks commits.
     """
     from jaxbench.regress.alert_commands import named
 
@@ -191,9 +191,9 @@ def channels_of(name: str) -> Any:
 
 
 class Messenger:
-    """Sends incidents to channels, each once as it opens, and to those that heard of it once as it is over.
+    """Sends incidents to channels: once when an incident opens, and to those that got it, once when it is over.
 
-    It blocks: for a thread of its own, one incident after another.
+    It blocks: call it in its own thread, one incident after another.
     """
 
     def __init__(self, name: str):
@@ -201,7 +201,7 @@ class Messenger:
         self._config, self._references = channels_of(name), dict[tuple[str, str], str]()
 
     def send(self, incident: Incident) -> list[str]:
-        """Send it; channels that failed, with the reason. A warning that opens in quiet hours is in the log alone."""
+        """Send it; return channels that failed, with the reason. A warning that opens in quiet hours is only logged."""
         from jaxbench.regress import channels
 
         failed = []
@@ -217,7 +217,7 @@ class Messenger:
         return failed
 
     def _hears(self, channel: Any, incident: Incident) -> bool:
-        """True where a channel is told of an incident that opens."""
+        """Return whether a channel gets an incident that opens."""
         if channel.escalation:
             return False
         quiet, is_warning = self._config.quiet_hours, incident.level == "warning"

@@ -1,7 +1,7 @@
-"""The engine in a process of its own, and the server's end of the line to it (S file).
+"""The engine in its own process, and the server's end of the connection to it (S file).
 
-A worker that dies takes with it what it was computing and nothing else: its requests end with an error, another one is
-started, and requests are refused until it is ready.
+When a worker dies, only what it was computing is lost: its requests end with an error, another worker is started, and
+requests are refused until it is ready.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.request import Request
 from jaxbench.serve.settings import EngineConfig, load_engine
 
-STATS_S = 0.5  # between two reports of an engine that has nothing to do
-BUSY_STATS_S = 0.1  # between its numbers while it is busy
+STATS_S = 0.5  # between reports of an idle engine
+BUSY_STATS_S = 0.1  # between reports of a busy engine's stats
 
 
 class Report(NamedTuple):
-    """What a worker says."""
+    """A message from a worker, or about its death."""
 
-    kind: str  # loading | ready | events | failed
+    kind: str  # loading | ready | events | failed; from the supervisor: died
     events: tuple[Event, ...] = ()
     about: dict[str, Any] = {}  # loading: done, total; ready: of the model; events: the engine's stats, or nothing
     error: str = ""
 
 
 def work(config: EngineConfig, line: Connection, watermarks: Watermarks | None = None) -> None:
-    """Serve requests that come down the line until it ends."""
+    """Serve requests that arrive on the connection until it ends."""
     try:
         engine = load_engine(config, watermarks=watermarks, progress=lambda done, total: line.send(
             Report("loading", about={"done": done, "total": total})
@@ -61,9 +61,9 @@ def work(config: EngineConfig, line: Connection, watermarks: Watermarks | None =
 
 
 def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
-    """Take what has come, compute a step, and tell what happened; when the engine's numbers were told last.
+    """Take waiting orders, compute a step, and report its events; return when the engine's stats were last sent.
 
-    told: the same of the turn before. A token does not wait for numbers that nobody reads so often.
+    told: the same time from the previous turn. Stats go out less often than tokens, which should not wait for them.
     """
     was_busy, events = engine.is_busy, []
     _take(engine, line, events, 0 if was_busy else STATS_S)
@@ -73,7 +73,7 @@ def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
             break
         if _is_there(line, min(left, BUSY_STATS_S)):
             _take(engine, line, events, 0)
-        elif left > BUSY_STATS_S:  # it waits, and does not hang
+        elif left > BUSY_STATS_S:  # a sign of life: it waits, and does not hang
             line.send(Report("events", about=engine.stats()))
     if engine.is_busy:
         events += engine.step()
@@ -85,7 +85,7 @@ def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
 
 
 def _take(engine: Engine, line: Connection, events: list[Event], seconds: float) -> None:
-    """Take all orders that are there, or the first that comes within so many seconds and those behind it."""
+    """Take all waiting orders; where there is none, wait up to `seconds` for the first."""
     while _is_there(line, seconds):
         seconds = 0
         name, value = line.recv()
@@ -98,9 +98,9 @@ def _take(engine: Engine, line: Connection, events: list[Event], seconds: float)
 
 
 def _is_there(line: Connection, seconds: float) -> bool:
-    """True where there is something to receive within so many seconds.
+    """True where there is something to receive within `seconds`.
 
-    Asked in every step: Connection.poll makes a selector of Python objects each time.
+    Called in every step: Connection.poll would build a selector of Python objects each time.
     """
     poller = select.poll()
     poller.register(line, select.POLLIN)
@@ -116,9 +116,9 @@ def _added(engine: Engine, request: Request) -> list[Event]:
 
 
 class Supervisor:
-    """Keeps a worker alive, and hands its reports on; one that says nothing for too long is killed.
+    """Keeps a worker alive, and passes its reports on; a worker that is silent for too long is killed.
 
-    A worker that is ready is heard in the event loop itself: a token wakes one thread on its way to the client.
+    The reports of a ready worker are read in the event loop itself: a token wakes one thread on its way to the client.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Supervisor:
         return True
 
     def _write(self) -> None:
-        """Hand orders to the worker that they are for: a busy one reads between its steps alone."""
+        """Send orders to the worker that they are for, in a thread: a busy worker reads only between its steps."""
         while True:
             number, name, value = self._orders.get()
             line = self._line
@@ -157,7 +157,7 @@ class Supervisor:
                     line.send((name, value))
 
     def end(self) -> None:
-        """End the worker, at once where it does not end by itself."""
+        """End the worker; kill it if it is not ready, or does not end by itself within 5 s."""
         self._ending.set()
         if self.send("end", None) and self.process is not None:
             self.process.join(5)
@@ -170,7 +170,7 @@ class Supervisor:
             self.process.kill()
 
     def _watch(self) -> None:
-        """Start workers one after another, and wait until each dies; one that cannot load is the last."""
+        """Start workers one after another, and wait until each dies; stop after one that cannot load the model."""
         wait = 0.0
         while not self._ending.wait(wait):
             began, last, why = time.monotonic(), "", ""
@@ -200,22 +200,22 @@ class Supervisor:
             wait = 0.0 if time.monotonic() - began > 10 else min(10.0, 2 * wait + 0.5)
 
     def _say(self, report: Report) -> None:
-        """Hand a report to the loop, from a thread."""
+        """Pass a report to the loop, from a thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._listen, report)
 
     def _listen_until_gone(self, line: Connection) -> None:
-        """Let the loop hear a worker until it is gone.
+        """Let the loop read a worker's reports until the worker is gone.
 
         Raises:
           EOFError: it is gone, the loop is closed, or the server ends.
-          TimeoutError: it says nothing for too long.
+          TimeoutError: it is silent for too long.
         """
         number, lost = line.fileno(), threading.Event()
 
         def begin() -> None:
             self._loop.add_reader(number, self._hear, line, lost)
-            os.set_blocking(number, True)  # uvloop makes it non-blocking, and Connection knows no such thing
+            os.set_blocking(number, True)  # uvloop makes it non-blocking, which Connection does not support
 
         self._heard = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -225,10 +225,10 @@ class Supervisor:
             while not lost.wait(min(1.0, self._config.hang_s / 4)):
                 is_alive = self.process.is_alive()
                 if self._ending.is_set() or self._loop.is_closed() or not (is_alive or was_alive):
-                    break  # of a dead worker the loop has had time to hear the last
+                    break  # the loop has had time to read a dead worker's last reports
                 was_alive = is_alive
                 is_late = time.monotonic() - self._heard > self._config.hang_s
-                if is_late and not _is_there(line, 0):  # where something is there, it is the loop that is late
+                if is_late and not _is_there(line, 0):  # if there is something to read, the loop is late
                     raise TimeoutError(f"no sign of life for {self._config.hang_s:g} s")
             raise EOFError
         finally:
@@ -236,7 +236,7 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, number)
 
     def _hear(self, line: Connection, lost: threading.Event) -> None:
-        """Take what a worker says, in the loop; all of it: of a broken line the loop tells but once."""
+        """Read all waiting reports of a worker, in the loop, which signals a broken connection only once."""
         try:
             while not lost.is_set() and _is_there(line, 0):
                 report = line.recv()

@@ -1,4 +1,4 @@
-"""Answers beside right ones, as SQuAD counts them (S file).
+"""Score answers against right ones, as SQuAD does (S file).
 
 Source: the official evaluation of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250; 2018, arXiv:1806.03822).
 """
@@ -15,17 +15,17 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation and articles, words a space apart."""
+    """Convert a text to lower case, without punctuation and articles, with single spaces between words."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
-    """1.0 where an answer is one of the right ones, normalized; none right: where it is empty."""
+    """1.0 if an answer, normalized, is one of the right ones (or empty, if there are none), else 0.0."""
     return float(any(normalized(answer) == normalized(each) for each in right or ("",)))
 
 
 def f1(answer: str, right: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of an answer's words, the best over the right ones, 0 to 1."""
+    """F1 (harmonic mean of precision and recall) of an answer's words, the best over the right ones, 0 to 1."""
     return max(_f1(normalized(answer).split(), normalized(each).split()) for each in right or ("",))
 
 

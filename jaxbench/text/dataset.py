@@ -4,10 +4,10 @@
     train, validation = split(corpus, 0.1)
     batch = PackedDataset(train, seq_len=256, seed=0).batch(step=17, batch_size=32)
 
-Each epoch lays all documents end to end in an order of its own, cuts the stream into rows of seq_len tokens, and takes
-the rows in an order of its own; row r of step s is row s * batch_size + r of the endless sequence of epochs. Nothing
-is kept between steps: any host can ask for any rows of any step, so the data of a run depends neither on the number of
-hosts nor on where it was interrupted. Axis letters: B rows of a batch, T tokens of a row.
+Each epoch concatenates all documents in its own order, cuts the stream into rows of seq_len tokens, and takes the rows
+in its own order; row r of step s is row s * batch_size + r of the endless sequence of epochs. Nothing is kept between
+steps: any host can ask for any rows of any step, so the data of a run depends neither on the number of hosts nor on
+where it was interrupted. Axis letters: B rows of a batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxbench.text.lines import JSON_LINES
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
-FORMAT = 2  # of the cache; a change makes every text be tokenised anew
+FORMAT = 2  # of the cache; after a change every text is tokenised again
 IDS, STARTS, META = "ids.bin", "starts.npy", "meta.json"
 Progress = Callable[[int, int], None]  # bytes of the file read, bytes in all
 
@@ -42,7 +42,7 @@ class Corpus(NamedTuple):
     ids: Int[np.ndarray, " tokens"]  # memory-mapped
     starts: Int64[np.ndarray, " documents+1"]
     tokenizer: Any  # None for a token file
-    sha256: str  # of the file (for the default text, of its bytes)
+    sha256: str  # of the file (default text: of its bytes)
 
 
 class Batch(NamedTuple):
@@ -68,7 +68,7 @@ def prepare(
     """Corpus of a file: its documents as memory-mapped token ids, tokenised on first use.
 
     Args:
-      path: .txt (documents parted by form feeds) or .jsonl (a "text" key in each line), plain or .gz, UTF-8; or ids as
+      path: .txt (form feeds between documents) or .jsonl (a "text" key in each line), plain or .gz, UTF-8; or ids as
         .npy or .bin; None = the default text.
       tokenizer: "byte", "character" (its vocabulary is the text's characters), a tokenizer, or what
         `tokenizer.load_tokenizer` takes ("default", a GGUF file, a folder, a hub id).
@@ -101,7 +101,7 @@ def prepare(
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Cache key of a tokenizer: another name for one that gives other ids."""
+    """Cache key of a tokenizer; one that gives other ids has another key."""
     if isinstance(tokenizer, small_tokenizers.ByteTokenizer):
         return "byte"
     if isinstance(tokenizer, small_tokenizers.CharacterTokenizer):
@@ -185,7 +185,7 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
 
 
 def _load_tokenizer(spec: Any) -> Any:
-    """Tokenizer by name, path or value; "character" stays a word, because its vocabulary is the text's."""
+    """Tokenizer by name, path or value; "character" stays a string, because its vocabulary is the text's."""
     if spec == "byte":
         return small_tokenizers.ByteTokenizer()
     if spec is None or (isinstance(spec, str | Path) and spec != "character"):
@@ -200,7 +200,7 @@ def _kind(path: Path | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """True for a cache folder that holds all ids its description counts."""
+    """True if a cache folder holds as many ids as its metadata says."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         size = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
@@ -221,7 +221,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
             for document in documents(path, progress):
                 ids = small_tokenizers.encode_array(tokenizer, document)
                 if len(ids):
-                    # Some tokenizers end a text themselves.
+                    # Some tokenizers append the end token themselves.
                     ending = end[:0] if ids[-1] == tokenizer.eos_id else end
                     file.write(np.concatenate([ids.astype(dtype), ending]).tobytes())
                     starts.append(starts[-1] + len(ids) + len(ending))
@@ -267,7 +267,7 @@ def _token_file(path: Path, tokenizer: Any) -> Corpus:
 class PackedDataset:
     """Packed rows of a corpus by index, a function of (seed, step); see the module's docstring.
 
-    A document that is cut continues in another row as a segment of its own and loses no target; only the last row of an
+    A document that is cut continues in another row as a separate segment and loses no target; only the last row of an
     epoch is padded. Memory: 8 bytes a document and 4 a row for each of the last two epochs.
     """
 

@@ -1,7 +1,7 @@
-"""Files of texts in chunks, one bad line not spoiling the rest (S file).
+"""Files of texts in chunks, in which a bad line does not affect the rest (S file).
 
-.jsonl has one object a line, .txt one text a line; both plain or .gz. Lines count from 1. A chunk's limits depend on
-the file only, so that a run that died goes on where it stopped.
+.jsonl has one object per line, .txt one text per line; both plain or .gz. Line numbers start at 1. A chunk's limits
+depend on the file only, so that an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-JSON_LINES = (".jsonl", ".jsonl.gz")  # with these a line is an object, else a text
+JSON_LINES = (".jsonl", ".jsonl.gz")  # in these files a line is an object, else a text
 SUFFIXES = (*JSON_LINES, ".txt", ".txt.gz")
 CHUNK_LINES, CHUNK_BYTES = 4096, 2**23  # a chunk ends at whichever comes first
 
@@ -23,13 +23,13 @@ class Chunk(NamedTuple):
     """Whole lines of one file: bytes offset..offset + size - 1 of a plain file, or the lines themselves."""
 
     path: str
-    file: int  # place of the file in the list of inputs
+    file: int  # index of the file in the list of inputs
     number: int  # of the chunk in the file, from 0
     first_line: int
     offset: int
     size: int
     data: bytes | None = None
-    read_bytes: int = 0  # of the file as it lies on the disk, for the progress
+    read_bytes: int = 0  # of the file on the disk, for the progress
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ def find(pattern: str) -> list[str]:
 
 
 def chunks(path: str, file: int = 0) -> Iterator[Chunk]:
-    """Yield the chunks of a file; those of a .gz file carry their lines.
+    """Yield the chunks of a file; those of a .gz file contain their lines.
 
     Raises:
       ValueError: the file is damaged; the message names the last line that could be read.
@@ -108,7 +108,7 @@ def read(chunk: Chunk, *, field: str = "text", prompt_field: str | None = None) 
 
     Args:
       field: key of the text, or of a list of token ids, in an object.
-      prompt_field: key of the number of tokens that are not scored, 0 where it is missing.
+      prompt_field: key of the number of tokens that are not scored, 0 if it is missing.
     """
     data = chunk.data
     if data is None:
@@ -161,9 +161,9 @@ def _record(line_number: int, text: str, field: str, prompt_field: str | None) -
 
 
 def has_surrogate(text: str) -> bool:
-    """True for a text with a lone surrogate, which JSON can spell and no encoding of Unicode holds."""
+    """True for a text with a lone surrogate, which JSON can contain but no Unicode encoding can represent."""
     try:
-        text.encode("utf-8")  # as a search letter by letter, but a hundred times as fast
+        text.encode("utf-8")  # like a search character by character, but a hundred times as fast
     except UnicodeEncodeError:
         return True
     return False

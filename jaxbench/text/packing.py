@@ -1,4 +1,4 @@
-"""Texts of files, and prompts cut out of them (S file)."""
+"""Read texts from files, and cut prompts out of them (S file)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Encoder(Protocol):
 def load_text(path: str | Path | None = None) -> list[str]:
     """Documents of a text file, or of the default text.
 
-    .txt (documents parted by form feeds) or .jsonl (a "text" key in each line), plain or .gz, UTF-8.
+    .txt (form feeds between documents) or .jsonl (a "text" key in each line), plain or .gz, UTF-8.
 
     Raises:
       ValueError: no such file, another suffix, no text in it, or a damaged line; the message names file and line.
@@ -62,14 +62,14 @@ def load_text(path: str | Path | None = None) -> list[str]:
 
 
 def text_sha256(path: str | Path | None = None) -> str:
-    """SHA-256 that records carry, in hexadecimal: of the file's bytes, or of the default text."""
+    """Hexadecimal SHA-256 for records: of the file's bytes, or of the default text."""
     return assets.TEXT_SHA256 if path is None else assets.sha256_file(path)
 
 
 def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence[str]) -> list[list[int]]:
-    """One prompt (token ids) of exactly each length in tokens, out of evenly spread places of the documents.
+    """Cut one prompt (token ids) of exactly each length in tokens, at evenly spaced places in the documents.
 
-    A prompt starts at a paragraph and reads on, into the next documents if need be and from the last to the first.
+    A prompt starts at a paragraph and continues into the next documents if needed, wrapping from the last to the first.
 
     Raises:
       ValueError: a length below 1, or more tokens wanted than the documents have.
@@ -99,7 +99,7 @@ def json_text(line: str, place: str) -> str:
 
 
 def _first_tokens(tokenizer: Encoder, paragraphs: list[str], length: int) -> list[int]:
-    """First `length` token ids of the paragraphs, of which no more are encoded than that takes."""
+    """First `length` token ids of the paragraphs, encoding only about as many paragraphs as that needs."""
     count = 1
     while True:
         ids = tokenizer.encode("\n\n".join(paragraphs[:count]))
@@ -109,5 +109,5 @@ def _first_tokens(tokenizer: Encoder, paragraphs: list[str], length: int) -> lis
             raise ValueError(
                 f"prompts: the text has {len(ids)} tokens, a prompt of {length} was wanted; pass more text"
             )
-        # The next try takes what the tokens so far suggest, with a margin.
+        # The next try takes as many as the tokens so far suggest, with a margin.
         count = min(len(paragraphs), max(count + 1, count * length // max(len(ids), 1) + 1))

@@ -1,4 +1,4 @@
-"""Human text cut into passages of one length in tokens: the nulls of calibration and training (S file)."""
+"""Human text cut into passages of equal length in tokens: null samples for calibration and training (S file)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Passages(NamedTuple):
 def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str]:
     """Texts of a file, or of the packaged default text.
 
-    Beside what packing.load_text reads: a .json or .json.gz file with a list of objects, each a text under `key`.
+    Besides what packing.load_text reads: a .json or .json.gz file with a list of objects, each with a text at `key`.
 
     Raises:
       ValueError: no such file, damaged content, or an entry without text; the message names file and entry.
@@ -50,9 +50,9 @@ def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str
 def cut(
     tokenizer: Any, texts: Sequence[str], *, num_tokens: int, max_passages: int, per_text: int | None = None
 ) -> Passages:
-    """At most max_passages passages of num_tokens each, taken from the start of every text on.
+    """Cut at most max_passages passages of num_tokens each, from the start of every text on.
 
-    per_text limits how many one text gives (1 = its beginning); texts that are too short give none.
+    per_text limits the passages per text (1 = its beginning); texts that are too short give none.
 
     Raises:
       ValueError: no text is long enough.

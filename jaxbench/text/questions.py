@@ -1,4 +1,4 @@
-"""Files of questions over passages: a JSON object a line, plain or compressed (S file)."""
+"""Files of questions about passages: one JSON object per line, plain or compressed (S file)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Asked(NamedTuple):
 
     context: str
     question: str
-    answers: tuple[str, ...]  # none = the passage does not say
+    answers: tuple[str, ...]  # empty = the passage does not say
     title: str  # of the article that the passage is from
 
 
@@ -33,7 +33,7 @@ def read(path: str | Path) -> list[Asked]:
         text = content.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"questions: {path} is damaged or no UTF-8 text ({error})") from error
-    # by newlines alone: JSON's texts may hold what else ends a line for Python (U+2028)
+    # split at newlines only: JSON strings may hold other line ends of Python's (U+2028)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"questions: {path} has none")

@@ -1,4 +1,4 @@
-"""Pieces of a UTF-8 file that need not fit in memory (S file)."""
+"""Read a UTF-8 file in pieces, so that it need not fit in memory (S file)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 1 << 16  # bytes of a piece
 
 
 def check(path: Path) -> str:
-    """Check that a file is a text; its SHA-256.
+    """Check that a file is a text, and return its SHA-256.
 
     Raises:
       ValueError: it is no file, empty, or no UTF-8.
@@ -27,7 +27,7 @@ def check(path: Path) -> str:
 
 
 def read(path: Path, size: int = SIZE, *, start: int = 0) -> Iterator[tuple[str, int]]:
-    """Pieces of a file's text from byte `start` on, and the byte behind each.
+    """Yield pieces of a file's text from byte `start` on, and the byte offset after each.
 
     Raises:
       ValueError: bytes are no UTF-8; the message says where.

@@ -1,1 +1,1 @@
-"""A training run: configuration, optimiser step, checkpoints, what it shows."""
+"""A training run: configuration, optimiser step, checkpoints, logging."""

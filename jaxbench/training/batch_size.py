@@ -1,6 +1,6 @@
-"""The largest batch that fits, by the compiled step's and evaluation's memory: nothing runs out of it to find out.
+"""Find the largest batch that fits, from the memory needs of the compiled step and evaluation; nothing is run.
 
-Steps are compiled from shapes alone: `abstract_state` also serves slices that are not attached (tpu_train.py).
+Steps are compiled from shapes alone: `abstract_state` also serves TPU slices that are not attached (tpu_train.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class LargestBatch(NamedTuple):
 
 
 def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> LargestBatch:
-    """Largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
+    """Return the largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
 
-    Bytes grow with the rows almost by a line, so that four sizes settle it: two, the one that the line through them
-    meets the limit at, and the next. Where they do not, the gap is halved every second time.
+    Bytes grow almost linearly with the rows, so four sizes settle it: two, the one at which the line through them meets
+    the limit, and the next. Where growth is not linear, every second attempt halves the gap.
 
     Args:
       bytes_of: batch size -> bytes that a run needs; must not fall as the batch grows.
@@ -82,12 +82,12 @@ def _expected(
     rise = tried[other * multiple] - tried[low * multiple]
     slope = rise / (other - low)
     at = low + int((limit_bytes - tried[low * multiple]) / slope) if slope > 0 else 2 * low
-    # A line through neighbours may leap: no further than sixteen times the rows.
+    # A line through neighbouring sizes may overshoot: allow at most sixteen times the rows.
     return max(low + 1, min(at, 16 * low if high is None else high - 1))
 
 
 def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Extension = Extension()) -> int:
-    """Bytes of one device's memory that a run needs at once: its step, or an evaluation while the state stays.
+    """Return the peak bytes of one device's memory in a run: of its step, or of an evaluation while the state stays.
 
     extension: what a workload adds to the decoder `config`.
     """
@@ -98,7 +98,7 @@ def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Ex
 
 
 def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Extension) -> tuple[Any, Any]:
-    """Compiled step and evaluation of the first device; from shapes, no array is made."""
+    """Compile the step and the evaluation for the first device, from shapes: no array is made."""
     step_config = products.resolved(settings.step, is_on_mesh=False, device=jax.default_backend())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -123,7 +123,7 @@ def abstract_state(
     config: TransformerConfig, compute: Compute, step_config: StepConfig, *, host: jax.sharding.Sharding,
     extension: Extension,
 ) -> optimizer_step.TrainState:  # fmt: skip
-    """Shapes of a training state, no array being made; offloaded moments carry the sharding `host` in pinned memory."""
+    """Shapes of a training state; no array is made. Offloaded moments carry the sharding `host` in pinned memory."""
     shapes = initial.parameter_shapes(config).items()
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes}
     on_device = step_config.model_copy(update={"offload": OffloadConfig()})
@@ -137,6 +137,6 @@ def abstract_state(
 
 
 def device_bytes() -> int:
-    """Memory of the first device in bytes, or what the host has free where the device is the CPU."""
+    """Return the memory of the first device in bytes, or the host's free memory if the device is the CPU."""
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit") or psutil.virtual_memory().available)

@@ -1,12 +1,12 @@
-"""Checkpoints of a training run with Orbax: asynchronous, whole or not there, checked when read.
+"""Checkpoints of a training run with Orbax: asynchronous, atomic, verified when read.
 
 A checkpoint is a flat {name: array} and a JSON object. Orbax writes into a temporary folder and renames it, so that a
-killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, and the
-JSON object's own beside its text, so that a damaged file is noticed even where it can be read. Both backends use the
-same format.
+killed process leaves no partial checkpoint under a step's number. The JSON object holds the CRC-32 of every array, and
+its own CRC-32 is stored beside its text, so that a damaged file is noticed even if it can be read. Both backends use
+the same format.
 
-Of several processes each writes the parts of arrays that its devices hold, and the CRC-32 is of every part. Reading
-takes whole arrays into each process's memory, so that any mesh can go on from them and the parts can be checked.
+With several processes, each writes the parts of arrays that its devices hold, and every part has a CRC-32. Reading
+loads whole arrays into each process's memory, so that a run can resume on any mesh and the parts can be checked.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, a sub-folder a step. One run at a time may write.
+    """The checkpoints of one run, in one folder with a sub-folder per step. Only one run at a time may write.
 
-    Every process of a run has to call every method, and all of them see the folder.
+    Every process of a run must call every method, and all of them must see the folder.
     """
 
     def __init__(
         self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print, processes: Processes = ALONE
     ):
-        """Open or make the folder.
+        """Open or create the folder.
 
         Args:
-          keep: how many of the newest stay; the one with the lowest metric stays too.
-          say: takes a sentence when a damaged checkpoint is passed over.
+          keep: how many of the newest checkpoints are kept; the one with the lowest metric is kept too.
+          say: called with a sentence when a damaged checkpoint is skipped.
         """
         self.folder, self.keep, self.say, self.processes = Path(folder).absolute(), keep, say, processes
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Checkpoints:
         for unfinished in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
             shutil.rmtree(unfinished)  # of a process that was killed while it saved
         self.processes.agree(True)
-        # Orbax reports every phase of every save, and a failed one in pages of traces before it raises.
+        # Orbax logs every phase of every save, and pages of traces for a failed save before it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         newest = policies.LatestN(self.keep)
@@ -91,15 +91,15 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], *, loss: float | None = None) -> None:
-        """Start to save the state after a step; returns when the arrays are copied, the rest happens in a thread.
+        """Start to save the state after a step; return once the arrays are copied, a thread does the rest.
 
         Args:
           arrays: state by name; arrays are copied, so they may change or be donated afterwards.
-          meta: what can be written as JSON.
+          meta: values that can be written as JSON.
           loss: metric of the best checkpoint, lowest wins; None = not measured at this step.
 
         Raises:
-          OSError: this or the save before it could not be written; earlier checkpoints are kept.
+          OSError: this save or the one before it could not be written; earlier checkpoints are kept.
         """
         copied = {name: _copy(value) for name, value in arrays.items()}
         sums = self._sums(copied)
@@ -125,15 +125,15 @@ class Checkpoints:
         self._guarded(self._manager.close)
 
     def restore(self, wanted: Mapping[str, Any], *, check_meta: Callable[[dict], None]) -> Checkpoint | None:
-        """Newest checkpoint that is whole, None where there is none; damaged ones are named and set aside.
+        """Return the newest intact checkpoint, or None; damaged ones are reported and set aside.
 
         Args:
           wanted: arrays, or their shapes and types, by name.
-          check_meta: raises where a checkpoint's JSON object belongs to another run.
+          check_meta: raises if a checkpoint's JSON object belongs to another run.
 
         Raises:
-          ValueError: the checkpoint is of another model, or check_meta takes it and its arrays are others all the
-            same; the differing names and shapes are listed.
+          ValueError: the checkpoint is of another model, or check_meta accepts it but its arrays differ from the wanted
+            ones; the differing names and shapes are listed.
         """
         for step in reversed(self.steps()):
             try:
@@ -146,7 +146,7 @@ class Checkpoints:
                 continue
             parts = _differing(shapes, wanted)
             if not any(name.startswith(PARAMETERS) for names in parts.values() for name in names):
-                check_meta(meta)  # of the same model: settings or backend say more than an optimiser's names
+                check_meta(meta)  # same model: a difference of settings or backend says more than an optimiser's names
             self._refuse_other_model(step, parts)
             try:
                 arrays = self._read(step, wanted)
@@ -160,16 +160,16 @@ class Checkpoints:
         return None
 
     def _is_damaged(self, step: int, reason: Exception | None) -> bool:
-        """True for a checkpoint that any process could not read; it is set aside."""
+        """Return True if any process could not read the checkpoint, and set it aside."""
         if self.processes.agree(reason is None):
             return False
         self._set_aside(step, reason or ValueError(f"another process than {self.processes.index} could not read it"))
         return True
 
     def _sums(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """CRC-32 of every array: of all of it, or [bounds, CRC-32] of each part where processes hold parts.
+        """CRC-32 of every array: of the whole array, or [bounds, CRC-32] of each part where processes hold parts.
 
-        A part's bounds are a start and a stop for each dim. It counts where its first device is.
+        A part's bounds are a start and a stop for each dim. The process of its first device computes its CRC-32.
         """
         sums = {name: _sum(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
         owned: list[int] = []
@@ -207,7 +207,7 @@ class Checkpoints:
             return dict(self._manager.restore(step, args=items)[STATE])
 
     def _refuse_other_model(self, step: int, parts: Mapping[str, list[str]]) -> None:
-        """Raise where a checkpoint's arrays are not the wanted ones; parts: of `_differing`."""
+        """Raise if a checkpoint's arrays are not the wanted ones; parts: the result of `_differing`."""
         if any(parts.values()):
             listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts.items() if names)
             raise ValueError(
@@ -216,7 +216,7 @@ class Checkpoints:
             )
 
     def _set_aside(self, step: int, error: Exception) -> None:
-        """Name a damaged checkpoint and move it out of the way of the saves to come."""
+        """Report a damaged checkpoint and move it out of the way of later saves."""
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         place, copies = self.folder / str(step), 0
         while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{copies}").exists():
@@ -231,7 +231,7 @@ class Checkpoints:
         self.say(f"checkpoint {place} is damaged ({reason}), kept as {aside}; {then}")
 
     def _guarded(self, action: Callable[[], Any]) -> None:
-        """Run an action of Orbax; a full disk becomes an OSError that says what is kept."""
+        """Run an Orbax action; a full disk becomes an OSError that says what is kept."""
         try:
             action()
         except Exception as error:  # the writing thread's own, or TensorStore's
@@ -246,16 +246,16 @@ class Checkpoints:
 
 
 def finished(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, oldest first; none where there is no folder."""
-    # Orbax gives a folder its step's number when it is whole.
+    """Steps of the finished checkpoints in a folder, oldest first; empty if there is no folder."""
+    # Orbax renames a folder to its step's number once it is complete.
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
 def _drop_late_callbacks() -> None:
-    """Keep quiet about writes of TensorStore that end after the save they belong to has failed.
+    """Silence the errors of TensorStore writes that end after the save they belong to has failed.
 
-    Each calls an event loop that is closed by then, from a thread of C++, which can only report the error: a trace for
-    each array, in front of the one line that says what happened.
+    Each calls an event loop that is closed by then, from a C++ thread, which can only print the error: one trace per
+    array, before the one line that says what happened.
     """
     before = sys.unraisablehook
     if getattr(before, "drops_late_callbacks", False):
@@ -271,7 +271,7 @@ def _drop_late_callbacks() -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Copy an array to the host; of one that other processes hold parts of, Orbax takes this process's to the host."""
+    """Copy an array to the host; if other processes hold parts of it, Orbax copies this process's parts."""
     if getattr(value, "is_fully_addressable", True):
         return np.array(value)
     is_host = next(iter(value.sharding.device_set)).platform == "cpu"
@@ -279,7 +279,7 @@ def _copy(value: Any) -> Any:
 
 
 def _differing(shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is not alike in names, shapes and types of a checkpoint's arrays and of the wanted ones, by its kind."""
+    """Differences in name, shape and type between a checkpoint's arrays and the wanted ones, by kind."""
     saved = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
     needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
     return {
@@ -294,7 +294,7 @@ def _differing(shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> dict[st
 
 
 def _differs(value: np.ndarray, wanted: Any) -> bool:
-    """True where an array's CRC-32 is not the wanted one, as `Checkpoints._sums` gives it."""
+    """Return True if an array's CRC-32 is not the wanted one, in the form that `Checkpoints._sums` returns."""
     if isinstance(wanted, int):
         return _sum(value) != wanted
     return any(_sum(value[tuple(slice(*ends) for ends in bounds)]) != crc32 for bounds, crc32 in wanted)
@@ -306,6 +306,6 @@ def _sum(value: np.ndarray) -> int:
 
 
 def _listed(names: list[str]) -> str:
-    """Names joined by commas, those past MAX_LISTED counted."""
+    """Join names with commas; those past MAX_LISTED are only counted."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

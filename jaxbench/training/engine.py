@@ -1,8 +1,8 @@
 """The training run's backend in JAX: state on devices, compiled step and evaluation.
 
 Twin: torch_ref/training/engine.py.
-The run (trainer.py) deals in numpy and names only. On a mesh, `parallel` says what lies where: the step's mathematics
-(optimizer_step.py) stays the same, and this is the one place that compiles it.
+The run (trainer.py) handles only numpy arrays and names. On a mesh, `parallel` decides the placement: the step's
+mathematics (optimizer_step.py) stays the same, and only this module compiles it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.train_config import TrainConfig
 
-GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # matrix product that measures the machine's rate if no table lists it
 
 
 class Engine:
@@ -86,7 +86,7 @@ class Engine:
             self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, step_config=step_config))
 
     def _place_on_mesh(self, config: TransformerConfig, parallel: ParallelConfig, shape: tuple[int, int]) -> None:
-        """Make the plan for a step's batch of rows and tokens, and place the state."""
+        """Plan the mesh for a step's batch of rows and tokens, and place the state."""
         micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
         is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
@@ -110,23 +110,23 @@ class Engine:
     def step(self, batch: Any, learning_rate: float) -> optimizer_step.Metrics:
         """Start one step; its metrics arrive later (see `fetch`).
 
-        batch holds the rows that this process needs of the step's: `rows` is the first one and how many.
+        batch holds this process's rows of the step: `rows` is the first of them and their number.
         """
         placed = self._batch(batch, self.rows[0])
         self.state, metrics = self._step(self.state, placed, self._extras(learning_rate))
         return metrics
 
     def fetch(self, metrics: optimizer_step.Metrics) -> optimizer_step.Metrics:
-        """Metrics of a step as Python numbers; waits for it."""
+        """Wait for a step and return its metrics as Python numbers."""
         return optimizer_step.Metrics(*(np.asarray(value).item() for value in metrics))
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Sum of a whole batch's losses in nats, and its number of targets."""
+        """Return the sum of a whole batch's losses in nats, and its number of targets."""
         total, count = self._eval(self.state.params, self._batch(batch))
         return float(total), int(count)
 
     def watched(self, batch: Any) -> dict[str, float]:
-        """Figures of what a workload's layers hold behind a whole batch, by name; of one process alone."""
+        """Figures of what a workload's layers hold after a whole batch, by name; for a single process only."""
         if self._watch is None or jax.process_count() > 1:
             return {}
         return self.extension.scalars(jax.device_get(self._watch(self.state.params, self._batch(batch))))
@@ -137,7 +137,7 @@ class Engine:
         return {parameters.dotted(path): leaf for path, leaf in leaves}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a checkpoint's state in place, on whatever mesh this engine has."""
+        """Load a checkpoint's state, onto whatever mesh this engine has."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
         # A copy that JAX owns: the step donates its state.
         loaded = [distributed.place(jnp.array(arrays[parameters.dotted(path)]), leaf.sharding) for path, leaf in leaves]
@@ -148,7 +148,7 @@ class Engine:
         return {name: distributed.whole(value) for name, value in self.state.params.items()}
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: `live` now, and `step`, what the compiled step needs in all."""
+        """Device memory in bytes: `live` now, and `step`, the compiled step's total."""
         stats = jax.local_devices()[0].memory_stats() or {}
         live = stats.get("bytes_in_use") or sum(array.nbytes for array in jax.live_arrays())
         analysis = self._step.memory_analysis()
@@ -161,17 +161,17 @@ class Engine:
         return jax.devices()[0].device_kind
 
     def matmul_rate(self) -> float:
-        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
+        """Measure the rate of a square matrix product in the compute type, FLOP/s."""
         x, product = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute), jax.jit(jnp.matmul)
         times = worker.timed(lambda: product(x, x).block_until_ready(), GEMM_REPEATS)
         return 2 * GEMM_SIZE**3 / min(times["seconds"])
 
     def diagnose(self, batch: Any, step: int) -> str:
-        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+        """Name the first non-finite value of a step: a parameter, a module's output, or a gradient.
 
         Modules are watched in the order in which they finish.
         """
-        params = self.state.params if jax.process_count() == 1 else self.params()  # each process looks for itself
+        params = self.state.params if jax.process_count() == 1 else self.params()  # each process checks all of them
         broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
@@ -206,7 +206,7 @@ class Engine:
         jax.profiler.stop_trace()
 
     def _batch(self, batch: Any, first: int = 0) -> train.Batch:
-        """Batch on the devices; it holds the rows of this process, from row `first` of the step's on."""
+        """Place a batch on the devices; it holds this process's rows, from row `first` of the step's on."""
         arrays = train.Batch(*batch)
         if not self._is_masked:
             return arrays._replace(positions=None, segments=None)

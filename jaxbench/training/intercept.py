@@ -1,4 +1,4 @@
-"""Calls of a model's modules routed through a function of the caller's, without a change to the model.
+"""Route the calls of a model's modules through a caller's function, without changing the model.
 
 For modules that are plain Python objects with a method `__call__`: Flax NNX and Equinox.
 """
@@ -19,7 +19,7 @@ Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
 def intercepted(modules: Iterable[tuple[str, Any]], handler: Handler) -> Iterator[None]:
     """Route every call of the named modules through handler(name, call, args, kwargs) while the context is open.
 
-    A method that a class inherits counts as its own; what it calls of its parents' is part of the same call.
+    A method that a class inherits counts as its own; calls to its parents' methods are part of the same call.
     """
     modules = [(name, module) for name, module in modules if _owner(type(module))]
     names, active = {id(module): name for name, module in modules}, set()

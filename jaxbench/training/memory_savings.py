@@ -1,7 +1,7 @@
-"""Memory savings measured: bytes, tokens/s and MFU of a training step, one way of saving after another (S file).
+"""Measure memory savings: bytes, tokens/s and MFU of a training step, one way of saving after another (S file).
 
-Every way is compiled for the same batch. What its step needs comes from the compiler, so one that does not fit is a row
-like the others; those that fit take some steps, which gives their rate.
+Every way is compiled for the same batch. The compiler reports the memory that its step needs, so a way that does not
+fit is a row like the others; those that fit take some steps, which give their rate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxbench.training.train_config import TrainConfig
 
 BLOCK = RematConfig(policy="block")
 HOST = RematConfig(policy="offload", names=("input",))
-# name, is attention the kernel that holds no scores, rematerialisation, offload to the host; the least saving first
+# name, whether attention is the kernel that stores no scores, rematerialisation, host offload; least saving first
 SAVINGS = (
     ("naive", False, RematConfig(), OffloadConfig()),
     ("flash", True, RematConfig(), OffloadConfig()),
@@ -34,8 +34,8 @@ class Row(NamedTuple):
     step_bytes: int  # of device memory: state, batch, temporaries
     fits: bool
     tokens_per_s: float | None  # None: it does not fit
-    mfu: float | None  # attention counted whole
-    mfu_causal: float | None  # attention counted by half
+    mfu: float | None  # attention counted in full
+    mfu_causal: float | None  # attention counted as half
 
 
 def measure(
@@ -47,13 +47,13 @@ def measure(
     kernel: str,
     limit_bytes: int,
 ) -> Iterator[Row]:
-    """Yield the bytes and, where they fit, the rate of a training step with each of SAVINGS.
+    """Yield the bytes and, if they fit, the rate of a training step with each of SAVINGS.
 
     Args:
-      settings: the run; its own implementation, step.remat and step.offload do not matter.
+      settings: the run; its own implementation, step.remat and step.offload are replaced.
       make_engine: returns the Engine of a configuration, its step compiled.
       batches: the first warms up, the others are timed.
-      kernel: the attention without scores: fused, or blocked where there is no kernel.
+      kernel: the attention that stores no scores: fused, or blocked where there is no kernel.
       limit_bytes: of device memory; a step that needs more is not run.
 
     Raises:

@@ -1,7 +1,7 @@
 """Records, TensorBoard scalars, throughput, MFU and memory of a training run (S file).
 
-Records are JSON lines that hold nothing but what is a function of the configuration, so that two runs of it can be
-compared byte for byte; times and memory go to TensorBoard and the terminal.
+Records are JSON lines that hold only functions of the configuration, so that two runs of it can be compared byte for
+byte; times and memory go to TensorBoard and the terminal.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from jaxbench import outputs, store, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 
-# Dense peak rates, TFLOP/s, the first whose name is in a device's; what has none here is measured. Sources: NVIDIA's
-# data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their namesakes.
+# Dense peak rates, TFLOP/s; the first name contained in a device's name applies, other devices are measured. Sources:
+# NVIDIA's data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their
+# namesakes.
 PEAK_TFLOPS = {
     "H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0},
     "NVL": {},
@@ -29,32 +30,32 @@ PEAK_TFLOPS = {
     "H200": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
 }
 
-SCHEME = "jaxbench"  # in front of the paths that tensorboardX opens by _BoardFiles
+SCHEME = "jaxbench"  # prefix of the paths that tensorboardX opens through _BoardFiles
 
 
 # Records
 
 
 class Records:
-    """A file of JSON lines with a step each, whose end can be taken back."""
+    """A file of JSON lines, each with a step; its end can be dropped."""
 
     def __init__(self, path: Path, *, is_written: bool = True):
-        """Name the file; nothing is opened. is_written=False only reads: another process writes."""
+        """Set the path without opening the file. is_written=False only reads: another process writes."""
         self.path, self.is_written = path, is_written
 
     def read(self) -> list[dict[str, Any]]:
-        """Records of the whole lines; one that a crash cut off is left out."""
+        """Records of the complete lines; one that a crash truncated is left out."""
         return [json.loads(line) for line in store.rows(self.path)]
 
     def keep_until(self, step: int) -> None:
-        """Drop what was written after this many steps: a run that resumes there writes it again."""
+        """Drop the records after this many steps: a run that resumes there writes them again."""
         if not self.is_written:
             return
         kept = [record for record in self.read() if record["step"] <= step]
         outputs.write_text(self.path, store.lines(kept))
 
     def add(self, records: list[dict[str, Any]]) -> None:
-        """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""
+        """Append complete lines and wait until they are on disk, so that no checkpoint is ahead of them."""
         if not self.is_written:
             return
         store.append(self.path, records)
@@ -64,12 +65,12 @@ class Records:
 
 
 class Throughput:
-    """Tokens a second over the time spent in steps: compiling, evaluating and saving are left out by `pause`."""
+    """Tokens per second over the time spent in steps; `pause` leaves out compiling, evaluating and saving."""
 
     def __init__(self, clock: Any = time.perf_counter):
         """Start paused."""
         self._clock, self._started = clock, None
-        self.tokens, self.seconds = 0, 0.0  # in all
+        self.tokens, self.seconds = 0, 0.0  # in total
         self.rate = 0.0  # of the last window, tokens/s
 
     def start(self) -> None:
@@ -77,7 +78,7 @@ class Throughput:
         self._started = self._clock() if self._started is None else self._started
 
     def pause(self, tokens: int) -> None:
-        """Close the window in which `tokens` were trained on; the device must have finished them."""
+        """Close the window in which `tokens` tokens were trained on; the device must have finished them."""
         seconds = self._clock() - self._started
         self._started = None
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
@@ -85,7 +86,7 @@ class Throughput:
 
     @property
     def mean(self) -> float:
-        """Tokens a second over all windows."""
+        """Tokens per second over all windows."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -94,10 +95,10 @@ def flops_per_token(
 ) -> float:
     """FLOPs of forward and backward for one token: 6 N + 4 M + 12 L (heads * head_dim) T.
 
-    N are the trained parameters that are multiplied: all but a position table and an untied embedding; M the others,
-    which have no gradient of their own (is_trained, by dotted name). is_causal counts half of the attention, what a
-    causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311, appendix B counts it
-    whole). Rematerialisation counts nothing, nor does what a memory learns as it reads.
+    N counts the trained parameters that are multiplied: all but a position table and an untied embedding; M counts the
+    frozen ones, which need no weight gradient (is_trained, by dotted name). is_causal counts half of the attention, as
+    a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311, appendix B counts all
+    of it). Rematerialisation is not counted, nor is what a memory learns as it reads.
     """
     shapes = parameter_shapes(config)
     left_out = {"position.embedding"} | (set() if config.tie_embeddings else {"embed.embedding"})
@@ -112,7 +113,7 @@ def utilisation(
     config: TransformerConfig, seq_len: int, *, tokens_per_s: float, peak: float,
     is_trained: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, float]:  # fmt: skip
-    """Model FLOPs utilisation of a peak rate in FLOP/s: `mfu`, attention counted whole, and `mfu_causal`, by half."""
+    """Model FLOPs utilisation at a peak rate in FLOP/s: `mfu` counts all of the attention, `mfu_causal` half of it."""
     conventions = {"mfu": False, "mfu_causal": True}
     count = functools.partial(flops_per_token, config, seq_len, is_trained=is_trained)
     work = {name: count(is_causal=causal) for name, causal in conventions.items()}
@@ -120,7 +121,7 @@ def utilisation(
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak rate of a known device in FLOP/s; None where it is not known."""
+    """Dense peak rate of a device in FLOP/s; None if it is not known."""
     rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
     return rates[dtype] * 1e12 if dtype in rates else None
 
@@ -143,10 +144,10 @@ def host_bytes() -> int:
 
 
 class Board:
-    """TensorBoard scalars of a run, which goes on without them where they cannot be written; one line says so."""
+    """TensorBoard scalars of a run; if they cannot be written, one line reports it and the run continues without."""
 
     def __init__(self, folder: Path, *, start: int, is_written: bool = True):
-        """Open the folder; scalars of an earlier process from step `start` on are discarded by the reader."""
+        """Open the folder; TensorBoard discards scalars that an earlier process wrote from step `start` on."""
         from tensorboardX import SummaryWriter, record_writer
 
         self._folder, self._files = folder, _BoardFiles()
@@ -154,7 +155,7 @@ class Board:
         self._writer = SummaryWriter(f"{SCHEME}:{folder}", purge_step=start, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Write the scalars of a step; one that is not finite leaves a gap, for the writer warns of each."""
+        """Write the scalars of a step; a non-finite one is left out, since the writer warns about each."""
         for name, value in values.items():
             if math.isfinite(value) and not self._is_dropped():
                 self._writer.add_scalar(name, value, step)
@@ -165,7 +166,7 @@ class Board:
         self._is_dropped()
 
     def _is_dropped(self) -> bool:
-        """True where the disk took no more; the first time it is said."""
+        """Return True if writing has failed; the first time, report it."""
         problem = self._files.problem
         if problem is not None and not self._files.is_told:
             self._files.is_told = True
@@ -175,10 +176,10 @@ class Board:
 
 
 class _BoardFiles:
-    """How tensorboardX opens and writes a file: its thread would end with a traceback, and the run wait for it."""
+    """File access for tensorboardX that keeps errors: its thread would end with a traceback and the run wait for it."""
 
     def __init__(self) -> None:
-        self.problem: OSError | None = None  # the first; nothing is written behind it
+        self.problem: OSError | None = None  # the first one; nothing is written after it
         self.is_told = False
         self._file: Any = None
 
@@ -196,7 +197,7 @@ class _BoardFiles:
         self._try(self._file.write, data)
 
     def flush(self) -> None:
-        """Write what waits in memory, and wait for the disk."""
+        """Write the buffered data, and wait for the disk."""
         self._try(self._file.flush)
         self._try(os.fsync, self._file)
 
@@ -216,10 +217,10 @@ class _BoardFiles:
 
 
 class Display:
-    """A progress bar with time left on a terminal, a line now and then elsewhere."""
+    """A progress bar with the time left on a terminal; occasional lines elsewhere."""
 
     def __init__(self, total: int, *, what: str = "step", is_shown: bool = True):
-        """Prepare for a run of `total` steps, or whatever it counts; `say` works at once, the bar from `start` on.
+        """Prepare for a run of `total` steps (or other units); `say` works at once, the bar after `start`.
 
         is_shown=False prints nothing: another process does.
         """
@@ -248,12 +249,12 @@ class Display:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar, and leave it as it is."""
         self._bar.stop()
 
 
 def reading(description: str) -> Any:
-    """Progress bar of reading a file: `bar, callback`, used as `with bar: prepare(..., progress=callback)`."""
+    """Progress bar for reading a file: `bar, callback`, used as `with bar: prepare(..., progress=callback)`."""
     from rich import progress
 
     console = terminal.console(stderr=True)

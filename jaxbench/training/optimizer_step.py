@@ -2,9 +2,9 @@
 
 Twin: torch_ref/training/optimizer_step.py.
 `train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, step_config=...),
-donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
-name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
-Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.
+donate_argnums=0)`, with shardings on a mesh. Parameters and moments are flat dictionaries by dotted name, so that
+rules, checkpoints and reports address them alike. A non-finite step changes only counters. Models are pytrees whose
+leaves are their parameters, so the step is the same for Flax and Equinox.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxbench.parallel import offload
 from jaxbench.training import optimizers, precision
 from jaxbench.training.step_config import StepConfig, holds_zeros
 
-CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+CLIP_EPS = 1e-6  # added to the norm in the denominator, as torch.nn.utils.clip_grad_norm_ does
 
 
 class Metrics(NamedTuple):
@@ -35,14 +35,14 @@ class Metrics(NamedTuple):
     loss: Float[Array, ""]  # before the update, nats per token
     grad_norm: Float[Array, ""]  # global, unscaled, before clipping
     is_finite: Bool[Array, ""]  # False: the step was not taken
-    loss_scale: Float[Array, ""]  # the one that this step used
-    skipped: Int[Array, ""]  # steps not taken so far, this one included
+    loss_scale: Float[Array, ""]  # used by this step
+    skipped: Int[Array, ""]  # steps not taken so far, including this one
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes; what the model is beside its parameters, and the number types, are static."""
+    """Everything that a step changes; the model without its parameters, and the number types, are static."""
 
     params: dict[str, Array]
     moments: Any  # optax state
@@ -50,7 +50,7 @@ class TrainState:
     scale: Float[Array, ""]  # loss scale, 1 without loss scaling
     good_steps: Int[Array, ""]  # finite steps since the scale changed
     skipped: Int[Array, ""]
-    is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
+    is_halted: Bool[Array, ""]  # a step was not finite and the run must stop: nothing changes any more
     amax: dict[str, Float[Array, "3 M"]]  # float8: largest magnitudes of the last M steps, by layer; else empty
     graph: parameters.Graph = dataclasses.field(metadata={"static": True})
     policy: precision.Policy = dataclasses.field(metadata={"static": True})
@@ -64,17 +64,17 @@ def init_state(
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
-      policy: the number types, in place of those that step_config.precision names.
+      policy: number types that replace those of step_config.precision.
 
     Raises:
-      ValueError: parameters do not fit the model, remat does not, or float64 is off.
+      ValueError: the parameters or remat do not fit the model, or float64 is off.
     """
     policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"optimizer_step: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
     if step_config.remat.policy != "none":
-        from jaxbench import remat  # which is of Flax's layers
+        from jaxbench import remat  # for Flax layers
 
         model = remat.apply(model, **step_config.remat.model_dump())
     graph, abstract = parameters.split(model)
@@ -103,18 +103,18 @@ def train_step(
     loss_fn: Callable[..., Array] = train.loss_fn,
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """One optimiser step: the state after it, and its metrics.
+    """Take one optimiser step; return the state after it, and its metrics.
 
-    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
-    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py. step_config.kernels
-    is native or XLA's: what auto means is the engine's to know.
+    Micro-batch k of n takes rows k, k + n, ... and is weighted by its number of targets, so that the loss and its
+    gradient are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+    step_config.kernels must be native or xla: the engine resolves auto.
 
     Args:
       batch: arrays [B T]; B is a multiple of step_config.accumulation.
       dropout_key: of prng.py; None = no dropout.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
-      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
-        computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
+      is_guarded: a non-finite step changes nothing. False: every step is taken, and the gradient's norm is computed
+        for clipping only (else it is NaN), so that the program contains AdamW and nothing else.
     """
     policy = state.policy
     with narrow_products.native(step_config.kernels == "native"):
@@ -135,7 +135,7 @@ def train_step(
     old = (trained, old_moments, state.amax)
     params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
     moments = offload.to_host(moments) if step_config.offload.optimizer else moments
-    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    # Loss scaling finds its scale by overflows, so with it only a non-finite loss is a reason to stop.
     is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
     next_state = dataclasses.replace(
         state,
@@ -155,7 +155,7 @@ def _loss_and_gradients(
 ) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
     """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes.
 
-    What is not trained has no gradient: zeros of a whole decoder would be written and read again at every step.
+    Frozen parameters get no gradient: zeros for a whole decoder would be written and read again at every step.
     """
     policy = state.policy
 
@@ -180,7 +180,7 @@ def _loss_and_gradients(
 
 
 def _zeros_held(changes: Mapping[str, Array], params: Mapping[str, Array]) -> dict[str, Array]:
-    """Gradients or updates, zero where a kernel inside a layer is zero: it stays zero under any optimiser."""
+    """Gradients or updates, zeroed where a kernel inside a layer is zero, so that it stays zero in any optimiser."""
     held = {
         name: jnp.where(params[name] == 0, jnp.zeros((), x.dtype), x)
         for name, x in changes.items()
@@ -190,7 +190,7 @@ def _zeros_held(changes: Mapping[str, Array], params: Mapping[str, Array]) -> di
 
 
 def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepConfig) -> dict[str, Array]:
-    """Gradients scaled down to a global norm of at most clip_norm, by way of the host's memory where asked."""
+    """Gradients scaled down to a global norm of at most clip_norm, passed through host memory if asked."""
     if step_config.offload.gradients:
         grads = offload.to_device(offload.to_host(grads))
     if step_config.clip_norm is None:
@@ -200,7 +200,7 @@ def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepC
 
 
 def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
+    """Cross-entropy of a model's logits in nats per token, without training-only losses (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 
 
@@ -213,12 +213,12 @@ def eval_step(
     count: int | None = None,
     loss_fn: Callable[..., Array] = held_out_loss,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Sum of the losses of a batch's targets in nats, and the number of its targets.
+    """Return the sum of the losses of a batch's targets in nats, and the number of its targets.
 
     Args:
       params, graph: the model.
       batch: its rows, a multiple of `count`.
-      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
+      count: sequential micro-batches; None = the step's count, so that an evaluation needs no more memory than a step.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
     policy = precision.POLICIES[step_config.precision]
@@ -235,7 +235,7 @@ def eval_step(
 
 
 def cast_to_compute(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
-    """Parameters cast to the compute type, with float8's scales: what a model computes with outside of a step."""
+    """Parameters cast to the compute type, with float8's scales, as a model uses them outside of a step."""
     cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
     return cast | float8.unscaled(params) if policy.is_float8 else cast
 
@@ -253,9 +253,9 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
 def _accumulated(
     grad_fn: Callable[..., Any], trained: tuple[dict, dict], batch: Any, count: int, policy: precision.Policy
 ) -> tuple[Array, tuple[dict[str, Array], dict[str, Array]]]:
-    """Loss and gradients, in the accumulation type, summed over `count` micro-batches one after another.
+    """Loss and gradients, in the accumulation type, summed over `count` sequential micro-batches.
 
-    Beside the gradients, float8's largest magnitudes over all of them.
+    Also returned, with the gradients: float8's largest magnitudes over all micro-batches.
     """
     if count == 1:
         (_, loss), (grads, amax) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
@@ -276,7 +276,7 @@ def _accumulated(
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
-    """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
+    """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows sharded over devices stay in place."""
     rows = batch[0].shape[0]
     if rows % count:
         raise ValueError(
@@ -286,7 +286,7 @@ def _micro_batches(batch: Any, count: int) -> Any:
 
 
 def _rescaled(state: TrainState, is_finite: Array, step_config: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
-    """Next loss scale and number of finite steps since it changed, by the rules of torch.amp.GradScaler."""
+    """Next loss scale and number of finite steps since its last change, by the rules of torch.amp.GradScaler."""
     if not is_scaled:
         return {}
     rules, good = step_config.loss_scaling, state.good_steps + 1

@@ -17,8 +17,8 @@ def transform(
 ) -> optax.GradientTransformation:
     """Optimiser of trained parameters at one learning rate; its state does not depend on the rate.
 
-    A rate that is traced makes one compiled step serve a whole schedule. A step of AdamW or SGD is proportional to the
-    rate, with its weight decay: where the configuration has ratios of rates, steps are multiplied by them.
+    With a traced rate, one compiled step serves a whole schedule. An update of AdamW or SGD, weight decay included, is
+    proportional to the rate, so ratios of rates in the configuration multiply the updates.
     """
     inner = _transform(config, learning_rate, params)
     ratios = {name: config.rate_ratio(name) for name in params}
@@ -66,8 +66,8 @@ def _transform(
 
 
 def _is_hidden_kernel(name: str, value: Any) -> bool:
-    """True for the matrices inside layers: Muon is not meant for embeddings, heads, norms and biases.
+    """Return True for matrices inside layers: Muon is not meant for embeddings, heads, norms and biases.
 
-    A memory's first weights are a matrix for each head; optax would hand them to an Adam without weight decay.
+    A memory's initial weights are one matrix per head; optax would give them to an Adam without weight decay.
     """
     return name.startswith("layers.") and is_matrix(name) and len(value.shape) == 2

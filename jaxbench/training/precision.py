@@ -13,7 +13,7 @@ class Policy(NamedTuple):
     """Number types of parameters, products, sums and the loss."""
 
     parameter: str  # weights and moments
-    compute: str  # activations and matrix products, whose own sums are at least float32
+    compute: str  # activations and matrix products, which accumulate in at least float32
     accumulation: str  # gradients of micro-batches, their norm, the update
     output: str  # the loss; logits are widened to it before the softmax
     is_scaled: bool  # gradients are scaled against underflow
@@ -22,7 +22,7 @@ class Policy(NamedTuple):
 
 # Micikevicius et al. 2018, arXiv:1710.03740 (float16 with float32 weights and loss scaling); Kalamkar et al. 2019,
 # arXiv:1905.12322 (bfloat16, which has float32's range and needs no scaling); Micikevicius et al. 2022,
-# arXiv:2209.05433 (float8: e4m3 forward, e5m2 for gradients, each tensor with a scale of its own).
+# arXiv:2209.05433 (float8: e4m3 forward, e5m2 for gradients, each tensor with its own scale).
 POLICIES = {
     "float64": Policy("float64", "float64", "float64", "float64", False),
     "float32": Policy("float32", "float32", "float32", "float32", False),
@@ -44,10 +44,10 @@ class LossScaling(Base):
 class DelayedScaling(Base):
     """How float8 finds the scale of a tensor; the defaults are those of NVIDIA's Transformer Engine."""
 
-    history: int = pydantic.Field(default=1024, ge=1)  # steps whose largest magnitude counts
-    margin: int = pydantic.Field(default=0, ge=0, le=8)  # powers of two kept free above it
+    history: int = pydantic.Field(default=1024, ge=1)  # steps over which the largest magnitude is taken
+    margin: int = pydantic.Field(default=0, ge=0, le=8)  # powers of two of headroom above it
 
 
 def uniform(dtype: str) -> Policy:
-    """The policy of a step that keeps, computes and adds up everything in one type; losses are at least float32."""
+    """Policy of a step that stores, computes and accumulates in one type; losses are at least float32."""
     return Policy(dtype, dtype, dtype, "float64" if dtype == "float64" else "float32", False)

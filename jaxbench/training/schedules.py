@@ -1,4 +1,4 @@
-"""Learning rates by step, computed on the host in float64 so that every backend takes the same number (S file)."""
+"""Learning rates by step, computed on the host in float64 so that every backend gets the same number (S file)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ScheduleConfig(Base):
 
     kind: Literal["constant", "cosine", "linear", "wsd", "relative"] = "cosine"
     warmup_steps: int = pydantic.Field(default=0, ge=0)  # steps of linear rise; step 0 gets peak / (warmup + 1)
-    decay_steps: int | None = pydantic.Field(default=None, ge=1)  # wsd: steps of the fall; others: all after warm-up
-    final_fraction: float = pydantic.Field(default=0.1, ge=0, le=1)  # of the peak, at the end and after
+    decay_steps: int | None = pydantic.Field(default=None, ge=1)  # wsd: steps of the decay; others: all after warm-up
+    final_fraction: float = pydantic.Field(default=0.1, ge=0, le=1)  # of the peak, at the end and beyond
 
 
 def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: int) -> float:
-    """Learning rate of a step, the first being 0.
+    """Return the learning rate of a step; steps count from 0.
 
     Args:
       step: 0 <= step.
@@ -57,7 +57,7 @@ def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: in
 
 
 def scaled_peak(peak: float, rule: str, *, batch: int, base_batch: int | None) -> float:
-    """Peak learning rate scaled to an effective batch: by batch / base_batch (linear), its root (sqrt), or not (none).
+    """Scale a peak learning rate to an effective batch: by batch / base_batch (linear), its root (sqrt), or not (none).
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, SGD); Malladi et al. 2022, arXiv:2205.10287 (root, Adam).
 

@@ -11,14 +11,14 @@ from jaxbench.config import Base
 from jaxbench.lora.config import PARAMETERS as ADAPTERS
 from jaxbench.training.precision import DelayedScaling, LossScaling
 
-TWIN_OPTIMIZERS = ("adamw", "sgd")  # those that torch_ref has too
+TWIN_OPTIMIZERS = ("adamw", "sgd")  # also in torch_ref
 
 
 class OptimizerConfig(Base):
-    """An optimiser and its hyperparameters; those that a kind does not have are ignored.
+    """An optimiser and its hyperparameters; a kind ignores those that it does not have.
 
     adamw (Loshchilov and Hutter 2019, arXiv:1711.05101), adafactor (Shazeer and Stern 2018, arXiv:1804.04235), lion
-    (Chen et al. 2023, arXiv:2302.06675), sgd, muon (Jordan et al. 2024; the layers' kernels, AdamW for the rest).
+    (Chen et al. 2023, arXiv:2302.06675), sgd, muon (Jordan et al. 2024; for the layers' kernels, AdamW for the rest).
     """
 
     kind: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
@@ -28,50 +28,50 @@ class OptimizerConfig(Base):
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
     weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
     decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or kernels and embeddings
-    muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
-    trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, the rest stays as it is
+    muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: kernels' learning rate / AdamW's for the rest
+    trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` are trained, the rest is frozen
 
     def decays(self, name: str) -> bool:
-        """True where weight decay acts on the parameter of this dotted name."""
+        """Return True if weight decay applies to the parameter of this dotted name."""
         return self.decay == "all" or is_matrix(name)
 
     def is_trained(self, name: str) -> bool:
-        """True where the parameter of this dotted name is trained; a workload may leave others as they are."""
+        """Return True if the parameter of this dotted name is trained; a workload may freeze others."""
         return self.trained == "all" or re.fullmatch(ADAPTERS, name) is not None
 
     def rate_ratio(self, name: str) -> float:
-        """Learning rate of the parameter of this dotted name over that of the rest; a workload may have others."""
+        """Return the ratio of this parameter's learning rate to the base rate; a workload may define other ratios."""
         return 1.0
 
 
 def is_matrix(name: str) -> bool:
-    """True for kernels and embeddings, by dotted name.
+    """Return True for kernels and embeddings, by dotted name.
 
-    A number of axes would not tell: gates of banks, persistent tokens and depthwise convolutions, which weigh each
-    channel by itself, have two, and a norm's gain may have one for each head.
+    The number of axes does not tell them apart: gates of banks, persistent tokens and depthwise convolutions, which
+    weight each channel separately, have two axes, and so may a norm's gain, if there is one per head.
     """
     return name.endswith((".kernel", ".embedding")) and not name.endswith("_conv.kernel")
 
 
 def holds_zeros(name: str) -> bool:
-    """True for the parameters, by dotted name, whose zeros StepConfig.hold_zeros holds: kernels inside layers.
+    """Return True for the parameters, by dotted name, whose zeros StepConfig.hold_zeros keeps: kernels inside layers.
 
-    Those are what pruning acts on (quantization/pruning.py); biases, norms, embeddings and depthwise convolutions may
-    start from zeros.
+    Pruning acts on these (quantization/pruning.py); biases, norms, embeddings and depthwise convolutions may start from
+    zeros.
     """
     return name.startswith("layers.") and name.endswith(".kernel") and is_matrix(name)
 
 
 class RematConfig(Base):
-    """What the backward pass computes again instead of keeping it (Chen et al. 2016, arXiv:1604.06174)."""
+    """What the backward pass recomputes instead of storing it (Chen et al. 2016, arXiv:1604.06174)."""
 
     policy: Literal["none", "block", "group", "names", "offload"] = "none"
-    group: int = pydantic.Field(default=2, ge=1)  # group: blocks computed again together
-    names: tuple[str, ...] = ("attention", "mlp")  # names: kept all the same; offload: kept in pinned host memory
+    group: int = pydantic.Field(default=2, ge=1)  # group: blocks recomputed together
+    names: tuple[str, ...] = ("attention", "mlp")  # names: kept nevertheless; offload: kept in pinned host memory
 
 
 class OffloadConfig(Base):
-    """What lies in the host's pinned memory and is streamed to the device and back (JAX)."""
+    """What is kept in the host's pinned memory and streamed to the device and back (JAX)."""
 
     optimizer: bool = False  # the optimiser's state, between steps
     gradients: bool = False  # gradients, from the backward pass to the update
@@ -89,7 +89,7 @@ class StepConfig(Base):
     remat: RematConfig = RematConfig()
     offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    hold_zeros: bool = False  # weights of layers' kernels that are zero stay zero: a pruned model in training
+    hold_zeros: bool = False  # zeros of layers' kernels stay zero: for training a pruned model
     # JAX, products of rows by kernels in bfloat16 on one CPU: xla, or native (native/products.py); auto = the faster
     kernels: Literal["auto", "native", "xla"] = "auto"
     torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles

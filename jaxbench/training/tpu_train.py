@@ -1,18 +1,18 @@
-"""Compile a training configuration's step for a TPU slice that is not attached, and say what the compiler says.
+"""Compile a training configuration's step for a TPU slice that is not attached, and report the compiler's figures.
 
     python -m jaxbench.training.tpu_train --config=configs/lm/tpu_1b.yaml --topology=v5e:4x4 [--set=K=V] [--output=F]
 
 It is the step that experiments/train.py runs on such a slice: precision, rematerialisation, optimiser, offload, mesh.
 Reported per chip: bytes in its own memory (fits or not) and in the host's, collectives by kind, and the roofline: the
 longest of compute, memory and interconnect at the chip's published rates, each alone at its peak. Whether collectives
-run beside products is read from the compiled schedule (hlo.py): a count and a share of bytes, not a time. MFU is what
-the model's FLOPs (observe.flops_per_token, both conventions) are of what the chips could do in that time: a bound from
-counts, not a measurement.
+overlap matrix products is read from the compiled schedule (hlo.py): a count and a share of bytes, not a time. MFU is
+the model's FLOPs (observe.flops_per_token, both conventions) divided by what the chips could do in that time: a bound
+from counts, not a measurement.
 
 Compute counts what rematerialisation and a pipeline's stages do twice; in a pipeline, a tick takes as long as its
-slowest stage (pipeline_schedule.timetable). Memory counts weights once for every pass, the optimiser's 32 bytes a
+slowest stage (pipeline_schedule.timetable). Memory counts weights once per pass, the optimiser's 32 bytes per
 parameter, and logits four times in float32; activations are left out. Collectives are those of the compiled program;
-what stands in a branch counts as taken in every round of its loop.
+one inside a branch counts as executed in every iteration of its loop.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from jaxbench.parallel.pipeline_schedule import timetable
 from jaxbench.training import observe, precision
 from jaxbench.training.train_config import TrainConfig
 
-OPTIMIZER_BYTES = 32  # a parameter: weight, gradient and two moments read in float32; all but the gradient written
+OPTIMIZER_BYTES = 32  # per parameter: weight, gradient and two moments read in float32; all but the gradient written
 
 
 class Lowered(NamedTuple):
-    """A step ready to compile, and what a chip has of it."""
+    """A step ready to compile, and one chip's share of it."""
 
     lowered: Any  # jax.stages.Lowered
     sizes: Mapping[str, int]  # of the mesh axes
     stored: int  # parameters that one chip stores
-    used: int  # parameters that one chip computes with; in a pipeline its stage's, and embedding and head
+    used: int  # parameters that one chip computes with; in a pipeline its stage's, plus embedding and head
 
 
 # The step, from shapes alone
@@ -55,7 +55,7 @@ def model_of(settings: TrainConfig) -> TransformerConfig:
     """Decoder of a training configuration.
 
     Raises:
-      ValueError: the vocabulary is left to a tokenizer.
+      ValueError: the vocabulary size is left to a tokenizer.
     """
     if settings.model.vocab_size is None:
         raise ValueError(
@@ -69,7 +69,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     """Lower the configuration's step for every chip of a slice; extension: what a workload adds to its decoder.
 
     Raises:
-      ValueError: there is no mesh in the configuration, or it does not fit the slice or the model.
+      ValueError: the configuration has no mesh, or it does not fit the slice or the model.
     """
     import jax
     import jax.numpy as jnp
@@ -90,7 +90,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     )  # fmt: skip
     groups = mesh_plan.projection_groups(settings.parallel, plan.mesh.size) if settings.fused_projections else 0
     compute = settings.compute(precision.POLICIES[step_config.precision].compute, groups)
-    if settings.implementation == "fused":  # asks for the kernel of JAX's own platform, not of the one compiled for
+    if settings.implementation == "fused":  # would select the kernel of JAX's own platform, not of the target
         compute = compute._replace(implementation="splash")
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
     state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
@@ -103,7 +103,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
 
 
 def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> list[Record]:
-    """Compile the step for a slice and return its records; a step that does not fit is one record with status error.
+    """Compile the step for a slice and return its records; one that does not fit gives one record of status error.
 
     extension: what a workload adds to the decoder.
     """
@@ -134,9 +134,9 @@ def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Ext
 
 
 def overlapped(collectives: Mapping[str, hlo.Collective]) -> tuple[float, str, dict[str, int]]:
-    """Share of the bytes sent that the schedule sends beside a product, its unit, and the counts behind it.
+    """Share of the sent bytes that the schedule overlaps with a product, its unit, and the counts behind it.
 
-    It is 0 where nothing is sent. What counts as beside: hlo.py.
+    It is 0 if nothing is sent. What counts as overlapped: hlo.py.
     """
     names = ("count", "asynchronous", "overlapped", "sent_bytes", "overlapped_bytes")
     facts = {name: sum(getattr(kind, name) for kind in collectives.values()) for name in names}
@@ -152,7 +152,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     tokens, length = settings.batch_size * settings.data.seq_len, settings.data.seq_len
     count = functools.partial(observe.flops_per_token, model, length, is_trained=settings.step.optimizer.is_trained)
     whole, halved = (count(is_causal=is_causal) for is_causal in (False, True))
-    forward = observe.flops_per_token(model, length, is_causal=False) / 3  # a third where everything is trained
+    forward = observe.flops_per_token(model, length, is_causal=False) / 3  # a third if everything is trained
     useful = tokens * whole / topology.num_chips
     done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole, forward=forward)
     repeats = 3 if done > useful else 2  # forward, again, backward
@@ -183,9 +183,9 @@ def _computed(
     settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float,
     forward: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """FLOPs a chip computes in a step, as a mean over the chips, and along the longest chain of ticks."""
+    """FLOPs per chip in a step: the mean over the chips, and the sum along the longest chain of ticks."""
     chips_in_all, parallel = math.prod(sizes.values()), settings.parallel
-    product = 2 * model.d_model * model.vocab_size  # a token's, of the head
+    product = 2 * model.d_model * model.vocab_size  # of the head, per token
     name = "embed.embedding" if model.tie_embeddings else "head.kernel"
     head = (3 if settings.step.optimizer.is_trained(name) else 2) * product
     layers, layers_forward = per_token - head, forward - product
@@ -196,7 +196,7 @@ def _computed(
         return done, done
     rows = chips_in_all // (stages * sizes.get(MODEL, 1))
     a_micro = tokens / settings.step.accumulation / micro / rows / sizes.get(MODEL, 1)  # tokens' worth on a chip
-    costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * layers / stages}  # forward again
+    costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * layers / stages}  # recomputes forward
     ticks: dict[tuple[int, int], float] = collections.defaultdict(float)
     for work in timetable(parallel.schedule, stages, micro):
         is_head = work.kind == "backward" and work.stage == stages - 1
@@ -242,7 +242,7 @@ def describe(records: list[Record]) -> str:
 
 
 def define_flags(path: str) -> None:
-    """Define the command's flags; path: the configuration that it takes by default."""
+    """Define the command's flags; path: the default configuration."""
     cli.define_config(path)
     flags.DEFINE_string("topology", "v5e:4x4", "slice to compile for")
     flags.DEFINE_string("output", None, "file that records are appended to")
@@ -254,7 +254,7 @@ def main() -> int:
 
 
 def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
-    """Compile a step for --topology and print what was found; --output keeps the records as JSON lines."""
+    """Compile a step for --topology and print the results; --output appends the records as JSON lines."""
     values = flags.FLAGS
     topology = chips.parse_topology(values.topology)
     records = compile_step(settings, topology, extension)

@@ -1,4 +1,4 @@
-"""What a training run is: the model of configs/lm/*.yaml (S file: neither JAX nor PyTorch)."""
+"""Configuration of a training run: the schema of configs/lm/*.yaml (S file: neither JAX nor PyTorch)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class DecoderConfig(TransformerConfig):
     vocab_size: int | None = pydantic.Field(default=None, gt=0)  # tokens; null = as many as the tokenizer has
 
     def resolved(self, vocab_size: int | None) -> TransformerConfig:
-        """Decoder with the tokenizer's vocabulary size where the file leaves it open.
+        """Return the decoder with the tokenizer's vocabulary size if the file leaves it open.
 
         Raises:
-          ValueError: nobody says how large the vocabulary is, or it is smaller than the tokenizer's.
+          ValueError: the vocabulary size is given nowhere, or it is smaller than the tokenizer's.
         """
         size = self.vocab_size or vocab_size
         if size is None:
@@ -43,15 +43,15 @@ class DecoderConfig(TransformerConfig):
 
 
 class DataConfig(Base):
-    """The text and how it becomes rows."""
+    """The text and how it is cut into rows."""
 
-    path: str | None = None  # .txt, .jsonl (.gz), .npy, .bin; null = the default text; --data goes before
-    validation_path: str | None = None  # a text of its own; null = the last part of `path`
+    path: str | None = None  # .txt, .jsonl (.gz), .npy, .bin; null = the default text; --data takes precedence
+    validation_path: str | None = None  # a separate text; null = the last part of `path`
     validation_fraction: float = pydantic.Field(default=0.1, gt=0, lt=1)  # of the tokens, without validation_path
     tokenizer: str = "byte"  # byte, character, default, a GGUF file, a Hugging Face folder or a hub id
     seq_len: int = pydantic.Field(gt=0)  # tokens a row
-    # False: a token sees all of its row before it, earlier documents too, and counts its position from the row's start,
-    # as in llm.c and nanoGPT; fused attention then reads no mask.
+    # False: a token attends to everything before it in its row, including earlier documents, and its position counts
+    # from the row's start, as in llm.c and nanoGPT; fused attention then reads no mask.
     document_mask: bool = True
 
 
@@ -59,13 +59,13 @@ class EvaluationConfig(Base):
     """Held-out evaluation."""
 
     every_steps: int = pydantic.Field(default=250, ge=1)  # and after the last step
-    batches: int | None = pydantic.Field(default=None, ge=1)  # of held-out rows, always the same; null = all
+    batches: int | None = pydantic.Field(default=None, ge=1)  # of held-out rows, the same each time; null = all
     patience: int | None = pydantic.Field(default=None, ge=1)  # evaluations without gain before the run stops early
-    min_gain: float = pydantic.Field(default=0.0, ge=0)  # nats per token that count as gain
+    min_gain: float = pydantic.Field(default=0.0, ge=0)  # smallest gain that counts, nats per token
 
 
 class CheckpointConfig(Base):
-    """What is kept of a run."""
+    """Which checkpoints of a run are kept."""
 
     every_steps: int = pydantic.Field(default=250, ge=1)  # and after the last step
     keep: int = pydantic.Field(default=2, ge=1)  # newest checkpoints; the best one stays too
@@ -73,7 +73,7 @@ class CheckpointConfig(Base):
 
 
 class LoggingConfig(Base):
-    """What is shown and written while a run goes on."""
+    """What is shown and written during a run."""
 
     every_steps: int = pydantic.Field(default=20, ge=1)  # how often losses are fetched from the device
     peak_tflops: float | None = pydantic.Field(default=None, gt=0)  # of a device, for MFU; null = known, else measured
@@ -84,11 +84,11 @@ class TrainConfig(Base):
 
     model: DecoderConfig
     start: str | None = None  # parameters to start from: "default", a folder, GGUF file or hub id; null = random ones
-    lora: LoraConfig | None = None  # adapters of the decoder; step.optimizer.trained=adapters trains them alone
+    lora: LoraConfig | None = None  # adapters of the decoder; step.optimizer.trained=adapters trains only them
     data: DataConfig
-    batch_size: int = pydantic.Field(gt=0)  # rows a step, over all devices and micro-batches
+    batch_size: int = pydantic.Field(gt=0)  # rows per step, over all devices and micro-batches
     steps: int = pydantic.Field(gt=0)
-    learning_rate: float = pydantic.Field(gt=0)  # peak, for a batch of base_batch where it is scaled
+    learning_rate: float = pydantic.Field(gt=0)  # peak; if scaled, for a batch of base_batch
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"  # with batch_size / base_batch
     base_batch: int | None = pydantic.Field(default=None, gt=0)  # rows
     schedule: ScheduleConfig = ScheduleConfig()
@@ -96,8 +96,8 @@ class TrainConfig(Base):
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention
     block_size: int = pydantic.Field(default=128, gt=0)  # tokens; blocked attention
     scan_layers: bool = False  # JAX: one compiled layer body, for deep models
-    # Query, key and value as one product, gate and up as another. The decoder gets `projection_groups`, how many parts
-    # the kernels interleave in: as many as the mesh splits them into (mesh_plan.projection_groups).
+    # Query, key and value as one product, gate and up as another. The decoder gets `projection_groups`, the number of
+    # interleaved parts of the kernels: as many as the mesh splits them into (mesh_plan.projection_groups).
     fused_projections: bool = False
     parallel: ParallelConfig | None = None  # mesh and sharding; null = one device
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -152,40 +152,40 @@ class TrainConfig(Base):
         return self
 
     def decoder(self, vocab_size: int | None) -> TransformerConfig:
-        """Decoder that the run trains, its vocabulary as large as the tokenizer's where the file leaves it open.
+        """Return the decoder that the run trains, with the tokenizer's vocabulary size if the file leaves it open.
 
         Raises:
-          ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
+          ValueError: see DecoderConfig.resolved; or a workload's layers do not fit the decoder.
         """
         return with_lora(self.model.resolved(vocab_size), self.lora)
 
     def export(self, folder: Path, model: TransformerConfig, params: Mapping[str, np.ndarray], tokenizer: Any) -> None:
-        """Write the trained decoder, without adapters, as a folder that others read.
+        """Write the trained decoder, without adapters, as a folder that other tools read.
 
         Raises:
-          ValueError: no kind of folder is for such a decoder.
+          ValueError: no folder format represents such a decoder.
         """
         weights.save_checkpoint(folder, model, dict(params), tokenizer=tokenizer)
 
     @property
     def has_dropout(self) -> bool:
-        """True where steps draw dropout masks."""
+        """True if steps draw dropout masks."""
         return self.model.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def compute(self, dtype: str, projection_groups: int = 1) -> Compute:
-        """How the decoder is computed; projection_groups are the parts of fused kernels, where they are fused."""
+        """How the decoder is computed; projection_groups is the number of parts of fused kernels, if fused."""
         groups = projection_groups if self.fused_projections else 0
         return Compute(dtype, self.implementation, self.block_size, self.scan_layers, groups)
 
     def identity(self) -> dict[str, Any]:
         """Settings that stay the same from one start of a run to the next, as JSON."""
         content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
-        for name in ("path", "validation_path"):  # the texts themselves count, not where they lie
+        for name in ("path", "validation_path"):  # the texts themselves count, not their paths
             content["data"].pop(name)
-        if self.data.document_mask:  # as runs were before one could leave it out
+        if self.data.document_mask:  # as in runs older than this option
             del content["data"]["document_mask"]
-        if self.lora is None:  # as runs were before there were adapters
+        if self.lora is None:  # as in runs older than adapters
             del content["lora"]
             content["step"]["optimizer"].pop("trained")
-        content["model"].pop("is_causal")  # always true, and nothing of older runs
+        content["model"].pop("is_causal")  # always true, and absent from older runs
         return content

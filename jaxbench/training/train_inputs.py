@@ -1,4 +1,4 @@
-"""What a training run starts from: rows of a text, a decoder and its first parameters (S file)."""
+"""Inputs of a training run: rows of a text, a decoder and its initial parameters (S file)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Data(NamedTuple):
 
 
 def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, TransformerConfig, dict[str, np.ndarray]]:
-    """Rows, decoder and first parameters of a run.
+    """Return the rows, decoder and initial parameters of a run.
 
     Raises:
       ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit.
@@ -48,7 +48,7 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
 
 
 def _check_bytes(ids: np.ndarray, num_tokens: int, what: str) -> None:
-    """Raise where a token id, of a file of ids, is none of the tokenizer's: nobody knows its bytes."""
+    """Raise if a file of token ids has one that is not the tokenizer's: its bytes are unknown."""
     if (found := int(ids.max())) >= num_tokens:
         raise ValueError(
             f"train: {what} has token id {found}, and data.tokenizer has {num_tokens} tokens, 0 to {num_tokens - 1}; "
@@ -57,21 +57,21 @@ def _check_bytes(ids: np.ndarray, num_tokens: int, what: str) -> None:
 
 
 def evaluation_batches(settings: TrainConfig, data: Data) -> Iterator[dataset.Batch]:
-    """Yield the batches of an evaluation: held-out rows, the same every time, each once."""
+    """Yield the batches of an evaluation: the same held-out rows every time, each once."""
     rows, size = data.held_out, settings.batch_size
     count = -(-rows.rows_per_epoch // size)
     for index in range(min(count, settings.evaluation.batches or count)):
         batch = rows.batch(index, size)
-        # The last batch would begin the next epoch.
+        # The last batch may run into the next epoch; mask those rows.
         inside = np.arange(size) + index * size < rows.rows_per_epoch
         yield batch._replace(mask=batch.mask & inside[:, None])
 
 
 def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
-    """Decoder of a run, and the parameters that it starts from; vocab_size is the tokenizer's.
+    """Return the decoder of a run and its initial parameters; vocab_size is the tokenizer's.
 
     Raises:
-      ValueError: the checkpoint to start from is no such decoder, or a workload's layers do not fit it.
+      ValueError: the checkpoint to start from is another decoder, or a workload's layers do not fit it.
     """
     plain, model = settings.model.resolved(vocab_size), settings.decoder(vocab_size)
     if settings.start is None:
@@ -85,7 +85,7 @@ def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[Trans
 
 
 def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
-    """Rows of a configuration's text, which is tokenised on first use.
+    """Return the rows of a configuration's text, which is tokenised on first use.
 
     Raises:
       ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.

@@ -2,9 +2,9 @@
 
     result = run(config, make_engine, workdir="out/shakespeare", backend="flax")
 
-The backend is an Engine (engine.py, torch_ref/training/engine.py). Everything that decides what is computed is in the
-configuration, in (seed, step), or in the checkpoint: a run that is killed at any moment and started again with the same
-command ends with the same losses and parameters, bit for bit, on the same machine and mesh.
+The backend is an Engine (engine.py, torch_ref/training/engine.py). The configuration, (seed, step) and the checkpoint
+alone determine what is computed: a run that is killed at any moment and restarted with the same command ends with the
+same losses and parameters, bit for bit, on the same machine and mesh.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jaxbench.training.train_config import TrainConfig
 
 RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
 CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
-ADAPTERS = "adapters"  # folder of a run that trained adapters, for PEFT
+ADAPTERS = "adapters"  # folder with the adapters of a run that trained them, for PEFT
 
 
 class Result(NamedTuple):
-    """What a finished run leaves."""
+    """Results of a finished run."""
 
     steps: int  # taken in all
     validation_loss: float  # nats per token, after the last step
@@ -54,23 +54,23 @@ def run(
     profile_steps: tuple[int, int] | None = None,
     processes: Processes = ALONE,
 ) -> Result:
-    """Train, evaluate, save and export; continues what the folder holds.
+    """Train, evaluate, save and export; resume the run that the folder holds.
 
     Args:
-      make_engine: Engine, with the device bound where it has one.
+      make_engine: Engine, with its device bound if it takes one.
       backend: its name, kept with the checkpoint.
-      data_path: text instead of settings.data.path.
+      data_path: text to use instead of settings.data.path.
       profile_steps: (a, b) writes a trace of steps a + 1 to b into profile/.
       processes: those that run this together, each with the same settings and folder.
 
     Raises:
-      ValueError: bad input, a folder in use, a checkpoint of another run, or processes that were not given the same.
+      ValueError: bad input, a folder in use, a checkpoint of another run, or processes given different inputs.
       GateFailed: the loss was not finite and step.nonfinite is stop; the message names the first bad module.
       OSError: full disk; the last good checkpoint stays.
     """
     workdir = Path(workdir)
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
-    places = {"data": {"path", "validation_path"}}  # the texts themselves count, not where they lie
+    places = {"data": {"path", "validation_path"}}  # the texts themselves count, not their paths
     given = settings.model_dump(mode="json", exclude=places)
     processes.check_alike(given | {"text_sha256": data.sha256})
     with held(workdir, processes):
@@ -83,7 +83,7 @@ def run(
 
 
 class _Trainer:
-    """One run in progress: the engine, what is written, and where the run stands."""
+    """One run in progress: the engine, the output files, and the progress."""
 
     def __init__(
         self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: train_inputs.Data, workdir: Path,
@@ -93,7 +93,7 @@ class _Trainer:
         self.workdir, self.backend, self.processes = workdir, backend, processes
         self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
         self.num_parameters = initial.num_parameters(model)
-        # gain_loss: of the last gain that counted, which the next one is measured from.
+        # gain_loss: loss at the last gain that counted; the next gain is measured from it.
         self.progress = {"best_loss": None, "best_step": 0, "gain_loss": None, "without_gain": 0}
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
@@ -109,7 +109,7 @@ class _Trainer:
             config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
         counts = [record["skipped"] for record in self.records.read() if "skipped" in record]
-        self.skipped = counts[-1] if counts else 0  # each line counts all before it
+        self.skipped = counts[-1] if counts else 0  # each record's count is cumulative
         self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
         self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
         self.rate = schedules.scaled_peak(
@@ -118,7 +118,7 @@ class _Trainer:
         )  # fmt: skip
 
     def _resume(self) -> int:
-        """Load the newest whole checkpoint, and return how many steps are done."""
+        """Load the newest intact checkpoint, and return how many steps are done."""
         checkpoint = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
         if checkpoint is None:
             return 0
@@ -129,14 +129,14 @@ class _Trainer:
             )
         self.engine.load(checkpoint.arrays)
         progress = checkpoint.meta["progress"]
-        gain_loss = progress.get("gain_loss", progress["best_loss"])  # which checkpoints once had not
+        gain_loss = progress.get("gain_loss", progress["best_loss"])  # absent from old checkpoints
         self.progress = progress | {"gain_loss": gain_loss}
         return checkpoint.step
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
-        """Raise where a checkpoint was made by another run."""
+        """Raise if a checkpoint was made by another run."""
         ours, theirs = self._identity(), meta["identity"]
-        theirs["config"]["data"].pop("validation_path", None)  # which identities had, once
+        theirs["config"]["data"].pop("validation_path", None)  # in old identities
         flat = [_flat(each) for each in (ours, theirs)]
         keys = [key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key)]
         if keys:
@@ -147,7 +147,7 @@ class _Trainer:
         return {"config": self.settings.identity(), "text_sha256": self.data.sha256, "backend": self.backend}
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
-        """Take the steps that are left, and trace some of them."""
+        """Take the remaining steps, and trace some of them."""
         s, batch = self.settings, self.settings.batch_size
         products = ", native products" if self.engine.step_config.kernels == "native" else ""
         self.display.say(
@@ -182,20 +182,20 @@ class _Trainer:
         return self._finish(done)
 
     def _traced(self, wanted: tuple[int, int]) -> tuple[int, int]:
-        """Steps to trace, of those that are still to be taken; says so where none of them is."""
+        """Return the range of remaining steps to trace; print a line if all wanted ones were taken before."""
         first, last = wanted
         if 0 <= first < last <= self.start:
             self.display.say(f"no trace: steps {first + 1} to {last} were taken before; the run is at {self.start}")
         return (max(first, self.start), last) if self.start < last else (-1, -1)
 
     def _stop_trace(self) -> None:
-        """End the trace, where there is one under way, and write it."""
+        """End the trace, if one is running, and write it."""
         if self.is_traced:
             self.is_traced = False
             self.engine.stop_profile()
 
     def _after_step(self, done: int) -> bool:
-        """Log, evaluate and save where it is time; True when the run stops early."""
+        """Log, evaluate and save when due; return True if the run stops early."""
         s, is_last = self.settings, done == self.settings.steps
         evaluates = is_last or done % s.evaluation.every_steps == 0
         saves = is_last or done % s.checkpoints.every_steps == 0
@@ -209,7 +209,7 @@ class _Trainer:
         return early
 
     def _flush(self, done: int) -> None:
-        """Fetch and write what the steps since the last flush measured; stop where one was not finite."""
+        """Fetch and write the metrics of the steps since the last flush; stop if one was not finite."""
         if not self.pending:
             return
         fetched = [(step, rate, self.engine.fetch(metrics)) for step, rate, metrics in self.pending]
@@ -246,7 +246,7 @@ class _Trainer:
         )
 
     def _stop(self, step: int, metrics: Any) -> None:
-        """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
+        """End a run whose loss or gradient is not finite; that step changed nothing and nothing of it is saved."""
         batch = self.data.train.batch(step, self.settings.batch_size)
         why = self.engine.diagnose(batch, step)
         kept = self.checkpoints.steps()
@@ -256,7 +256,7 @@ class _Trainer:
         )
 
     def _evaluate(self, done: int) -> None:
-        """Measure the held-out loss on the same rows every time; every process reads them all, for their bytes."""
+        """Measure the held-out loss on the same rows every time; every process reads all of them, for their bytes."""
         s, total, count, size = self.settings, 0.0, 0, 0
         for batch in train_inputs.evaluation_batches(s, self.data):
             self.model.check_documents(batch.segments)
@@ -277,7 +277,7 @@ class _Trainer:
         self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
 
     def _is_early(self) -> bool:
-        """True where the held-out loss has not fallen for `patience` evaluations."""
+        """Return True if `patience` evaluations in a row brought no gain in the held-out loss."""
         patience = self.settings.evaluation.patience
         return patience is not None and self.progress["without_gain"] >= patience
 
@@ -295,7 +295,7 @@ class _Trainer:
     def _finish(self, done: int) -> Result:
         """Wait for the last save, export the model and write the summary."""
         self.checkpoints.wait()
-        if not self.validation:  # started again after its last step
+        if not self.validation:  # restarted after its last step
             self.validation = {
                 key.removeprefix("validation_"): math.nan if value is None else value  # records have no NaN
                 for record in self.records.read()
@@ -325,7 +325,7 @@ class _Trainer:
         return result
 
     def _speed(self) -> dict[str, float | None]:
-        """Tokens/s and MFU of the steps that this process took; of the one before it where there was none to take."""
+        """Tokens/s and MFU of this process's steps; of the process before it if there was no step left to take."""
         if self.throughput.tokens:
             return {"tokens_per_s": self.throughput.mean} | self._mfu(self.throughput.mean)
         try:
@@ -335,7 +335,7 @@ class _Trainer:
         return {name: before.get(name) for name in ("tokens_per_s", "mfu", "mfu_causal")}
 
     def _export(self) -> str:
-        """Write the folder that others read, or say why there is none."""
+        """Write the folder that other tools read, or report why there is none."""
         folder, params = self.workdir / EXPORT, self.engine.params()
         if not self.processes.is_first:
             return ""
@@ -359,12 +359,12 @@ class _Trainer:
         self.display.close()
         self.board.close()
         self._stop_trace()  # of a run that an error or an interrupt ended
-        with contextlib.suppress(OSError):  # told already
+        with contextlib.suppress(OSError):  # reported already
             self.checkpoints.close()
 
 
 def _advanced(progress: dict[str, Any], loss: float, done: int, min_gain: float) -> dict[str, Any]:
-    """Progress of a run after an evaluation behind `done` steps; the best loss is the lowest, small as its gain is."""
+    """Progress of a run after an evaluation at step `done`; the best loss is the lowest, however small its gain."""
     best, before = progress["best_loss"], progress["gain_loss"]
     found = progress | {"without_gain": progress["without_gain"] + 1}
     if math.isfinite(loss) and (best is None or loss < best):
@@ -375,7 +375,7 @@ def _advanced(progress: dict[str, Any], loss: float, done: int, min_gain: float)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted keys."""
+    """Flatten nested dictionaries into one with dotted keys."""
     if not isinstance(tree, dict):
         return {prefix: tree if not isinstance(tree, list | tuple) else list(tree)}
     return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

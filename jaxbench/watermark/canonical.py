@@ -1,7 +1,7 @@
-"""Undo what changes a text's tokens but not its look: homoglyphs, invisible characters, styled letters (S file).
+"""Undo changes of a text's tokens that keep its look: homoglyphs, invisible characters, styled letters (S file).
 
-Run before the tokenizer sees a text to be tested. What a model writes itself stays: letters of other scripts in words
-of their own script, joiners in emoji and in scripts that need them, accents, typographic quotes and dashes.
+This runs before the tokenizer in detection. What models write stays: letters of other scripts in words of that script,
+joiners in emoji and in scripts that need them, accents, typographic quotes and dashes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INVISIBLE = (
 )
 # Removed after Latin text and typographic punctuation only: other scripts and emoji need them.
 JOINERS = "\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"
-PUNCTUATION = "\u2010-\u2027\u2030-\u203b\u203d-\u2048\u204a-\u205e"  # without the two that are emoji
+PUNCTUATION = "\u2010-\u2027\u2030-\u203b\u203d-\u2048\u204a-\u205e"  # except the two that are emoji
 SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
 STYLED = "\uff01-\uff5e\U0001d400-\U0001d7ff"  # full-width forms, mathematical letters and digits
 LATIN_END = 0x250  # code points below are Latin, digits and punctuation
-LATIN_SHARE = 0.6  # of a text's letters: a word made of look-alikes only is then meant as Latin
+LATIN_SHARE = 0.6  # of a text's letters: from here on, a word of only look-alikes counts as Latin
 
 _invisible = re.compile(f"[{INVISIBLE}]")
 _joiners = re.compile(f"[{JOINERS}]+")
@@ -49,23 +49,23 @@ class Canonical(NamedTuple):
 
 
 def canonicalize(text: str) -> Canonical:
-    """Canonical form of a text; doing it twice changes nothing more.
+    """Return the canonical form of a text; idempotent.
 
-    Source of the look-alikes: Unicode Technical Standard 39, confusables.txt, as `confusable-homoglyphs` packs it.
+    Source of the look-alikes: Unicode Technical Standard 39, confusables.txt, as packaged in `confusable-homoglyphs`.
     """
     if text.isascii() or _suspicious().isdisjoint(_not_ascii.findall(text)):
         return Canonical(text, 0, 0, 0)
     spaced, spaces = _spaces.subn(" ", _invisible.sub("", text))
     styled = sum(len(letters) for letters in _styled.findall(spaced))
     unstyled = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), spaced)
-    plain = _joiners.sub(_kept_joiners, unstyled)  # behind a styled letter, too
+    plain = _joiners.sub(_kept_joiners, unstyled)  # after unstyling: joiners behind styled letters go too
     latin = _latinize(plain)
     return Canonical(latin, sum(map(operator.ne, plain, latin)), len(text) - len(plain), spaces + styled)
 
 
 @functools.cache
 def look_alikes() -> dict[str, str]:
-    """Letter -> ASCII letter for the letters of other scripts that look like one."""
+    """Map letters of other scripts to the ASCII letters that they look like."""
     from confusable_homoglyphs import confusables
 
     ascii_of = {}
@@ -81,7 +81,7 @@ def look_alikes() -> dict[str, str]:
 
 @functools.cache
 def _suspicious() -> frozenset[str]:
-    """Every character that canonicalisation may change."""
+    """Return every character that canonicalisation may change."""
     ranges = re.findall("(.)-(.)|(.)", INVISIBLE + JOINERS + SPACES + STYLED, re.DOTALL)
     letters = (
         chr(code) for first, last, single in ranges for code in range(ord(first or single), ord(last or single) + 1)
@@ -96,7 +96,7 @@ def _kept_joiners(match: re.Match[str]) -> str:
 
 
 def _latinize(text: str) -> str:
-    """Text of equal length with look-alikes replaced in words that are meant as Latin."""
+    """Replace look-alikes in words that are meant as Latin; the text keeps its length."""
     table = look_alikes()
 
     def replaced(word: str) -> str:
@@ -108,11 +108,11 @@ def _latinize(text: str) -> str:
 
     def whole(match: re.Match[str]) -> str:
         word = match.group()
-        # a capital that looks like a Latin one is no symbol: it is an initial
+        # a single Greek capital that looks Latin is an initial, not a symbol
         is_symbol = len(word) == 1 and word.islower() and unicodedata.name(word).startswith("GREEK")
         return replaced(word) if all(letter in table for letter in word) and not is_symbol else word
 
-    # Mixed words first: what they turn into tells whether the text is Latin, however many letters were replaced.
+    # Mixed words first: then their letters count as Latin below, however many were replaced.
     text = _word.sub(mixed, text)
     letters = [letter for letter in text if letter.isalpha()]
     is_latin = sum(ord(letter) < LATIN_END for letter in letters) >= LATIN_SHARE * len(letters)

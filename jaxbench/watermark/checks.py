@@ -1,4 +1,4 @@
-"""What the watermark commands check of their flags, before anything is loaded or written (S file)."""
+"""Flag checks of the watermark commands, before anything is loaded or written (S file)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from absl import flags
 from jaxbench import outputs, process_environment
 
 VALUES = flags.FLAGS
-FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite", "score_cache")  # of --input
-TEXT_FLAGS = ("prompt_tokens",)  # of --text
+FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite", "score_cache")  # for --input only
+TEXT_FLAGS = ("prompt_tokens",)  # for --text only
 
 
 def needed(name: str, what: str) -> None:
-    """Raise where a flag without a default was left out."""
+    """Raise if a flag without a default was left out."""
     if not VALUES[name].value:
         raise ValueError(f"--{name} is missing: name {what}")
 
 
 def say_text(*, folders: bool = False) -> None:
-    """Print the file that --data names (`folders`: or the folder), by the sha256 that the results carry.
+    """Print the file (with `folders`: or folder) that --data names, and the sha256 that the results carry.
 
-    What is not there, or no file where one is wanted, is left to the command, which says what it reads.
+    A missing path, or a folder without `folders`, prints nothing: the command reports it when it reads the data.
     """
     from jaxbench.watermark.study import evaluate_data
 
@@ -36,7 +36,7 @@ def say_text(*, folders: bool = False) -> None:
 
 
 def check_device() -> None:
-    """Raise where --device is not there for --backend, before anything is written or loaded; JAX starts here."""
+    """Raise if --backend has no --device, before anything is written or loaded; JAX starts here."""
     backend = VALUES.backend if "backend" in VALUES else "flax"
     if backend == "numpy":
         if VALUES.device != "cpu":
@@ -50,7 +50,7 @@ def check_device() -> None:
 
 
 def check_where(*read: str | None) -> None:
-    """Raise unless either --text, or --input and --output with their flags are given (`read`: further inputs)."""
+    """Raise unless --text, or --input and --output, are given with matching flags (`read`: further input files)."""
     given = [name for name in ("text", "input") if VALUES[name].value is not None]
     if len(given) != 1:
         raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")
@@ -75,7 +75,7 @@ def check_where(*read: str | None) -> None:
 
 
 def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
-    """Raise where --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
+    """Raise if --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.watermark.detection import checked_scheme
     from jaxbench.watermark.texts import check_sizes
@@ -87,7 +87,7 @@ def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
 
 
 def check_workdir(*written: str) -> None:
-    """Raise where --workdir can be no folder, or where --data is one of the files that are written there."""
+    """Raise if --workdir cannot be a folder, or if --data is one of the files that are written there."""
     needed("workdir", "a folder")
     folder = outputs.check_folder(VALUES.workdir)
     for name in written:

@@ -1,7 +1,7 @@
 """The table of watermarking schemes, and how a configuration names one (S file: neither JAX nor PyTorch).
 
-A scheme is a frozen configuration with the members of schemes/contract.py, one file each in schemes/; its field
-`scheme` names it. `parse_scheme` reads a name, a mapping or a scheme. Keys are no part of it.
+A scheme is a frozen configuration with the members of schemes/contract.py, in one file of schemes/; its field `scheme`
+is its name. `parse_scheme` reads a name, a mapping or a scheme. Keys are not part of a scheme.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Scheme = Annotated[functools.reduce(operator.or_, SCHEMES.values()), Field(discr
 
 
 def parse_scheme(given: str | Mapping[str, Any] | Base) -> Any:
-    """Scheme that a name, a mapping with the key `scheme`, or a scheme stands for.
+    """Return the scheme that a name, a mapping with the key `scheme`, or a scheme stands for.
 
     Raises:
-      ValueError: the scheme is unknown (the nearest name is given), or a field is unknown or out of range.
+      ValueError: the scheme is unknown (the message gives the nearest name), or a field is unknown or out of range.
     """
     if isinstance(given, tuple(SCHEMES.values())):
         return given
@@ -66,16 +66,16 @@ def parse_scheme(given: str | Mapping[str, Any] | Base) -> Any:
 
 
 def num_payloads(scheme: Any) -> int:
-    """Number of payloads that a scheme can carry; 1 = it carries none."""
+    """Number of payloads that a scheme can carry; 1 means that it carries no payload."""
     return 1 << getattr(scheme, "payload_bits", 0)
 
 
 def check_generates(scheme: Any, place: str, *, lists: bool = True) -> None:
-    """Raise a ValueError where no text can be marked with a scheme.
+    """Raise a ValueError if a scheme cannot mark text.
 
     Args:
       place: what the message begins with.
-      lists: whether schemes of green lists, whose key is a field of theirs, are taken.
+      lists: whether to accept schemes with a toolkit's green lists, whose key is one of their fields.
     """
     if scheme.is_detection_only:
         raise ValueError(f"{place}: scheme {scheme!r} has a list for each candidate token, which is for detection only")

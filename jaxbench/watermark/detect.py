@@ -1,7 +1,7 @@
 """Evidence and detection in JAX, compiled for padded sizes; equal to reference.evidence, bit for bit.
 
-Twin: torch_ref/watermark/detect.py. Inside, arrays are [T B]: a text is a column, so that shifting and comparing
-positions runs over whole rows of the batch.
+Twin: torch_ref/watermark/detect.py. Internally, arrays are [T B]: each text is a column, so that shifting and comparing
+positions works on whole rows, across the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxbench.watermark.schemes.contract import SchemeLike
 from jaxbench.watermark.significance import Detections
 
 Words = tuple[Array, ...]  # uint32 [T B] each
-SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier positions into slabs: a third less work
+SLABS, SLAB_TOKENS = 4, 2**14  # large batches compare the triangle of earlier positions in slabs: a third less work
 
 
 def detect_batch(
@@ -40,20 +40,20 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Scores and p-values of texts under one key, or under one each.
+    """Return scores and p-values of texts under one key, or one key per text.
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or texts.Ragged.
       scheme: a name, a mapping with the key `scheme`, or a scheme.
-      tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
-      prompt_lengths: tokens at the beginning of each text that are not scored; one number, or one for each text.
-      payload: the message, where it is known; unset, all are tried and the p-value is corrected (detection.detect).
+      tokenizer: turns strings into ids; needed only for strings. One of jaxbench, transformers or tokenizers.
+      prompt_lengths: tokens at the beginning of each text that are not scored; one number, or one per text.
+      payload: the message, if known; if unset, all are tried and the p-value is corrected (detection.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      green_lists: of kgw_markllm and kgw_transformers; unset, they are made.
+      green_lists: of kgw_markllm and kgw_transformers; if unset, they are made.
 
     Raises:
-      ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
-        vocabulary, a token outside the vocabulary, or as detection.detect.
+      ValueError: an unknown scheme, an absent device, strings without a tokenizer, a tokenizer of another vocabulary,
+        a token outside the vocabulary, or as detection.detect.
     """
     detector = Detector(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)
     ids = detection.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
@@ -61,7 +61,7 @@ def detect_batch(
 
 
 class Detector(detection.NumpyDetector):
-    """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
+    """A scheme's evidence on one device. Detectors share compiled programs: keys and lengths are arguments."""
 
     def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists)
@@ -74,7 +74,7 @@ class Detector(detection.NumpyDetector):
         if self.scheme.key_field is not None or tokens.shape[1] > detection.MAX_DEVICE_LENGTH:
             return super()._compute(key, tokens, lengths, prompt, payload)
         rows, columns = tokens.shape
-        extra = max(8, 1 << max(0, rows - 1).bit_length()) - rows  # rows to a power of two
+        extra = max(8, 1 << max(0, rows - 1).bit_length()) - rows  # pad rows to a power of two, at least 8
         wide = int(detection.padded_lengths(np.array([columns]))[0])
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.uint32), rows)
         tokens = np.pad(tokens, ((0, extra), (0, wide - columns)))
@@ -118,7 +118,7 @@ def _evidence(
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
-    """True where no earlier valid position of the column has equal inputs: every pair is compared."""
+    """Return True where no earlier valid position of the column has equal inputs; compares every pair."""
     length = valid.shape[0]
     step = -(-length // SLABS) if valid.size >= SLAB_TOKENS else length
     repeated, found = jnp.zeros(valid.shape, bool), []

@@ -1,4 +1,4 @@
-"""From texts or token ids to p-values, whatever computes the evidence (S file).
+"""Detection: texts or token ids to p-values, independent of the backend that computes the evidence (S file).
 
 Axis letters: B texts of one batch, T tokens, N all texts.
 """
@@ -18,15 +18,15 @@ from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes.contract import Scheme, SchemeLike
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
-MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead of comparing all pairs
+MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead of comparing all pairs of positions
 FEW_ROWS = 128
-MANY_TEXTS = 2048  # from here on, tighter padding is worth more programs to compile
-BATCH_TOKENS = 2**18  # padded tokens of one call: fits the cache, and keeps the devices busy
+MANY_TEXTS = 2048  # from this many texts on, tighter padding is worth compiling more programs
+BATCH_TOKENS = 2**18  # padded tokens per call: fits the cache and keeps the devices busy
 MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's list has one entry for each
 
 
 class NumpyDetector:
-    """A scheme's evidence by the reference: no compilation, no device. Detectors on a device are made from it."""
+    """A scheme's evidence by the numpy reference, without compilation or device. Device detectors derive from it."""
 
     def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: Any = None):
         self.scheme, self.vocab_size = checked_scheme(scheme, vocab_size), vocab_size
@@ -42,7 +42,7 @@ class NumpyDetector:
         prompt_lengths: Int[np.ndarray, " B"] | int | None = None,
         payload: Int[np.ndarray, " B"] | int = 0,
     ) -> reference.Evidence:
-        """Words of tokens and which of them are scored; see reference.evidence.
+        """Return the words of the tokens and which of them are scored; see reference.evidence.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
@@ -59,7 +59,7 @@ class NumpyDetector:
     def _lists_of(
         self, key: Key | Sequence[Key], rows: int
     ) -> tuple[Bool[np.ndarray, "K V"], Int[np.ndarray, " B"]] | None:
-        """Lists of the distinct keys and the list of each row; None where the scheme has no fixed lists."""
+        """Return the distinct keys' lists and each row's index into them; None if the scheme has no fixed list."""
         if not self.scheme.has_fixed_list:
             return None
         keys = [key] if isinstance(key, Key) else list(key)
@@ -70,19 +70,19 @@ class NumpyDetector:
 
 
 def compiled_form(scheme: Scheme) -> Any:
-    """Scheme with all fields that its words do not depend on (biases, scores) at their defaults.
+    """Return the scheme with all fields that its words do not depend on (biases, scores) at their defaults.
 
-    Programs are compiled for this form, so that schemes that differ in those fields share them.
+    Programs are compiled for this form, so that schemes that differ only in those fields share them.
     """
     return type(scheme)(**{name: getattr(scheme, name) for name in scheme.word_fields})
 
 
 def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: bool = True) -> Ragged:
-    """Strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
+    """Convert strings, lists of ids, an array [B T] of ids, or Ragged to Ragged.
 
     Raises:
       ValueError: strings without a tokenizer, a tokenizer whose vocabulary is larger than the detector's, or a text
-        that is no list of ids.
+        that is not a list of ids.
     """
     if isinstance(texts_or_ids, Ragged):
         return texts_or_ids
@@ -112,12 +112,12 @@ def detect(
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
 ) -> significance.Detections:
-    """Scores and p-values of N texts under one key or one each; texts of similar length share a batch.
+    """Return scores and p-values of N texts under one key, or one key per text; texts of similar length share a batch.
 
     Args:
-      payload: the message, where it is known before the texts are seen. Unset, every message that the scheme can carry
-        is tried: the likeliest is returned, with p-values of `some message is there`, corrected for all that were tried
-        (significance.any_of); statistic and z-score are that message's own.
+      payload: the message, if it is known before the texts are seen. If unset, every message that the scheme can carry
+        is tried and the likeliest is returned. Its p-values are those of `some message is there`, corrected for all
+        messages tried (significance.any_of); statistic and z-score are those of that message alone.
 
     Raises:
       ValueError: the scheme has no such payload, or keys or prompt lengths do not fit the texts.
@@ -145,7 +145,7 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
-    """One key, or one for each text; what is none is not shown, as it may be a secret all the same.
+    """Check one key, or one key per text; the message never shows a wrong value, since it may be a secret.
 
     Raises:
       ValueError: it is neither.
@@ -166,10 +166,10 @@ def checked_keys(key: Any, num_texts: int) -> Key | list[Key]:
 
 
 def checked_prompts(given: Any, num_texts: int) -> Int[np.ndarray, " N"]:
-    """Tokens of each text that are not scored, of one number or of one for each text.
+    """Return the number of unscored tokens of each text, from one number or one number per text.
 
     Raises:
-      ValueError: they are no such numbers.
+      ValueError: not whole numbers from 0 to 2**31 - 1, or not one number or one per text.
     """
     try:
         lengths = np.asarray(0 if given is None else given)
@@ -189,13 +189,13 @@ def checked_prompts(given: Any, num_texts: int) -> Int[np.ndarray, " N"]:
 
 
 def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:
-    """Detections of the likeliest payload of each text [B T], p-values corrected for all of them.
+    """Return detections of the likeliest payload of each text [B T], with p-values corrected for all payloads.
 
-    The randomised p-value is the smallest over all payloads before it is corrected: where discrete p-values tie, that
-    of one payload alone would not be uniform.
+    The randomised p-value is the smallest over all payloads, then corrected: where discrete p-values tie, that of the
+    chosen payload alone would not be uniform.
     """
     limit, rows = num_payloads(detector.scheme), np.arange(len(tokens))
-    # all payloads of few texts, or few payloads of many texts, fill one call
+    # one call takes all payloads of few texts, or few payloads of many texts
     together = max(1, min(limit, BATCH_TOKENS // max(1, tokens.size)))
     candidates = []  # the likeliest payload of each text in each call
     for start in range(0, limit, together):
@@ -214,7 +214,7 @@ def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, p
 
 
 def _likeliest(scores: significance.Detections, size: int) -> significance.Detections:
-    """Of `size` sets of the same texts, end to end, each text's with the smallest p, the first where they tie."""
+    """Return each text's detection with the smallest p (ties: the first) of `size` concatenated sets of the texts."""
     table = significance.Detections(*(column.reshape(size, -1) for column in scores))
     at = table.p_value.argmin(axis=0)
     best = significance.Detections(*(np.take_along_axis(column, at[None], axis=0)[0] for column in table))
@@ -233,7 +233,7 @@ def batches(ids: Ragged) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (width, rows) with at least FEW_ROWS rows: fewer join the next width, for fewer programs to compile."""
+    """Yield (width, rows): fewer than FEW_ROWS rows join the next width, so that fewer programs are compiled."""
     held = np.zeros(0, np.int64)
     widths = np.unique(padded)
     for width in widths:
@@ -244,7 +244,7 @@ def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def join(parts: Sequence[significance.Detections], places: Sequence[np.ndarray]) -> significance.Detections:
-    """Detections of all rows in order; places are the rows of each part."""
+    """Concatenate parts into detections of all rows, in order; `places` has the row numbers of each part."""
     if not parts:
         none = np.zeros(0)
         whole = none.astype(np.int64)
@@ -253,11 +253,11 @@ def join(parts: Sequence[significance.Detections], places: Sequence[np.ndarray])
     return significance.Detections(*(np.concatenate(column)[order] for column in zip(*parts)))
 
 
-# What the backends share
+# Shared by the backends
 
 
 def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
-    """Scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
+    """Return the scheme that a name, a mapping or a scheme stands for, checked against a vocabulary size.
 
     Raises:
       ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, or more payloads than tokens.
@@ -274,7 +274,7 @@ def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
 
 
 def _whole(ids: Any, ndim: int = 1) -> np.ndarray:
-    """Token ids as an array of so many axes: a batch of one text is no text."""
+    """Return token ids as an int32 array of exactly `ndim` axes: a batch with one text is not a text."""
     array = np.asarray(ids)
     fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
     if array.ndim != ndim or (array.size and not fits):
@@ -284,7 +284,7 @@ def _whole(ids: Any, ndim: int = 1) -> np.ndarray:
 
 
 def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
-    """Program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
+    """Padded length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
     power = 2 ** np.ceil(np.log2(np.maximum(lengths, 32))).astype(np.int64)
     step = np.maximum(16, power // (2 * steps))
@@ -292,7 +292,7 @@ def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
 
 
 def key_arrays(scheme: Scheme, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
-    """Halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
+    """Return the halves of each row's key as uint32 [K 2 B], with `extra` zero rows appended; K = 2 for dual keys.
 
     Raises:
       ValueError: neither one key nor one for each row.

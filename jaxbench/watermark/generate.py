@@ -1,8 +1,8 @@
-"""Marked continuations of prompts, in batches whose rows have schemes and keys of their own.
+"""Generate marked continuations of prompts, in batches whose rows each have a scheme and a key.
 
-Rows take the marks of a run in turn; a row's tokens depend on the seed and its number, not on its batch. Results are
-one JSON line a row, without keys; a run that was stopped goes on after its last whole line. OUTPUT.run.json says what
-the rows were made with, keys included as a salted hash: a run with anything else does not go on with them.
+Rows cycle through the marks of a run; a row's tokens depend on the seed and the row number, not on the batch. Results
+are one JSON line per row, without keys; an interrupted run resumes after its last whole line. OUTPUT.run.json records
+what the rows were made with, keys included as a salted hash: a run with other settings does not resume from them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.study import evaluate_models
 
 DEFAULT_TEXT = {"num_prompts": 8, "prompt_tokens": 32}
-LISTED = 5  # lines that are named of those that are left out
+LISTED = 5  # how many skipped lines a message names
 
 
 class Mark(Base):
-    """What one row in turn is marked with."""
+    """One of the marks that the rows cycle through."""
 
     name: str  # of the mark, in the records
     scheme: Scheme | None = None  # None: not marked
@@ -50,7 +50,7 @@ class Mark(Base):
         return self
 
     def read_key(self) -> Key | None:
-        """Key of the mark, None where it has no scheme."""
+        """Read the key of the mark; None if it has no scheme."""
         missing = (
             f"generate: mark {self.name!r} names no key_file; make one with `watermark.py keygen --output=secret.key`"
         )
@@ -58,7 +58,7 @@ class Mark(Base):
 
 
 class SamplingConfig(Base):
-    """SamplingParams as a configuration: read and checked with the file; tokens are drawn unless it says otherwise."""
+    """SamplingParams as a configuration, checked when the file is read; tokens are drawn unless it says otherwise."""
 
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0)
@@ -72,11 +72,11 @@ class GenerateConfig(Base):
 
     marks: tuple[Mark, ...] = Field(min_length=1)  # row r takes mark r mod their number
     model: str = "default"  # as jaxbench.pretrained.weights.load_checkpoint takes it
-    dtype: Literal["float32", "bfloat16"] = "float32"  # where --weights says nothing (generation/decoder.py: choose)
-    prompts: str | None = None  # a file of prompts (.txt parted by form feeds, .jsonl); None: the default text
+    dtype: Literal["float32", "bfloat16"] = "float32"  # if --weights is not given (generation/decoder.py: choose)
+    prompts: str | None = None  # a file of prompts (.txt split at form feeds, .jsonl); None: the default text
     num_prompts: int | None = Field(default=None, ge=1)  # None: all of a file, 8 of the default text
     prompt_tokens: int | None = Field(default=None, ge=1)  # at most; None: all of a file's, 32 of the default text's
-    chat: bool = False  # put each prompt into the model's chat template, whole
+    chat: bool = False  # put each whole prompt into the model's chat template
     new_tokens: int = Field(default=200, ge=1, le=10**6)  # at most
     batch_size: int = Field(default=8, ge=1)  # rows generated together
     sampling: SamplingConfig = SamplingConfig()
@@ -85,7 +85,7 @@ class GenerateConfig(Base):
     @model_validator(mode="before")
     @classmethod
     def _of_the_default_text(cls, given: Any) -> Any:
-        """What is cut out of the default text where nobody says; a file has its own number and lengths."""
+        """Fill in the number and length of prompts for the default text; for a file, None keeps all of it."""
         if not isinstance(given, Mapping) or given.get("prompts") is not None:
             return given
         return {**given, **{name: value for name, value in DEFAULT_TEXT.items() if given.get(name) is None}}
@@ -108,7 +108,7 @@ class Backend(NamedTuple):
     transformer: types.ModuleType = transformer
     sample: types.ModuleType = sample
     logits_processor: types.ModuleType = logits_processor
-    native: types.ModuleType | None = native_model  # needed for native kernels alone
+    native: types.ModuleType | None = native_model  # needed only for native kernels
 
 
 def run(
@@ -122,21 +122,21 @@ def run(
     options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Generate, write one JSON line a row, and return the file's path.
+    """Generate, write one JSON line per row, and return the file's path.
 
     A line has: row, id (of a file's prompt: its own, or its number), run (the configuration's id), mark, scheme,
     prompt, prompt_ids, continuation_ids, ids (both), prompt_tokens (how many of them are the prompt), text (the
     continuation).
 
     Args:
-      keys: one for each mark, in place of key files; None where the mark has no scheme.
-      overwrite: start anew where the file is there.
-      device: where the backend runs; rows of another device are not gone on with.
-      options: kernels and number types; what decides tokens of them has to be the same for rows to be gone on with.
+      keys: one for each mark, instead of key files; None for a mark without a scheme.
+      overwrite: start again if the file exists.
+      device: where the backend runs; a run does not resume from rows of another device.
+      options: kernels and number types; to resume, those that decide tokens have to be the same.
 
     Raises:
-      ValueError: a key is missing, prompts do not fit the model, kernels cannot be had, or the file is an input or
-        holds something else than rows of this very run.
+      ValueError: a key is missing, prompts do not fit the model, the kernels are not available, or the file is an input
+        or holds anything but rows of this run.
     """
     output, record = Path(output), Path(f"{output}.run.json")
     keys = [mark.read_key() for mark in settings.marks] if keys is None else list(keys)
@@ -165,7 +165,7 @@ def run(
         rows = range(start, min(start + settings.batch_size, len(prompts)))
         continuations = writer([prompts[row].ids for row in rows], rows)
         made = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
-        if start == 0:  # whatever cannot be generated has failed by now
+        if start == 0:  # anything that cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             identity.write(record, wanted, used)
         store.append(output, made)
@@ -183,13 +183,13 @@ class Prompt(NamedTuple):
 class Given(NamedTuple):
     """A prompt of a file."""
 
-    id: str  # its own, or its number
+    id: str  # the prompt's id in the file, or else its number
     place: str  # for errors
     text: str
 
 
 class Writer:
-    """Continues prompts; each row is marked with the mark and key of its number."""
+    """Continues prompts; the row number decides the mark and key of each row."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Writer:
         eos_id: int | Sequence[int] | None,
         backend: Backend = Backend(),
     ):
-        """Prepare one processor for each different scheme."""
+        """Prepare one processor per distinct scheme."""
         self._settings, self._keys = settings, list(keys)
         vocab_size = model.vocab_size
         self._schemes = list({mark.scheme: None for mark in settings.marks if mark.scheme is not None})
@@ -213,7 +213,7 @@ class Writer:
         self._generator = backend.sample.Generator(model, eos_id=eos_id, sampling=sampling, processors=self._processors)
 
     def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
-        """Continuation of each prompt, whose numbers in the run are `rows`."""
+        """Return the continuation of each prompt; `rows` are their row numbers in the run."""
         settings = self._settings
         marks = [row % len(settings.marks) for row in rows]
         states = []
@@ -231,7 +231,7 @@ class Writer:
 def read_prompts(
     settings: GenerateConfig, tokenizer: Any, *, say: Callable[[str], None] = lambda line: None
 ) -> list[Prompt]:
-    """Prompts of a run; what of a file is left out or cut is said in one line.
+    """Return the prompts of a run; one line to `say` reports what of a file is skipped or cut.
 
     Raises:
       ValueError: the file has no text or a bad line, the model has no chat template, or its context is too short.
@@ -246,7 +246,7 @@ def read_prompts(
 
 
 def _file_prompts(settings: GenerateConfig, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
-    """Prompts of a file, as far as the settings and the model's context take them."""
+    """Return the prompts of a file, limited and cut to the settings and the model's context."""
     context, wanted = weights.read_config(settings.model).max_seq_len, settings.prompt_tokens
     room = context - settings.new_tokens
     if room < 1:
@@ -261,7 +261,7 @@ def _file_prompts(settings: GenerateConfig, tokenizer: Any, say: Callable[[str],
     if settings.chat:
         prompts = [Prompt(_chat(tokenizer, each.text), each.id) for each in taken]
         for each, prompt in zip(taken, prompts):
-            if len(prompt.ids) > room:  # cut, it would be no chat
+            if len(prompt.ids) > room:  # cutting would break the chat template
                 raise ValueError(
                     f"generate: {settings.prompts} {each.place} has {len(prompt.ids)} tokens as a chat, and the "
                     f"model's context of {context} less new_tokens={settings.new_tokens} takes {room}; shorten it"
@@ -281,10 +281,10 @@ def _file_prompts(settings: GenerateConfig, tokenizer: Any, say: Callable[[str],
 
 
 def _given(path: str) -> tuple[list[Given], list[str]]:
-    """Prompts of a file, and what is to be said of those that are empty.
+    """Return the prompts of a file, and notes on empty ones.
 
     Raises:
-      ValueError: see packing.load_text; or a line holds what is no Unicode text.
+      ValueError: see packing.load_text; or lines.read cannot use a line.
     """
     documents = packing.load_text(path)
     if not path.endswith(lines.JSON_LINES):
@@ -313,7 +313,7 @@ def _chat(tokenizer: Any, text: str) -> list[int]:
 def _choose(
     settings: GenerateConfig, options: decoder.Options, device: str, say: Callable[[str], None]
 ) -> decoder.Choice:
-    """Kernels of a run; why they are not native is said."""
+    """Choose the kernels of a run; `say` reports why they are not native."""
     read_config = functools.partial(weights.read_config, settings.model)
     choice = decoder.choose(options, device, dtype=settings.dtype, config=read_config)
     decoder.check_rows(choice, settings.batch_size, "generate: batch_size")
@@ -323,11 +323,11 @@ def _choose(
 
 
 def _describe(settings: GenerateConfig, backend: str, choice: decoder.Choice) -> dict[str, Any]:
-    """Everything that decides the texts but the keys, by name, so that a message can say what differs.
+    """Return everything except the keys that decides the texts, by name, so that a message can say what differs.
 
-    What the kernels add is None for xla in the configuration's dtype, as it is in records that do not have it.
+    The kernels' entries are None for xla in the configuration's dtype, which equals records without such entries.
     """
-    marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
+    marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its path
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
     checksums = {
         "text_sha256": packing.text_sha256(settings.prompts),
@@ -339,7 +339,7 @@ def _describe(settings: GenerateConfig, backend: str, choice: decoder.Choice) ->
 
 
 def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> int:
-    """How many rows of this very run a file holds, after cutting off what follows its last whole line."""
+    """Return how many rows of this run a file holds, after cutting off what follows its last whole line."""
     if not output.exists() or not output.stat().st_size:
         return 0
     if not record.is_file():

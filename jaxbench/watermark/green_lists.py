@@ -3,17 +3,17 @@
 Both take the first floor(gamma V) entries of `torch.randperm(V, generator=g)` on the CPU, g seeded by the context: a
 Mersenne Twister (MT19937, initialised by one 32-bit integer as numpy's legacy seeding does) drives a Fisher-Yates
 shuffle, step i of which swaps entry i with entry j_i = i + word_i mod (V - i). The shuffle is sequential; here each
-entry is followed back through the swaps that touched it, for all entries at once (`Shuffle`). No CUDA device draws
-these lists: a list made there can only be detected with lists made there.
+entry is traced back through the swaps that touched it, vectorised over all entries (`Shuffle`). A CUDA generator draws
+other lists: text marked with those can only be detected with lists made on CUDA.
 
-A context is first combined to one number below V, which selects a row; with 1 <= h <= 8 tokens of context:
+A context is first combined into one number below V, which selects a row; with 1 <= h <= 8 tokens of context:
   time      product of the h tokens before, mod V        additive  their sum, mod V
   skip      the token `lag` places before                min       the smallest prf value of the h tokens before
-The window scheme `self` (MarkLLM) and `selfhash` (transformers) give every candidate token a list of its own.
+The window scheme `self` (MarkLLM) and `selfhash` (transformers) give every candidate token a separate list.
 
-R rows (one a context value), W = ceil(V / 8) bytes a row. Source: PyTorch, randperm_cpu in
-aten/src/ATen/native/TensorFactories.cpp; which lists a context selects is in schemes/kgw_markllm.py and
-schemes/kgw_transformers.py.
+R rows (one per context value), W = ceil(V / 8) bytes per row. Source: PyTorch, randperm_cpu in
+aten/src/ATen/native/TensorFactories.cpp; schemes/kgw_markllm.py and schemes/kgw_transformers.py say which list a
+context selects.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from jaxbench.watermark.schemes.contract import Scheme
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
-SPOT_CHECKS = 3  # rows computed anew when a cached table is opened
+SPOT_CHECKS = 3  # rows recomputed when a cached table is opened
 
 
 class ListRule(NamedTuple):
-    """How contexts select lists, as a scheme with lists of its own says it (`list_rule` of its file)."""
+    """How contexts select lists; returned by `list_rule` of a toolkit's scheme."""
 
     bias: float  # added to green logits, nats
     combine: Literal["time", "additive", "skip", "min"]
     lag: int  # how far back `skip` looks
-    values: Int[np.ndarray, " V"]  # the number that a context token enters the combination with
-    rows: Int[np.ndarray, " V"]  # the row that a combined context selects, where candidates share a list
+    values: Int[np.ndarray, " V"]  # each context token's value in the combination
+    rows: Int[np.ndarray, " V"]  # the row that a combined context selects, if candidates share a list
     row_seeds: Int[np.ndarray, " R"] | None  # the generator's seed of each row, R = V; None: 2^32 lists, no rows
-    hashed: Int[np.ndarray, " V"] | None = None  # a combined context's factor of the row, and
-    candidate_factors: Int[np.ndarray, " V"] | None = None  # each candidate's: row = their product mod V
-    candidate_seeds: Callable[[np.ndarray], np.ndarray] | None = None  # tokens [B T] to seeds, where there are no rows
+    hashed: Int[np.ndarray, " V"] | None = None  # with candidate_factors: row = hashed[combined context]
+    candidate_factors: Int[np.ndarray, " V"] | None = None  # times candidate_factors[candidate], mod V
+    candidate_seeds: Callable[[np.ndarray], np.ndarray] | None = None  # tokens [B T] to seeds, if there are no rows
 
 
 class GreenLists:
-    """The green lists of one scheme and vocabulary; rows are computed when asked for and kept (one thread at a time).
+    """The green lists of one scheme and vocabulary; rows are computed on demand and kept (one thread at a time).
 
     Attributes:
-      scheme, vocab_size, list_size: what the lists are of, V, and tokens on each list.
-      rule, width: how contexts select lists; tokens that must precede a position.
+      scheme, vocab_size, list_size: the scheme, V, and the number of tokens on each list.
+      rule, width: how contexts select lists; the number of tokens that must precede a position.
     """
 
     def __init__(self, scheme: Scheme, *, vocab_size: int):
-        """Prepare the lists of a `MarkLlmKgw` or `TransformersKgw` scheme; computes no list yet.
+        """Prepare the lists of a `MarkLlmKgw` or `TransformersKgw` scheme, without computing any yet.
 
         Raises:
           ValueError: another scheme, or a vocabulary size outside [2, 214748364).
@@ -76,7 +76,7 @@ class GreenLists:
         self._is_known = np.zeros(vocab_size, bool)
 
     def row_index(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Row of the list that decides each token of texts, -1 where fewer than `width` tokens precede it.
+        """Return the row of the list that decides each token of texts, -1 if fewer than `width` tokens precede it.
 
         Raises:
           ValueError: a token lies outside the vocabulary, or the scheme has no rows (transformers' selfhash).
@@ -94,7 +94,7 @@ class GreenLists:
         return np.where(values < 0, -1, rows)
 
     def seeds(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """32-bit seed of the list that decides each token, -1 without context.
+        """Return the 32-bit seed of the list that decides each token, -1 without full context.
 
         Equal (seed, token) is equal evidence.
         """
@@ -104,7 +104,7 @@ class GreenLists:
         return np.where(index < 0, -1, self.rule.row_seeds[index])
 
     def green(self, tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:
-        """Which tokens are on the list that their context selects; False without context.
+        """Return which tokens are on the list that their context selects; False without full context.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
@@ -118,7 +118,7 @@ class GreenLists:
         return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
 
     def bits(self) -> UInt8[np.ndarray, "R W"]:
-        """All rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
+        """Return all rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
 
         The table is built once (49,152 tokens: 302 MB, tens of seconds) and memory-mapped from the cache afterwards.
 
@@ -133,7 +133,7 @@ class GreenLists:
         return self._table
 
     def _combined(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Number below V that the context of each token is combined to, -1 without context."""
+        """Return the number below V that each token's context is combined into, -1 without full context."""
         values, size, combine = self.rule.values[tokens], self.vocab_size, self.rule.combine
 
         def earlier(places: int) -> Int[np.ndarray, "B T"]:
@@ -151,11 +151,11 @@ class GreenLists:
         return np.where(np.arange(tokens.shape[1])[None, :] < self.width, -1, combined)
 
     def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "R W"]:
-        """Table with at least the wanted rows filled in."""
+        """Return the table with at least the wanted rows filled in."""
         if self._table is None:
             self._table = _sound_table(self.rule.row_seeds, self._shuffle)
             self._is_known[:] = self._table is not None
-        if self._table is None:  # untouched pages of zeros take no memory
+        if self._table is None:  # untouched zero pages take no memory
             self._table = np.zeros((self.vocab_size, -(-self.vocab_size // 8)), np.uint8)
         for row in wanted[~self._is_known[wanted]]:
             self._table[row] = self._shuffle.packed(int(self.rule.row_seeds[row]))
@@ -172,7 +172,7 @@ class GreenLists:
 
 
 def lists_of(scheme: Scheme, *, vocab_size: int) -> GreenLists | None:
-    """Green lists of a scheme that has lists of its own, None for others."""
+    """Return the green lists of a toolkit's scheme (kgw_markllm, kgw_transformers), None for others."""
     return None if scheme.key_field is None else GreenLists(scheme, vocab_size=vocab_size)
 
 
@@ -180,7 +180,7 @@ def lists_of(scheme: Scheme, *, vocab_size: int) -> GreenLists | None:
 
 
 class Shuffle:
-    """The first `steps` steps of torch.randperm(size); it keeps work arrays, so one thread at a time."""
+    """The first `steps` steps of torch.randperm(size); reuses work arrays, so one thread at a time."""
 
     def __init__(self, size: int, steps: int):
         self.size, self.steps = size, steps
@@ -190,23 +190,23 @@ class Shuffle:
         self._last = np.empty(size + 1, np.int32)
 
     def targets(self, seed: int) -> UInt32[np.ndarray, " n"]:
-        """j_i of every step."""
+        """Return j_i of every step."""
         self._generator.seed(seed & philox.MASK32)
         words = self._generator.randint(0, 2**32, len(self._steps), dtype=np.uint32)
         np.remainder(words, self._left, out=words)
         return np.add(words, self._steps.view(np.uint32), out=words)
 
     def origins(self, targets: UInt32[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:
-        """Last step that swapped with each entry (-1: none), and what entry i holds just before step i.
+        """Return the last step that swapped with each entry (-1: none), and what entry i holds just before step i.
 
         Before step i, entry i holds what the last earlier step p with j_p = i put there: what entry p held before
-        step p. That is a forest of pointers to smaller numbers, whose roots hold themselves; chains are short, so
-        jumping halves them a few times. The first array is used anew by the next call.
+        step p. This is a forest of pointers to smaller numbers, whose roots hold themselves. Chains are short, so a few
+        rounds of pointer jumping resolve them. The next call overwrites the first array.
         """
         last = self._last
         last.fill(-1)
         elsewhere = np.where(targets == self._steps, np.uint32(self.size), targets)  # a swap with itself moves nothing
-        last[elsewhere] = self._steps  # the last assignment stays
+        last[elsewhere] = self._steps  # the last assignment wins
         parents = last[: len(targets)]
         origins, moving = self._steps.copy(), np.flatnonzero(parents >= 0)
         origins[moving] = parents[moving]
@@ -219,9 +219,9 @@ class Shuffle:
         return last[: self.size], origins
 
     def is_early(self, seed: int) -> Bool[np.ndarray, " m"]:
-        """Which of the numbers below `size` are among the first `steps` of the permutation."""
+        """Return which of the numbers below `size` are among the first `steps` of the permutation."""
         last, origins = self.origins(self.targets(seed))
-        late = last[len(self._steps) :]  # entries behind the list: untouched, or holding what a swap put there
+        late = last[len(self._steps) :]  # entries after the list: untouched, or holding what a swap put there
         is_swapped = late >= 0
         is_early = np.ones(self.size, bool)
         is_early[len(self._steps) :] = is_swapped
@@ -229,14 +229,14 @@ class Shuffle:
         return is_early
 
     def packed(self, seed: int) -> UInt8[np.ndarray, " W"]:
-        """`is_early` as bits, eight to a byte, lowest bit first."""
+        """Return `is_early` as bits, eight to a byte, lowest bit first."""
         return np.packbits(self.is_early(seed), bitorder="little")
 
 
 def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
-    """Torch.randperm(size) of a CPU generator under a seed, entry for entry."""
+    """Reproduce torch.randperm(size) of a CPU generator under a seed, entry for entry."""
     shuffle = Shuffle(size, size)
-    targets = shuffle.targets(seed)  # the last step has one choice, and torch leaves it out
+    targets = shuffle.targets(seed)  # the last step has only one choice, and torch omits it
     _, origins = shuffle.origins(targets)
     order = np.argsort(targets, kind="stable")
     is_same = np.diff(targets[order]) == 0
@@ -249,7 +249,7 @@ def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
 
 
 def table_path(seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int) -> Path:
-    """Name the cached file of a table: what decides its content is in the name."""
+    """Name the cached file of a table; the name contains everything that decides its content."""
     digest = hashlib.sha256(f"{VERSION} {vocab_size} {list_size} ".encode() + seeds.astype("<i8").tobytes()).hexdigest()
     return process_environment.cache_dir() / "watermark" / f"green-{vocab_size}-{list_size}-{digest[:12]}.npy"
 
@@ -267,7 +267,7 @@ def _cached(seeds: Int[np.ndarray, " R"], shuffle: Shuffle) -> UInt8[np.ndarray,
 
 
 def _sound_table(seeds: Int[np.ndarray, " R"], shuffle: Shuffle) -> UInt8[np.ndarray, "R W"] | None:
-    """Memory-mapped table, or None where the file is missing, cut short, or holds other lists."""
+    """Return the memory-mapped table, or None if the file is missing, truncated, or holds other lists."""
     try:
         found = np.load(table_path(seeds, shuffle.size, shuffle.steps), mmap_mode="r")
     except (OSError, ValueError, EOFError):

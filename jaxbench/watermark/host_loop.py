@@ -1,6 +1,6 @@
 """A watermark in a decoding loop that is not sample.Generator's. Twin: torch_ref/watermark/host_loop.py.
 
-The twin is a LogitsProcessor of transformers; this one serves any loop that calls it once a token.
+The twin is a LogitsProcessor of transformers; this one serves any loop that calls it once per token.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jaxbench.watermark.watermark_base import HostLoopBase
 
 
 class HostLoop(HostLoopBase):
-    """Turns logits into logits whose ordinary draw is marked; HostLoopBase says how it is used."""
+    """Turns logits into logits whose ordinary draw is marked; HostLoopBase says how to use it."""
 
     def __call__(self, input_ids: Int[Array, "B T"], scores: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits of the next token, marked; input_ids are prompt and continuation so far."""
+        """Return marked logits of the next token; input_ids are the prompt and the continuation so far."""
         state, step = self._begin(input_ids)
-        recent = input_ids[:, -MAX_WIDTH:]  # no rule looks farther back; one shape for all steps
+        recent = input_ids[:, -MAX_WIDTH:]  # no rule looks further back; one shape for all steps
         length = jnp.full((recent.shape[0],), recent.shape[1], jnp.int32)
         recent = jnp.pad(recent, ((0, 0), (0, MAX_WIDTH - recent.shape[1])))
         scaled = scores / self._scale
         self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, jnp.int32(step))
-        return jnp.where(marked == scaled, scores, marked * self._scale)  # what is not changed stays exactly as it is
+        return jnp.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical

@@ -1,4 +1,4 @@
-"""Which of several schemes and keys marked a text, if any; and which payload it carries (S file).
+"""Identify which of several schemes and keys marked a text, if any, and which payload it carries (S file).
 
 Axis letters: N texts, K candidates, M payloads.
 """
@@ -21,7 +21,7 @@ CORRECTIONS = {"bonferroni": significance.bonferroni, "holm": holm}
 
 
 class Candidate(NamedTuple):
-    """One scheme under one key, with the name that the answer gives."""
+    """One scheme under one key, with the name used in results."""
 
     name: str
     scheme: Scheme
@@ -36,9 +36,9 @@ class Identification(NamedTuple):
     p_values: np.ndarray  # float64 [N K], of each candidate alone, over all payloads that it can carry
     corrected: np.ndarray  # float64 [N K], over the family of K
     best: np.ndarray  # int64 [N], the candidate with the smallest p-value
-    p_value: np.ndarray  # float64 [N], its corrected p-value: that of `any of them`
+    p_value: np.ndarray  # float64 [N], the corrected p-value of `best`: that of `any of them`
     payloads: np.ndarray  # int64 [N K], the likeliest message under each candidate; -1 where it carries none
-    num_known: int  # of N times K scores, that a cache had
+    num_known: int  # how many of the N times K scores were not computed (cached or duplicates)
 
 
 def identify(
@@ -55,11 +55,11 @@ def identify(
 
     Args:
       make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., green_lists=...).
-      correction: bonferroni or holm; both hold the family-wise error rate, under any dependence of the candidates.
+      correction: bonferroni or holm; both control the family-wise error rate under any dependence of the candidates.
       cache: of scores, see score_cache.py; None = every text is scored.
 
     Raises:
-      ValueError: no candidates, two of one name, or an unknown correction.
+      ValueError: no candidates, two with the same name, or an unknown correction.
     """
     names = tuple(candidate.name for candidate in candidates)
     if not names or len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""What a run is, kept beside what it writes, so that the work of another run is never gone on with (S file)."""
+"""The identity of a run, stored next to its output, so that a run never resumes from another run's work (S file)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxbench.watermark.keys import Key
 
 
 def write(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> None:
-    """Write what a run is.
+    """Write the identity of a run.
 
     Args:
-      wanted: everything that decides its results, as JSON values; a message names what differs by these names.
-      keys: of the run. The file holds a salted scrypt of them: another key is noticed, and none is given away.
+      wanted: everything that decides its results, as JSON values; messages name differences by these names.
+      keys: of the run. The file holds a salted scrypt hash of them, which detects another key and reveals none.
     """
     salt = secrets.token_bytes(16)
     outputs.write_json(path, {**wanted, "salt": salt.hex(), "keys": _digest(keys, salt)})
 
 
 def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> list[str]:
-    """Names in which the run that wrote `path` is another than this one; none where they are the same.
+    """Return the names of what differs between the run that wrote `path` and this one; empty if they are the same.
 
     Raises:
-      ValueError: the file is missing or damaged, or says nothing of a run.
+      ValueError: the file is missing or damaged, or is not a record of a run.
     """
     held = outputs.read_json(path)
     try:

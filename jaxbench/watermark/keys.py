@@ -14,12 +14,12 @@ from typing import Any
 
 from jaxbench import philox
 
-SALT = b"jaxbench/watermark/key/v1"  # one key a passphrase, on every machine
-SCRYPT = {"n": 2**14, "r": 8, "p": 1}  # 16 MB and tens of milliseconds a guess (RFC 7914)
+SALT = b"jaxbench/watermark/key/v1"  # fixed: a passphrase gives the same key on every machine
+SCRYPT = {"n": 2**14, "r": 8, "p": 1}  # 16 MB and tens of milliseconds per guess (RFC 7914)
 
 
 class Key:
-    """A secret of 64 bits; its text forms hide it, and only `halves` gives it out."""
+    """A secret of 64 bits; repr and str hide it, and only `halves` reveals it."""
 
     __slots__ = ("_value",)
 
@@ -37,12 +37,12 @@ class Key:
 
     @classmethod
     def random(cls) -> Key:
-        """A fresh key from the operating system's randomness."""
+        """Return a new key from the operating system's random source."""
         return cls(secrets.randbits(64))
 
     @classmethod
     def from_passphrase(cls, text: str) -> Key:
-        """Key of a passphrase (scrypt, RFC 7914; the same on every machine).
+        """Derive a key from a passphrase (scrypt, RFC 7914; the same on every machine).
 
         Raises:
           ValueError: the passphrase is empty.
@@ -52,9 +52,9 @@ class Key:
         return cls(int.from_bytes(hashlib.scrypt(text.encode(), salt=SALT, dklen=8, **SCRYPT), "big"))
 
     def derive(self, label: str) -> Key:
-        """Key that belongs to a label: the first 8 bytes of sha256(label, key), big-endian.
+        """Derive a key from this key and a label: the first 8 bytes of sha256(label, key), big-endian.
 
-        With labels "key_a" and "key_b" these are the two keys of vLLM's dual-key Gumbel watermark.
+        The labels "key_a" and "key_b" give the two keys of vLLM's dual-key Gumbel watermark.
         """
         digest = hashlib.sha256(label.encode() + self._value.to_bytes(8, "big")).digest()
         return Key(int.from_bytes(digest[:8], "big"))
@@ -69,7 +69,7 @@ class Key:
         return "Key(hidden)"
 
 
-PUBLIC_KEY = Key(0)  # of schemes whose own field is their key
+PUBLIC_KEY = Key(0)  # for schemes whose key is one of their fields
 
 
 def ask_passphrase() -> Key:
@@ -79,7 +79,7 @@ def ask_passphrase() -> Key:
       ValueError: there is no terminal to ask on, or the passphrase is empty.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("error", getpass.GetPassWarning)  # it would read, and show, what comes on standard input
+        warnings.simplefilter("error", getpass.GetPassWarning)  # else getpass reads standard input and echoes it
         try:
             return Key.from_passphrase(getpass.getpass("passphrase: "))
         except (getpass.GetPassWarning, EOFError) as error:
@@ -90,10 +90,11 @@ def ask_passphrase() -> Key:
 
 
 def read_key_file(path: str | Path) -> Key:
-    """Key in a file: one line, `jaxbench-key ` and 16 hexadecimal digits, as write_key_file makes it.
+    """Read a key file: one line, `jaxbench-key ` and 16 hexadecimal digits, as write_key_file writes it.
 
     Raises:
-      ValueError: there is no such file, others may read it, or it holds something else. The content is never shown.
+      ValueError: there is no such file, other users may access it, or it holds something else. The message never shows
+        the content.
     """
     path = Path(path)
     try:
@@ -116,10 +117,10 @@ def read_key_file(path: str | Path) -> Key:
 
 
 def key_of(scheme: Any, path: str | None, *, missing: str) -> Key:
-    """Key of a key file; list schemes carry theirs in their own fields and need none.
+    """Read a scheme's key file; schemes whose key is one of their fields need none.
 
     Raises:
-      ValueError: `missing`, where a scheme needs a key and no file is named; or see read_key_file.
+      ValueError: `missing`, if the scheme needs a key and no file is named; or as read_key_file.
     """
     if path is not None:
         return read_key_file(path)
@@ -132,7 +133,7 @@ def write_key_file(path: str | Path, key: Key) -> None:
     """Write a key to a new file that only its owner may read.
 
     Raises:
-      ValueError: the file exists (a key written over is a watermark lost), or its folder does not.
+      ValueError: the file exists (overwriting a key loses the watermark), or its folder does not.
     """
     path = Path(path)
     low, high = key.halves

@@ -1,6 +1,6 @@
-"""Where in a text the mark is: windows with corrected p-values (S file).
+"""Localise the mark in a text: windows with corrected p-values (S file).
 
-Windows run over the scored positions of a text, so that their scores have the null distributions of significance.py.
+Windows run over a text's scored positions only, so that their scores have the null distributions of significance.py.
 Axis letters: N texts, T tokens.
 """
 
@@ -20,11 +20,11 @@ LEVEL = 0.01  # corrected p-value that a span must reach
 
 
 class Span(NamedTuple):
-    """Tokens start..end-1 of a text that carry the mark, as far as the test can tell."""
+    """Tokens start..end-1 of a text, which the test finds to be marked."""
 
     start: int
     end: int
-    p_value: float  # exact p of its strongest window, times the number of windows of the text and of payloads
+    p_value: float  # exact p of its strongest window, times the text's number of windows and the number of payloads
     num_scored: int
 
 
@@ -44,11 +44,12 @@ def localize(
     level: float = LEVEL,
     num_payloads: int = 1,
 ) -> list[Localization]:
-    """Marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
+    """Return the marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
 
-    Where the evidence is that of the likeliest of `num_payloads` messages, p is multiplied by their number, too.
-    Spans are disjoint, and neighbours are one span. The whole text counts as a window, so that a text marked from
-    end to end loses little. Valid because the number of windows depends on the number of scored positions only.
+    If the evidence is that of the likeliest of `num_payloads` messages, p is also multiplied by their number. Spans
+    are disjoint; adjacent ones are merged. The whole text counts as a window, so that a text marked from end to end
+    loses little power. The correction is valid because the number of windows depends only on the number of scored
+    positions.
 
     Raises:
       ValueError: no window size, or one below 1; a level outside (0, 1).
@@ -75,18 +76,18 @@ def localize(
 
 
 def _windows(number: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends of all windows over `number` scored positions: each size that fits, and the whole."""
+    """Return starts and ends of all windows over `number` scored positions: each size that fits, and the whole."""
     starts, ends = [], []
     for size in sorted({min(size, number) for size in (*sizes, number)}):
         first = np.arange(0, number - size + 1, max(1, size // STRIDE))
-        first = np.union1d(first, [number - size])  # the last tokens too
+        first = np.union1d(first, [number - size])  # so that a window reaches the last tokens
         starts.append(first)
         ends.append(first + size)
     return np.concatenate(starts), np.concatenate(ends)
 
 
 def _spans(places, starts, ends, p_values, level: float) -> tuple[Span, ...]:
-    """Disjoint spans: the strongest window first, then those that touch none before; neighbours are joined."""
+    """Take disjoint windows greedily, the strongest first, and merge adjacent ones into spans."""
     taken = np.ones(int(ends.max()), np.float64)  # p-value of the window that holds each scored position, 1 = none
     for window in np.argsort(p_values, kind="stable"):
         inside = taken[starts[window] : ends[window]]

@@ -1,8 +1,8 @@
 """Watermarks as logits processors of sample.Generator. Twin: torch_ref/watermark/logits_processor.py.
 
-One processor serves a batch in which every row has a key of its own, or none. Keys enter the compiled programs as
-arguments (`Watermark.state`), never as constants. Schemes of one batch chain: a processor each, and each row marked in
-one of them. What a scheme does to logits is in device/.
+One processor serves a batch in which every row has its own key, or none. Keys enter the compiled programs as arguments
+(`Watermark.state`), never as constants. For several schemes in one batch, chain one processor per scheme; each row is
+marked in one of them. device/ has what a scheme does to logits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Watermark(WatermarkBase):
         """Prepare a scheme (a name, a mapping or a configuration) for logits of vocab_size tokens.
 
         Raises:
-          ValueError: the scheme is unknown or detection only, or its green lists are missing or of another vocabulary.
+          ValueError: the scheme is unknown or detection-only, or its green lists are missing or of another vocabulary.
         """
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists, mark_of=mark_of)
 
     @functools.cached_property
     def reweight_alone(self) -> Callable[..., Any]:
-        """`reweight` outside of other programs: compiled once (jit forgets a bound method that nobody holds)."""
+        """`reweight` outside other programs, compiled once (jit drops the cache of a bound method that is not kept)."""
         return jax.jit(self.reweight)
 
     def _on_device(self, array: np.ndarray) -> Array:

@@ -1,7 +1,8 @@
 """Upper tails of the null distributions of watermark scores, in float64 (S file).
 
-Every function is vectorised and returns Tail(upper, above): P(X >= x) and P(X > x), which are equal for a continuous X.
-No tail is ever below FLOOR: where float64 underflows, FLOOR is an upper bound, so that a p-value stays valid.
+The public functions are vectorised and, except `chernoff`, return Tail(upper, above): P(X >= x) and P(X > x), which are
+equal for a continuous X. `upper` is never below FLOOR: where float64 underflows, FLOOR is an upper bound, so that a
+p-value stays valid.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 from scipy import special
 
 FLOOR = float(np.finfo(np.float64).tiny)
-LATTICE_EXACT = 1e-10  # below, the Fourier transform's rounding shows; a Chernoff bound takes over
-LATTICE_WIDTH = 19.0  # standard deviations that the Fourier grid spans; beyond lies less than 1e-17
-SERIES_WINDOW = 4096  # terms of a series that are added up one by one
+LATTICE_EXACT = 1e-10  # smaller tails suffer from the Fourier transform's rounding and use a Chernoff bound
+LATTICE_WIDTH = 19.0  # standard deviations that the Fourier grid spans; the mass beyond is below 1e-17
+SERIES_WINDOW = 4096  # a longer series is summed only around its peak
 
 
 class Tail(NamedTuple):
@@ -57,9 +58,9 @@ def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
 def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float) -> Tail:
     """Tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
 
-    The heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
+    The sum with the larger weight is a negative-binomial mixture of gammas with the smaller one's scale, so the tail is
     P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms. vLLM's
-    detector takes one gamma of equal mean and variance instead, which is slightly over-confident.
+    detector uses one gamma with equal mean and variance instead, which is slightly over-confident.
     """
     light, heavy = sorted((alpha, 1.0 - alpha))
     if light == 0.0:
@@ -73,8 +74,8 @@ def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float) -> Tail:
 def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> Tail:
     """Tail of sum_i weights[i] Binomial(trials, 1/2), all independent, at total [N] (integers).
 
-    Exact by a Fourier transform down to LATTICE_EXACT; below, the smaller of that and of the Chernoff bound
-    min_s exp(-s x) E[exp(s X)]: valid, and too large by a factor of about 10.
+    Exact by a Fourier transform down to LATTICE_EXACT; below, the smaller of LATTICE_EXACT and the Chernoff bound
+    min_s exp(-s x) E[exp(s X)], which is valid but too large by a factor of about 10.
     """
 
     def pair(x: np.ndarray, n: np.ndarray) -> Tail:
@@ -108,7 +109,7 @@ def _floored(tail: Tail) -> Tail:
 
 
 def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
-    """Apply a tail to the distinct pairs (x, n) only: a corpus has few of them."""
+    """Compute a tail for distinct pairs (x, n) only: a corpus has few of them."""
     x, n = np.asarray(x, np.int64), np.asarray(n, np.int64)
     if not len(x):
         return Tail(np.zeros(0), np.zeros(0))
@@ -120,7 +121,7 @@ def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
 
 
 def _number_by_number(upper, x: np.ndarray, n: np.ndarray) -> Tail:
-    """Tail of whole numbers from upper(x, number) = P(X >= x), which takes one number n at a time."""
+    """Tail of an integer variable from upper(x, number) = P(X >= x), which takes one number n at a time."""
     found = np.empty((2, len(x)))
     for number in np.unique(n):
         rows = n == number
@@ -144,7 +145,7 @@ def _hypergeometric_table(draws: int, population: int, successes: int) -> np.nda
 
 
 def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
-    """P(heavy A + light B > x): the terms j < 2n have a closed form, the others are added around their peak."""
+    """P(heavy A + light B > x): the terms j < 2n have a closed form, the others are summed, if many around the peak."""
     mean, failure = x / light, 1.0 - light / heavy
     last = int(mean + 12.0 * np.sqrt(mean) + 60.0)
 
@@ -153,7 +154,7 @@ def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
         return poisson * special.betainc(j - 2.0 * n + 1.0, float(n), failure)
 
     start, stop = 2 * n, max(last, 2 * n)
-    if stop - start > SERIES_WINDOW:  # log-concave terms, no wider than a Poisson distribution at its peak
+    if stop - start > SERIES_WINDOW:  # terms are log-concave, their peak no wider than a Poisson's
         grid = np.linspace(start, stop, 512).astype(np.int64).astype(np.float64)
         peak, gap = grid[int(np.argmax(terms(grid)))], (stop - start) / 500
         reach = gap + 12.0 * np.sqrt(peak)

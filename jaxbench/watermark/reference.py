@@ -1,8 +1,8 @@
-"""What all schemes share, in numpy: pseudo-random functions and the evidence of a text (S file).
+"""Shared by all schemes, in numpy: pseudo-random functions and the evidence of a text (S file).
 
-The reference of every backend; what is particular to one scheme is in schemes/. Notation: a context [.. n] is the n
-tokens before a position, oldest first; a seed is two words that a context and a key give; a word is 32 random bits of a
-(key, seed, token). A key argument is one Key, or one for each row of the batch. Device twin: prf.py.
+The reference for every backend; code specific to one scheme is in schemes/. Notation: a context [.. n] is the n tokens
+before a position, oldest first; a seed is two words computed from a context and a key; a word is the 32 random bits of
+a (key, seed, token). A key argument is one Key, or one per row of the batch. Device twin: prf.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CONTEXT_SITE, MIN_SITE, SELF_SITE = (philox.site_id(f"watermark/{name}") for nam
 INPUT_SITE, SEED_FACTOR = philox.site_id("watermark/inputs"), np.uint32(0x9E3779B1)  # any odd factor
 NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
 RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
-MAX_WIDTH = 8  # tokens of context at most
+MAX_WIDTH = 8  # maximum tokens of context
 Halves = tuple[np.ndarray, np.ndarray]
-Keys = Key | Sequence[Key]  # one key, or one for each row
+Keys = Key | Sequence[Key]  # one key, or one per row
 Words = UInt32[np.ndarray, "B T"]
-Seeds = Int[np.ndarray, "B T S"]  # S words: what, with the token, decides a word
+Seeds = Int[np.ndarray, "B T S"]  # S words; a seed and a token decide a word
 
 
 class ContextRule(Base):
-    """Which tokens before a position seed its pseudo-random function (`seeds_after` has the mathematics)."""
+    """Which tokens before a position seed its pseudo-random function (`seeds_after` computes the seed)."""
 
     kind: Literal["left", "skip", "min", "self"] = "left"
     width: int = Field(default=1, ge=1, le=MAX_WIDTH)  # h, tokens; `self` counts the candidate among them
@@ -42,31 +42,31 @@ class ContextRule(Base):
 
 
 class Evidence(NamedTuple):
-    """What a text says about a key, position by position."""
+    """Evidence of texts about a key, per position."""
 
-    words: UInt32[np.ndarray, "B T"]  # the word of each token; lists: 0 = green, RED = not
+    words: UInt32[np.ndarray, "B T"]  # the word of each token; list schemes: 0 = green, RED = not
     scored: Bool[np.ndarray, "B T"]  # True at the first position of each exact (key, seed, token), of both keys
-    second_words: UInt32[np.ndarray, "B T"] | None = None  # under the second key of a dual-key scheme
-    inputs: UInt32[np.ndarray, "B T"] | None = None  # of lists: what `inputs` gives
+    second_words: UInt32[np.ndarray, "B T"] | None = None  # words under the second key of a dual-key scheme
+    inputs: UInt32[np.ndarray, "B T"] | None = None  # for list schemes: the result of `inputs`
 
 
 class Text(NamedTuple):
     """Texts as a scheme reads them."""
 
     tokens: Int[np.ndarray, "B T"]
-    prompt: Int[np.ndarray, " B"]  # tokens of each row that were there before the marked ones
+    prompt: Int[np.ndarray, " B"]  # prompt tokens of each row, before the marked ones
     vocab_size: int
-    payload: int | np.ndarray = 0  # the message, or one for each row [B 1]
-    green_lists: Any = None  # green_lists.GreenLists, for schemes with lists of their own
+    payload: int | np.ndarray = 0  # the message, or one per row [B 1]
+    green_lists: Any = None  # green_lists.GreenLists, for kgw_markllm and kgw_transformers
 
 
 def site_of(scheme: Any) -> int:
-    """Number of a scheme's random site, the fourth word of its Philox counters."""
+    """Return the number of a scheme's random site, the fourth word of its Philox counters."""
     return philox.site_id(f"watermark/{scheme.scheme}")
 
 
 def halves(key: Keys, ndim: int) -> Halves:
-    """Low and high words (uint32) of one key or of one a row, shaped [B or 1, 1, ..] with ndim axes."""
+    """Return the low and high words (uint32) of one key or of one per row, shaped [B or 1, 1, ..] with ndim axes."""
     keys = [key] if isinstance(key, Key) else list(key)
     pairs = np.array([k.halves for k in keys], np.uint32).reshape(-1, 2)
     shape = (len(keys),) + (1,) * (ndim - 1)
@@ -74,17 +74,17 @@ def halves(key: Keys, ndim: int) -> Halves:
 
 
 def is_dual_key(scheme: Any) -> bool:
-    """True where a share `dual_key_alpha` of the steps uses a second key."""
+    """Return whether a share `dual_key_alpha` of the steps uses a second key."""
     return getattr(scheme, "dual_key_alpha", 0.0) > 0
 
 
 def has_seeds_of_each_key(scheme: Any) -> bool:
-    """True where contexts that share a seed under one key may not under another, so that two keys repeat apart."""
+    """Return whether contexts with equal seeds under one key may differ under another: each key then repeats apart."""
     return scheme.context.kind == "min"
 
 
 def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
-    """First and second key that a scheme draws with; they differ for a dual-key scheme only."""
+    """Return the first and second key that a scheme draws with; they differ only for a dual-key scheme."""
     if is_dual_key(scheme):
         return key.derive("key_a"), key.derive("key_b")
     return key, key
@@ -94,7 +94,7 @@ def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
 
 
 def seed_of_context(contexts: np.ndarray, key: Halves) -> np.ndarray:
-    """Seed [.. 2] (uint32) of contexts [.. n], 1 <= n: a chain of Philox blocks over four tokens each."""
+    """Return the seed [.. 2] (uint32) of contexts [.. n], 1 <= n: a chain of Philox blocks over four tokens each."""
     contexts = np.asarray(contexts).astype(np.uint32)
     low, high = key
     words: Sequence[Any] = (np.uint32(0),) * 4
@@ -105,7 +105,7 @@ def seed_of_context(contexts: np.ndarray, key: Halves) -> np.ndarray:
 
 
 def minimum_token(contexts: np.ndarray, key: Halves) -> np.ndarray:
-    """One token [..] of each context [.. n] whose (hash, id) is the smallest."""
+    """Return the token [..] of each context [.. n] with the smallest (hash, id)."""
     contexts = np.asarray(contexts).astype(np.uint32)
     low, high = (half[..., None] for half in key)
     hashes = philox.philox4x32((contexts, 0, 0, MIN_SITE), (low, high))[0]
@@ -115,14 +115,14 @@ def minimum_token(contexts: np.ndarray, key: Halves) -> np.ndarray:
 
 
 def pair_words(context_tokens: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
-    """P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
+    """Return P(x, v), the rule `self`'s word of context token x and candidate v (arrays that broadcast)."""
     candidates = np.asarray(candidates).astype(np.uint32)
     counter = (candidates >> 2, np.asarray(context_tokens).astype(np.uint32), 0, SELF_SITE)
     return pick_word(philox.philox4x32(counter, key), candidates)
 
 
 def self_seeds(contexts: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
-    """Seed [.. 2] of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
+    """Return each candidate's [..] seed (m, 0) after its context [.. h - 1]; m = min P over context and candidate."""
     least = pair_words(candidates, candidates, key)
     for i in range(contexts.shape[-1]):
         least = np.minimum(least, pair_words(contexts[..., i], candidates, key))
@@ -130,19 +130,19 @@ def self_seeds(contexts: np.ndarray, candidates: np.ndarray, key: Halves) -> np.
 
 
 def windows(tokens: np.ndarray, length: int, *, fill: int = 0) -> np.ndarray:
-    """Contexts [B T n] of every position of tokens [B T]; places before the text hold `fill`."""
+    """Return the context [B T n] of every position of tokens [B T]; places before the text hold `fill`."""
     padded = np.pad(tokens, ((0, 0), (length, 0)), constant_values=fill)
     index = np.arange(tokens.shape[1])[:, None] + np.arange(length)[None, :]
     return padded[:, index]
 
 
 def context_seeds(rule: ContextRule, key: Keys, tokens: np.ndarray) -> np.ndarray:
-    """Seed [B T 2] (uint32) at every position of tokens [B T]; fewer than rule.length tokens: no meaning."""
+    """Return the seed [B T 2] (uint32) at every position of tokens [B T]; undefined before position rule.length."""
     return seeds_after(rule, halves(key, 2), windows(tokens, rule.length), tokens)
 
 
 def seeds_after(rule: ContextRule, key: Halves, contexts: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Seed [.. 2] (uint32) that contexts [.. n] give; only the rule `self` looks at the candidates [..]."""
+    """Return the seeds [.. 2] (uint32) of contexts [.. n]; only the rule `self` uses the candidates [..]."""
     if rule.kind == "self":
         return self_seeds(contexts, candidates, key)
     if rule.kind == "skip":
@@ -164,7 +164,7 @@ def token_words(
     vocab_size: int,
     payload: int | np.ndarray = 0,
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Word of each token at its seed: one of four words of the Philox block of token + payload mod V."""
+    """Return the word of each token under its seed, from the Philox block of token (token + payload) mod V."""
     shifted = (np.asarray(tokens).astype(np.int64) + payload) % vocab_size
     shifted = shifted.astype(np.uint32)
     counter = (shifted >> 2, seeds[..., 0], seeds[..., 1], site_of(scheme))
@@ -172,7 +172,7 @@ def token_words(
 
 
 def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
-    """Word token & 3 of each Philox block."""
+    """Return word `token & 3` of each Philox block."""
     place = tokens & np.uint32(3)
     lower = np.where(place == 1, words[1], words[0])
     return np.where(place >= 2, np.where(place == 3, words[3], words[2]), lower)
@@ -193,20 +193,20 @@ def evidence(
     green_lists: Any = None,
     deduplicate: bool = True,
 ) -> Evidence:
-    """Words of the tokens of texts, and which positions are scored.
+    """Return the words of the tokens of texts, and which positions are scored.
 
-    A position is scored when it lies in the text and after the prompt, has a full context (prompt tokens serve as
-    context; not for vLLM's function, whose contexts start with the continuation), and its exact (key, seed, token) did
-    not occur at an earlier one; of two keys, neither's.
+    A position is valid if it lies in the text and after the prompt and has a full context (prompt tokens serve as
+    context, except for vLLM's function, whose contexts start with the continuation). It is scored if its exact (key,
+    seed, token) does not occur at an earlier valid position; with two keys, under neither of them.
 
     Args:
-      lengths: tokens of each row; what lies behind is ignored. Unset: all of them.
-      prompt_lengths: tokens of each row that are not scored.
+      lengths: tokens of each row; later columns are ignored. Unset: all columns.
+      prompt_lengths: leading tokens of each row that are not scored.
       green_lists: the green_lists.GreenLists of kgw_markllm and kgw_transformers; other schemes need none.
-      deduplicate: False scores repeated positions too, which no test here allows for: to show what that costs.
+      deduplicate: False also scores repeated positions, for which no test here is valid: to show what that costs.
 
     Raises:
-      ValueError: see `checked`; or a scheme of lists comes without its green lists.
+      ValueError: see `checked`; or a scheme that needs green lists gets none.
     """
     tokens, lengths, prompt = checked(tokens, lengths, prompt_lengths, vocab_size=vocab_size)
     place = np.arange(tokens.shape[1])[None, :]
@@ -227,10 +227,10 @@ def evidence(
 def inputs(
     scheme: Any, key: Keys, tokens: Int[np.ndarray, "B T"], seeds: Seeds | None = None
 ) -> UInt32[np.ndarray, "B T"] | None:
-    """One number for each (key, seed, token) where words say only green or red, None for other schemes.
+    """Return one number per (key, seed, token) for schemes whose words say only green or red, None for others.
 
-    A randomised p-value needs a number that the score does not decide: two words are too few (significance.py). Seeds:
-    none where all are equal.
+    A randomised p-value needs a number that the score does not determine, and two possible words are too few
+    (significance.py). `seeds` is None if all seeds are equal.
     """
     if not scheme.has_list_words:
         return None
@@ -240,7 +240,7 @@ def inputs(
 
 
 def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
+    """Return tokens [B T], with zeros after each text's end, lengths [B] and prompt lengths [B], all int32.
 
     Raises:
       ValueError: shapes do not fit, or a token lies outside the vocabulary.
@@ -270,7 +270,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """True at the first valid position of each distinct (seed [B T S], token [B T]) of a row, bool [B T]."""
+    """Return True at the first valid position of each distinct (seed [B T S], token [B T]) of a row, bool [B T]."""
     columns = [tokens, *np.moveaxis(seeds, -1, 0), ~valid]
     order = np.lexsort(np.broadcast_arrays(*columns), axis=-1)  # stable: equal entries keep the text's order
     repeated = np.ones((tokens.shape[0], max(tokens.shape[1] - 1, 0)), bool)
@@ -283,5 +283,5 @@ def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.nda
 
 
 def count(mask: Bool[np.ndarray, "N T"]) -> Int[np.ndarray, " N"]:
-    """Number of True in each row."""
+    """Count the True entries of each row."""
     return np.bitwise_count(np.packbits(mask, axis=1)).sum(axis=1, dtype=np.int64)

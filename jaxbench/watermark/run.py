@@ -1,4 +1,4 @@
-"""The commands detect and identify: files through bulk/bulk_detection.py, single texts onto the terminal (S file)."""
+"""The commands detect and identify, on files (bulk/bulk_detection.py) or a single text, and attack (S file)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxbench.watermark.keys import PUBLIC_KEY, read_key_file
 from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
-SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
-TOKEN_KEYS = ("ids", "continuation_ids", "prompt_tokens")  # of generate's rows: no longer true of an attacked text
+SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters, made inert
+TOKEN_KEYS = ("ids", "continuation_ids", "prompt_tokens")  # in generate's rows: no longer true of an attacked text
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
-    """Scheme of a name or of a YAML file with changes: of its fields, or one that generates.
+    """Read a scheme from its name or a YAML file (its fields, or a generation config with one scheme), with changes.
 
     Raises:
       ValueError: an unknown scheme or field, a value out of range, or a file that cannot be read.
@@ -47,7 +47,7 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
 
 
 def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
-    """Schemes of a generating configuration's marks."""
+    """Return the schemes of the marks of a generation configuration."""
     listed = marks if isinstance(marks, list) else [marks]
     schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
     if listed is not marks or not all(scheme is None or isinstance(scheme, dict) for scheme in schemes):
@@ -56,18 +56,19 @@ def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
 
 
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
-    """Every scheme under every key, named scheme/key file; schemes of one kind are numbered.
+    """Combine every scheme with every key, named scheme/key file; schemes of the same kind are numbered.
 
-    A key file is called by its name without folder and suffix, or as it was given where two have the same.
+    A key file's name is its path without folder and suffix; if two names coincide, all are the paths as given.
 
     Raises:
-      ValueError: no scheme, one that is there twice, no key, a key file given twice, or one that cannot be read.
+      ValueError: no scheme, a scheme given twice, no key, a key file or key given twice, or a key file that cannot be
+        read.
     """
     if not schemes:
         raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
     kinds = [scheme.scheme for scheme in schemes]
     twice = next((i for i, scheme in enumerate(schemes) if scheme in schemes[:i]), None)
-    if twice is not None:  # every p-value would be corrected for tests that are one and the same
+    if twice is not None:  # every p-value would be corrected for the same test twice
         first = schemes.index(schemes[twice])
         raise ValueError(
             f"--schemes names scheme {kinds[twice]} twice with the same fields (places {first + 1} and {twice + 1}); "
@@ -76,7 +77,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
     labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
     named = []
     stems = [Path(path).stem for path in key_files]
-    names = stems if len(set(stems)) == len(stems) else list(key_files)  # files of one name in several folders
+    names = stems if len(set(stems)) == len(stems) else list(key_files)  # files with the same name in several folders
     for label, scheme in zip(labels, schemes):
         if scheme.key_field is not None:
             named.append(identify.Candidate(label, scheme, PUBLIC_KEY))
@@ -154,7 +155,7 @@ def detect_text(
     level: float,
     prompt_tokens: int = 0,
 ) -> significance.Detections:
-    """Test one text for the job's one candidate; print its p-values (the trained detector's, too), tokens, spans."""
+    """Test one text for the job's only candidate; print p-values (also the trained detector's), tokens and spans."""
     (candidate,) = job.candidates
     scheme, key, vocab_size = candidate.scheme, candidate.key, job.vocab_size or tokenizer.vocab_size
     encoded = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text])
@@ -193,9 +194,9 @@ def _print_scores(detections: significance.Detections, num_tokens: int, num_chan
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Scheme, evidence: Any, spans: Sequence[Any]) -> Any:
-    """A text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
+    """Colour the tokens of a text: green is evidence for the mark, red against it, dim is not scored; spans underlined.
 
-    A character of several tokens has the colour of its last one.
+    A character of several tokens has the colour of the last one.
     """
     from rich.text import Text
 
@@ -238,9 +239,9 @@ def identify_text(
 
 
 def read_attacks(given: Sequence[str], *, strength: float | None = None, changes: Sequence[str] = ()) -> Any:
-    """Attack of names or name:strength pairs, a chain of several; `changes` set further fields of all.
+    """Read an attack from names or name:strength pairs, several as a chain; `changes` set further fields of all.
 
-    strength: of those that are named without; None = 0.1, rewriting by a model 1.
+    strength: of attacks named without one; None = 0.1, or 1 for rewriting by a model.
 
     Raises:
       ValueError: as attacks.parse_attack.
@@ -265,10 +266,11 @@ def attack_tools(
     device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
 ) -> attacks.Tools:
-    """Tools of an attack: tokenizer, human texts and a rewriter, as far as it needs them.
+    """Load the tools that an attack needs: tokenizer, human texts, rewriter.
 
     Raises:
-      ValueError: a file or the model cannot be read, the kernels cannot be had, or the attack needs none that is named.
+      ValueError: a file or the model cannot be read, the kernels are not available, or a file or model is named that
+        the attack does not need.
     """
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.text import passages
@@ -299,10 +301,10 @@ def attack_tools(
 def check_attack_files(
     pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()
 ) -> list[str]:
-    """Files that a pattern names, where their attacked texts may be written; `inputs` are further files that are read.
+    """Return the files that a pattern names, after checking the output; `inputs` are further files that are read.
 
     Raises:
-      ValueError: there is no such input, or the output exists, is an input, or is no .jsonl file.
+      ValueError: there is no such input, or the output exists, is an input, or is not a .jsonl file.
     """
     if not output.endswith(".jsonl"):
         raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
@@ -322,18 +324,17 @@ def attack_file(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[int, float]:
-    """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
+    """Attack the texts of files, write one object per line; return their number and the mean share of edited words.
 
-    A line has the other keys of its input, but those that are of the tokens as they were (TOKEN_KEYS), the attacked
-    text under `field`, and: id, original, word_edits. Lines that cannot be used are left out and said, as detection
-    does.
+    A line has the other keys of its input, except those about the original tokens (TOKEN_KEYS), the attacked text under
+    `field`, and: id, original, word_edits. As in detection, unusable lines are skipped and reported.
 
     Raises:
       ValueError: there is no text, or as check_attack_files.
     """
     paths = check_attack_files(pattern, output, overwrite=overwrite)
     total, edits, left_out = 0, 0.0, []
-    # a lone surrogate under some other key is written as JSON's own escape
+    # a lone surrogate under another key is written as a JSON escape
     how = {"encoding": "utf-8", "errors": "backslashreplace"}
     with outputs.whole(Path(output)) as temporary, open(temporary, "w", **how) as file:
         for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
@@ -362,7 +363,7 @@ def attack_file(
 
 
 def _other_keys(chunk: lines.Chunk, numbers: Sequence[int], *, without: Collection[str]) -> list[dict[str, Any]]:
-    """What the objects of some lines of a chunk hold beside certain keys; nothing where lines are plain text."""
+    """Return the objects of some lines of a chunk, `without` certain keys; empty ones if the lines are plain text."""
     if not chunk.path.endswith(lines.JSON_LINES):
         return [{} for _ in numbers]
     data = chunk.data

@@ -1,8 +1,8 @@
-"""Scores of texts that were scored before, under a key and scheme, by any process (S file).
+"""Cache of detection scores of texts under a key and scheme, shared by all processes (S file).
 
-A score is kept under a digest of everything that decides it: scheme, key, vocabulary, prompt, payload, token ids. The
-evidence is the same bits on every backend, so that entries serve all; a sum's last bit may be that of another batch's
-padding. N is the number of texts.
+The cache key of a score is a digest of everything that decides it: scheme, key, vocabulary, prompt, payload, token ids.
+The evidence is bit-identical on every backend, so all backends share entries; only the last bit of a sum may come from
+another batch's padding. N is the number of texts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxbench.watermark.keys import Key
 from jaxbench.watermark.significance import Detections
 from jaxbench.watermark.texts import Ragged
 
-FORMAT = 3  # of entries and of what is behind them; a change of any score is another number
-_NUMBERS = struct.Struct("<d3q4d")  # the fields of Detections but the reason
-_FLOATS = (0, 4, 5, 6, 7)  # among these fields
+FORMAT = 3  # version of entries and of the scores in them; a change of any score needs a new number
+_NUMBERS = struct.Struct("<d3q4d")  # the fields of Detections except `reason`
+_FLOATS = (0, 4, 5, 6, 7)  # indices of the float fields
 
 
 def named(given: str | None) -> ResultCacheConfig | None:
-    """Cache of scores that --score_cache names.
+    """Return the score cache that --score_cache names.
 
     Raises:
-      ValueError: it is neither "local" nor an address of Redis, or the package redis is missing.
+      ValueError: it is neither "local" nor a Redis address, or the package redis is missing.
     """
     if given is None:
         return None
@@ -51,10 +51,10 @@ def detect(
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
 ) -> tuple[Detections, int]:
-    """What detection.detect returns, and how many of the N texts were not computed: known, or there twice.
+    """Return what detection.detect returns, and how many of the N texts were not computed (cached or duplicates).
 
     Args:
-      cache: where scores are looked up and kept; None = every text is computed.
+      cache: where scores are looked up and stored; None = every text is computed.
 
     Raises:
       ValueError: as detection.detect.
@@ -79,7 +79,7 @@ def detect(
 def _names(
     detector: detection.NumpyDetector, ids: Ragged, keys: Key | list[Key], prompt: np.ndarray, payload: int | None
 ) -> list[bytes]:
-    """Digest of what decides the score of each text."""
+    """Return the digest of everything that decides each text's score."""
     common = f"{FORMAT} {detector.scheme.scheme} {detector.scheme.model_dump_json()} {detector.vocab_size} {payload}"
     begun = hashlib.blake2b(common.encode(), digest_size=16)
     names = []
@@ -92,12 +92,12 @@ def _names(
 
 
 def packed(row: Sequence) -> bytes:
-    """An entry: numbers in 8 bytes each, then the reason."""
+    """Pack an entry: numbers in 8 bytes each, then the reason."""
     return _NUMBERS.pack(*(float(v) if i in _FLOATS else int(v) for i, v in enumerate(row[:8]))) + row[8].encode()
 
 
 def unpacked(entry: bytes | None) -> tuple | None:
-    """The fields of an entry; None for none, and for what is no entry: others may write to a Redis too."""
+    """Unpack the fields of an entry; None if absent or invalid, as other programs may write to the same Redis."""
     if entry is None or len(entry) < _NUMBERS.size:
         return None
     numbers = _NUMBERS.unpack_from(entry)

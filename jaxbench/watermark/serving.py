@@ -1,8 +1,8 @@
-"""Watermarks of a server, by request: texts of different keys and of none in one step (S file).
+"""Watermarks of a server, per request: one step may mix texts with different keys and without a key (S file).
 
-Provides what jaxbench/serve/marking.py asks for. A key has a name, which clients send; the key itself stays in a file
-of the server. Schemes that draw take their keyed draw behind temperature, filters and grammar, others change logits in
-front of them, as processors of sample.Generator.
+Provides what jaxbench/serve/marking.py needs. Clients send the name of a key; the key itself stays in a file on the
+server. Schemes that draw run after temperature, filters and grammar; others change the logits before these, as
+processors of sample.Generator do.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Array = np.ndarray
 
 
 class WatermarkKey(Base):
-    """A scheme and the file of its key (`watermark.py keygen`; schemes that carry theirs need none)."""
+    """A scheme and its key file (`watermark.py keygen`; schemes whose key is one of their fields need none)."""
 
     scheme: config.Scheme
     key_file: str | None = None
 
     def read(self, name: str) -> Key:
-        """The key.
+        """Read the key.
 
         Raises:
-          ValueError: no file is named, or it holds none.
+          ValueError: the scheme needs a key and no file is named, or the file holds none.
         """
         missing = f"watermarks.{name}.key_file is missing; make a key with `watermark.py keygen`"
         return key_of(self.scheme, self.key_file, missing=missing)
 
 
 def read_watermarks(path: str) -> tuple[identify.Candidate, ...]:
-    """Candidates of a YAML file of named schemes and key files, or of the configuration of a server that has some.
+    """Read candidates from a YAML file of named schemes and key files, or from a server's configuration with them.
 
     Raises:
-      ValueError: the file cannot be read, names none, or as Watermarks.
+      ValueError: the file cannot be read or names none, or as Watermarks.
     """
     content = read_yaml(Path(path))
     named = content.get("engine", {}).get("watermarks", {}) if "engine" in content else content
@@ -58,23 +58,23 @@ def read_watermarks(path: str) -> tuple[identify.Candidate, ...]:
 
 
 class Marker:
-    """What marks one text; called once for each of its tokens."""
+    """Marks one text; called once per token."""
 
     def __init__(self, loop: Any, draws: bool, as_array: Callable[[Array], Any]):
-        """loop: a backend's HostLoop of one row. draws: it takes logits behind temperature and filters."""
+        """loop: a backend's HostLoop of one row. draws: it takes logits after temperature and filters."""
         self.draws, self._loop, self._as_array = draws, loop, as_array
 
     def __call__(self, tokens: Sequence[int], logits: Float[Array, " V"]) -> Float[Array, " V"]:
-        """Logits of the token behind the text, marked."""
+        """Return marked logits of the token that follows the text."""
         ids = self._as_array(np.asarray([tokens], np.int64))
         return np.asarray(self._loop(ids, self._as_array(logits[None])))[0]
 
 
 class Watermarks:
-    """Keys by the names that requests give."""
+    """Schemes and keys by the names that requests give."""
 
     def __init__(self, keys: Mapping[str, Mapping[str, Any]], *, package: str):
-        """Read a configuration: fields of WatermarkKey by name. package: whose HostLoop marks.
+        """Read a configuration: fields of WatermarkKey by name. package: the one whose HostLoop marks.
 
         Raises:
           ValueError: a field is unknown or out of range, a scheme cannot mark, or a key file cannot be read.
@@ -92,7 +92,8 @@ class Watermarks:
         """Check that a request can be marked as it asks.
 
         Raises:
-          ValueError: its watermark is unknown, has no such payload, or draws although nothing is drawn.
+          ValueError: it has a payload but no watermark, its watermark is unknown or has no such payload, or the
+            watermark draws and the request is greedy or asks for a further answer to the same prompt.
         """
         name, payload = request.watermark, request.payload
         if name is None and payload:
@@ -111,15 +112,15 @@ class Watermarks:
             raise ValueError(f"n: watermark {name} draws all answers to a prompt alike; ask for 1")
 
     def marks(self, vocab_size: int) -> Marks:
-        """The watermarks, ready for logits of so many tokens."""
+        """Prepare the watermarks for logits of vocab_size tokens."""
         return Marks(self._keys, vocab_size=vocab_size, package=self._package)
 
     def finder(self, tokenizer: Any, vocab_size: int, cache: ResultCache | None = None) -> Finder:
-        """What finds them again; cache: of scores."""
+        """Prepare detection of the watermarks; cache: of scores."""
         return Finder(self._keys, tokenizer, vocab_size, cache)
 
     def candidates(self) -> tuple[identify.Candidate, ...]:
-        """All of them as identify.identify takes them.
+        """Return all of them in the form that identify.identify takes.
 
         Raises:
           ValueError: a key file cannot be read.
@@ -127,12 +128,12 @@ class Watermarks:
         return tuple(identify.Candidate(name, each.scheme, each.read(name)) for name, each in self._keys.items())
 
     def described(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Some of the watermarks as `watermark.py identify --watermarks` reads them: schemes, and places of keys."""
+        """Describe some watermarks as `watermark.py identify --watermarks` reads them: schemes and key file paths."""
         return {name: self._keys[name].model_dump(mode="json") for name in names}
 
 
 class Marks:
-    """A backend's watermarks by name; everything that they compile is compiled here."""
+    """A backend's watermarks by name; all their compilation happens here."""
 
     def __init__(self, keys: Mapping[str, WatermarkKey], *, vocab_size: int, package: str):
         """Prepare every scheme.
@@ -151,14 +152,14 @@ class Marks:
             self._watermarks[name] = processors.Watermark(each.scheme, vocab_size=vocab_size, green_lists=lists)
         for name, watermark in self._watermarks.items():
             sampling = Sampling(temperature=1.0)
-            for length in range(1, MAX_WIDTH + 2):  # a text's last tokens, fewer at the beginning of a short one
+            for length in range(1, MAX_WIDTH + 2):  # every length of recent tokens, short at a text's beginning
                 tokens, marker = list(range(length)), self.begin(Request(name, (), 1, sampling, watermark=name))
                 for _ in range(2):
                     marker(tokens, np.zeros(watermark.vocab_size, np.float32))
                     tokens.append(0)
 
     def begin(self, request: Request) -> Marker:
-        """What marks a request's answer."""
+        """Return the marker of a request's answer."""
         watermark = self._watermarks[request.watermark]
         payloads = [request.payload] if config.num_payloads(watermark.scheme) > 1 else None
         loop = self._loop_of(
@@ -179,7 +180,7 @@ class Finder:
           ValueError: a key file cannot be read.
         """
         self.names, self._vocab_size, self._cache = tuple(keys), vocab_size, cache
-        # half a second, once; without a tokenizer only token ids are looked at
+        # half a second, once; without a tokenizer, `find` takes only token ids
         self._encoder = None if tokenizer is None else TextEncoder(tokenizer, vocab_size=vocab_size)
         self._candidates = {
             name: identify.Candidate(name, each.scheme, each.read(name), lists_of(each.scheme, vocab_size=vocab_size))
@@ -191,12 +192,13 @@ class Finder:
         }
 
     def find(self, text: str | Sequence[int], names: Sequence[str], *, prompt_tokens: int = 0) -> dict[str, Any]:
-        """What each of some keys says of a text, or of token ids, and the p-value of any of them (Holm).
+        """Test a text, or token ids, for each of some keys; also return the p-value of any of them (Holm).
 
-        `is_cached` is true where nothing was computed.
+        `is_cached` is true if nothing was computed.
 
         Raises:
-          ValueError: a key is unknown, a token outside the vocabulary, or a text comes without a tokenizer.
+          ValueError: no key is named, a key is unknown, a token lies outside the vocabulary, or a text comes without a
+            tokenizer.
         """
         odd = [name for name in names if name not in self._candidates]
         if odd or not names:

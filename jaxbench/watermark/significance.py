@@ -1,9 +1,9 @@
-"""Scores and p-values from evidence, in float64: the one place of every backend (S file).
+"""Scores and p-values from evidence, in float64, for all backends (S file).
 
 Under the null hypothesis the text does not depend on the key, so the words of distinct PRF inputs are independent and
-uniform. A scheme says what is added up (Statistic in schemes/contract.py); null_distributions.py has the tails. A
-discrete score has three p-values: the exact one, P(X >= x); mid-p, which takes half of P(X = x); and a randomised one,
-exactly uniform under the null, whose random number is Philox keyed by the text, so that it is the same in every run. N
+uniform. A scheme defines the sum (Statistic in schemes/contract.py); null_distributions.py has the tails. A discrete
+score has three p-values: the exact one, P(X >= x); mid-p, which counts half of P(X = x); and a randomised one, exactly
+uniform under the null, whose random number is Philox with the text as counter, so that it is the same in every run. N
 is the number of texts.
 """
 
@@ -20,16 +20,16 @@ from jaxbench.watermark import null_distributions
 from jaxbench.watermark.reference import Evidence, count
 from jaxbench.watermark.schemes.contract import Scheme
 
-IDENTITY_SEED = 0x6A61786265  # any fixed number: the multipliers of the text's hash
+IDENTITY_SEED = 0x6A61786265  # arbitrary but fixed: gives the multipliers of the text hash
 
 
 class Detections(NamedTuple):
     """One entry for each text [N]."""
 
-    statistic: Float[np.ndarray, " N"]  # the sum, in the unit of the scheme's literature (Statistic.reported)
+    statistic: Float[np.ndarray, " N"]  # the sum, in the unit that the literature reports (Statistic.reported)
     num_scored: Int[np.ndarray, " N"]  # positions with distinct PRF inputs
-    num_green: Int[np.ndarray, " N"]  # -1 where the scheme has no green tokens
-    payload: Int[np.ndarray, " N"]  # the message that was found, or looked for; -1 where the scheme carries none
+    num_green: Int[np.ndarray, " N"]  # -1 if the scheme has no green tokens
+    payload: Int[np.ndarray, " N"]  # the message that was found, or looked for; -1 if the scheme carries none
     score: Float[np.ndarray, " N"]  # (statistic - mean) / standard deviation under the null, 0 without scored positions
     p_value: Float[np.ndarray, " N"]  # exact, never below 2.2e-308
     mid_p: Float[np.ndarray, " N"]
@@ -43,10 +43,10 @@ def score(
     *,
     vocab_size: int,
 ) -> Detections:
-    """Scores and p-values of evidence about N texts.
+    """Return scores and p-values of the evidence of N texts.
 
-    The randomised p-value is keyed by the scored words, or by the evidence's `inputs` where it has them: of words that
-    say only green or red, every pattern of a short text would have its own fixed number.
+    The scored words, or the evidence's `inputs` if it has them, determine the random number of the randomised p-value:
+    with words that say only green or red, each pattern of a short text would always get the same number.
 
     Raises:
       ValueError: the vocabulary does not fit a unigram list.
@@ -74,14 +74,14 @@ def score(
 
 
 def text_identity(words: UInt32[np.ndarray, "N T"], mask: Bool[np.ndarray, "N T"]) -> UInt64[np.ndarray, " N"]:
-    """A hash of the words (or tokens) under the mask, with their places."""
+    """Hash the words (or tokens) under the mask, with their places."""
     multipliers = _multipliers(1 << max(0, words.shape[1] - 1).bit_length())[: words.shape[1]]
     values = np.where(mask, words.astype(np.uint64) + np.uint64(1), np.uint64(0))
     return (values * multipliers).sum(axis=1, dtype=np.uint64)
 
 
 def randomizer(identity: UInt64[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-    """Uniform in (0, 1) that belongs to each identity: Philox with the identity as its counter."""
+    """Return a uniform number in (0, 1) for each identity: Philox with the identity as counter."""
     low, high = identity & np.uint64(philox.MASK32), identity >> np.uint64(32)
     site = philox.site_id("watermark/randomized-p")
     return philox.uniform(philox.philox4x32((low, high, 0, site), philox.split_seed(0))[0])
@@ -91,14 +91,14 @@ def randomizer(identity: UInt64[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
 
 
 def any_of(p_value: Float[np.ndarray, "*shape"], family: int) -> Float[np.ndarray, "*shape"]:
-    """1 - (1 - p)^family: the p-value of the smallest of `family` independent ones (Sidak 1967)."""
+    """Return 1 - (1 - p)^family: the p-value of the smallest of `family` independent p-values (Sidak 1967)."""
     p = np.asarray(p_value, np.float64)
     with np.errstate(divide="ignore"):
         return np.clip(-np.expm1(family * np.log1p(-p)), null_distributions.FLOOR, 1.0)
 
 
 def bonferroni(p_values: Float[np.ndarray, "*shape K"]) -> Float[np.ndarray, "*shape K"]:
-    """p-values of a family of K tests, each times K: valid under any dependence."""
+    """Multiply each p-value of a family of K tests by K: valid under any dependence."""
     p = np.asarray(p_values, np.float64)
     return np.minimum(1.0, p * p.shape[-1])
 

@@ -1,7 +1,7 @@
-"""Texts to token ids in bulk (S file).
+"""Tokenise texts in bulk (S file).
 
-`fastokens` (extra `fast`) is used where it is installed and agrees with `tokenizers` on probe texts; the ids are the
-same either way. Axis letters: N texts, T tokens.
+`fastokens` (extra `fast`) is used if it is installed and agrees with `tokenizers` on probe texts; the ids are the same
+either way. Axis letters: N texts, T tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBES = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """The ids of N texts, end to end."""
+    """The ids of N texts, concatenated."""
 
     ids: np.ndarray  # int32
     offsets: np.ndarray  # int64 [N + 1]; text i is ids[offsets[i]:offsets[i + 1]]
@@ -39,7 +39,7 @@ class Ragged:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
-        """Lists or arrays of ids end to end."""
+        """Concatenate lists or arrays of ids."""
         offsets = np.zeros(len(lists) + 1, np.int64)
         np.cumsum([len(ids) for ids in lists], out=offsets[1:])
         parts = [np.asarray(ids, np.int32).reshape(-1) for ids in lists]
@@ -47,16 +47,16 @@ class Ragged:
 
     @classmethod
     def from_array(cls, tokens: np.ndarray) -> Ragged:
-        """Rows of tokens [N T]."""
+        """Take each row of tokens [N T] as a text."""
         rows, columns = tokens.shape
         return cls(np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns)
 
     def text(self, row: int) -> np.ndarray:
-        """Ids of one text."""
+        """Return the ids of one text."""
         return self.ids[self.offsets[row] : self.offsets[row + 1]]
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Ids of some texts as [B T] int32, zeros after each text's end."""
+        """Return the ids of some texts as [B T] int32, with zeros after each text's end."""
         lengths = self.lengths[rows]
         width = int(lengths.max(initial=0))
         starts = self.offsets[:-1][rows]
@@ -77,10 +77,10 @@ class Encoded(NamedTuple):
 
 
 class TextEncoder:
-    """Encodes texts as detection wants them: canonical, without special tokens around."""
+    """Encodes texts for detection: canonicalised, without special tokens."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int | None = None, canonicalize: bool = True, fast: bool = True):
-        """Keep the tokenizer: pretrained.tokenizer.Tokenizer, or one of the libraries transformers and tokenizers.
+        """Keep the tokenizer: pretrained.tokenizer.Tokenizer, or one of transformers or tokenizers.
 
         Raises:
           ValueError: it is none of these, or it has more tokens than the detector's vocabulary.
@@ -93,11 +93,11 @@ class TextEncoder:
 
     @property
     def engine(self) -> str:
-        """Which library splits the texts: fastokens or tokenizers."""
+        """The library that tokenises: fastokens or tokenizers."""
         return "tokenizers" if self._fast is None else "fastokens"
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Ids of texts."""
+        """Tokenise texts."""
         changed = np.zeros(len(texts), np.int64)
         if self.canonicalize:
             canonical_texts = [canonical.canonicalize(text) for text in texts]
@@ -109,7 +109,7 @@ class TextEncoder:
 
 
 def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """Function from texts to ids without special tokens, and the number of tokens, added ones included."""
+    """Return a function from texts to ids without special tokens, and the vocabulary size with added tokens."""
     if hasattr(tokenizer, "encode_batch") and hasattr(
         tokenizer, "vocab_size"
     ):  # jaxbench.pretrained.tokenizer.Tokenizer
@@ -117,7 +117,7 @@ def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):  # tokenizers.Tokenizer
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         return lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)], size
-    if callable(tokenizer) and hasattr(tokenizer, "added_tokens_encoder"):  # transformers, whose vocab_size lacks them
+    if callable(tokenizer) and hasattr(tokenizer, "added_tokens_encoder"):  # transformers: vocab_size lacks added ones
         plain = functools.partial(
             tokenizer, add_special_tokens=False, padding=False, truncation=False, verbose=False,
             return_attention_mask=False, return_token_type_ids=False,
@@ -130,7 +130,7 @@ def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int
 
 
 def check_sizes(tokenizer_size: int, vocab_size: int) -> None:
-    """Raise a ValueError where a tokenizer has more tokens than the detector's vocabulary."""
+    """Raise a ValueError if a tokenizer has more tokens than the detector's vocabulary."""
     if tokenizer_size > vocab_size:
         raise ValueError(
             f"detect: the tokenizer has {tokenizer_size} tokens and the detector's vocabulary {vocab_size}; "
@@ -144,7 +144,7 @@ def _encode_fast(core: Any, texts: Sequence[str]) -> Ragged:
 
 
 def _fast_tokenizer(tokenizer: Any) -> Any:
-    """Fastokens' tokenizer where it is installed, takes this vocabulary, and gives equal ids; else None."""
+    """Return a fastokens tokenizer if it is installed, supports this vocabulary, and gives equal ids; else None."""
     core = getattr(tokenizer, "core", None)
     try:
         import fastokens
@@ -155,7 +155,7 @@ def _fast_tokenizer(tokenizer: Any) -> Any:
     try:
         fast = fastokens.Tokenizer.from_json_str(core.to_str())
         found = _encode_fast(fast, PROBES)
-    except Exception:  # fastokens raises bare exceptions for kinds of tokenizers that it lacks
+    except Exception:  # fastokens raises bare exceptions for tokenizer types that it does not support
         return None
     wanted = Ragged.from_lists(tokenizer.encode_batch(PROBES, add_special=False))
     same = np.array_equal(found.ids, wanted.ids) and np.array_equal(found.offsets, wanted.offsets)

@@ -1,6 +1,6 @@
-"""What a watermark does on either side: states of a batch of keys, and calls of the scheme's Mark (S file).
+"""The backend-independent part of a watermark: states for a batch of keys, and calls of the scheme's Mark (S file).
 
-logits_processor.py and host_loop.py, here and in torch_ref, bring the device.
+logits_processor.py and host_loop.py, here and in torch_ref, add the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes.contract import Scheme, SchemeLike
 
-UNMARKED = Key(0)  # stands in the arrays of rows without a key, where nothing reads it
+UNMARKED = Key(0)  # placeholder in the arrays for rows without a key; never read
 
 
 class WatermarkBase:
     """A logits processor of sample.Generator that marks text with one scheme.
 
     Attributes:
-      draws: True where it replaces the draw of tokens (gumbel, synthid, dip).
+      draws: True if it replaces the draw of tokens (gumbel, synthid, dip).
       shared: the bit table of kgw_markllm and kgw_transformers, None for others.
     """
 
@@ -44,7 +44,7 @@ class WatermarkBase:
         self.shared = self._mark.shared
 
     def _on_device(self, array: np.ndarray) -> Any:
-        """An array of a state, on the device."""
+        """Move an array of a state to the device."""
 
     def state(
         self,
@@ -55,16 +55,16 @@ class WatermarkBase:
         row_ids: Sequence[int] | None = None,
         batch_size: int = 0,
     ) -> State:
-        """State of a batch before its first token: arrays with a row for each key, None = not marked.
+        """Return the state of a batch before its first token: arrays with one row per key; key None = not marked.
 
         Args:
           payloads: the message of each row, 0 <= payload < 2**payload_bits.
           seed, row_ids: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
-          batch_size: fill up with unmarked rows to this many.
+          batch_size: pad with unmarked rows to this many.
 
         Returns:
-          marked bool [B]; keys uint32 [B 4], both halves of the first and of the second key; where the scheme has them:
-          payload int32 [B]; route uint32 [B 3], the seed's halves and the row's number; green bool [B V].
+          marked bool [B]; keys uint32 [B 4], both halves of the first and of the second key; if the scheme has them:
+          payload int32 [B]; route uint32 [B 3], the seed's halves and the row number; green bool [B V].
 
         Raises:
           ValueError: there is no row, or a payload does not fit the scheme.
@@ -90,7 +90,7 @@ class WatermarkBase:
         return self._mark.first_state({name: self._on_device(array) for name, array in state.items()})
 
     def _messages(self, payloads: Sequence[int] | None, rows: int) -> list[int]:
-        """Payload of each row, checked; 0 where none was given."""
+        """Check the payloads and return one per row; 0 if none was given."""
         name, limit = self.scheme.scheme, config.num_payloads(self.scheme)
         messages = [0] * rows if payloads is None else [*payloads, *[0] * (rows - len(payloads))]
         if len(messages) != rows or not all(0 <= message < limit for message in messages):
@@ -103,7 +103,7 @@ class WatermarkBase:
         return messages
 
     def init(self, batch_size: int) -> State:
-        """Raise: a batch has no keys of its own.
+        """Raise: a state needs keys, which the generator does not have.
 
         Raises:
           ValueError: always; pass states.
@@ -116,7 +116,7 @@ class WatermarkBase:
     def apply(
         self, state: Any, logits: Float[Any, "B V"], tokens: Int[Any, "B W"], length: Int[Any, " B"], step: Any
     ) -> tuple[State, Float[Any, "B V"]]:
-        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
+        """Return state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
         return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
@@ -128,34 +128,34 @@ class WatermarkBase:
         step: Any,
         sample: Any,
     ) -> tuple[State, Int[Any, " B"]]:
-        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
+        """Return the next state, and tokens of rows with a key; -1 for others and for steps that mark no row.
 
-        Logits are those after temperature and filters; `sample` is the generator's OrdinaryDraw. Where some rows are
-        marked and some have nothing to be marked with (a known context, a text too short), the latter get their
-        ordinary token from the same draw: a second one would double what the watermark costs.
+        Logits are those after temperature and filters; `sample` is the generator's OrdinaryDraw. In a step that marks
+        some rows, rows with a key that cannot be marked (repeated context, text too short) get their ordinary token
+        from the same draw: a second draw would double the cost of the watermark.
         """
         return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 
     def reweight(
         self, state: Any, logits: Float[Any, "B V"], tokens: Int[Any, "B W"], length: Int[Any, " B"], step: Any
     ) -> tuple[State, Float[Any, "B V"]]:
-        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
+        """Return the next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
 
-        Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
+        If the draw itself is keyed (gumbel), the logits of all tokens but the drawn one are -inf.
         """
         change = self._mark.reweight if self.draws else self._mark.apply
         return change(state, logits, Position(tokens, length, step))
 
 
 class HostLoopBase:
-    """Turns the logits of one token after another into logits whose ordinary draw is marked; use one for each text.
+    """Turns the logits of each step into logits whose ordinary draw is marked; create one per generated batch.
 
-    The loop may divide by the temperature and filter afterwards; it must not do so before. Rows padded on the left are
-    marked too, with their padding as context at the start.
+    The loop may divide by the temperature and filter afterwards, but not before. Left-padded rows are marked too, with
+    their padding as context at the start.
 
-    Where the loop has several rows for each key (num_return_sequences or num_beams of transformers, which put those of
-    one prompt next to each other), they share it. gumbel then draws them alike wherever their contexts are alike: give
-    each row a key of its own where they are to differ.
+    If the loop has several rows per key (num_return_sequences or num_beams of transformers, which put the rows of one
+    prompt next to each other), these rows share the key. gumbel then draws the same token in rows with the same
+    context: give each row a separate key if they are to differ.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class HostLoopBase:
         seed: int = 0,
         temperature: float = 1.0,
     ):
-        """Take a watermark, a key for each row (None: not marked) and the temperature that the loop will divide by.
+        """Keep a watermark, a key per row (None: not marked) and the temperature that the loop will divide by.
 
         Raises:
-          ValueError: the temperature is not above 0 although the scheme draws, or see Watermark.state.
+          ValueError: the temperature is not above 0 although the scheme draws, or as Watermark.state.
         """
         if watermark.draws and temperature <= 0:
             name = watermark.scheme.scheme
@@ -180,7 +180,7 @@ class HostLoopBase:
         self._state = watermark.state(keys, payloads=payloads, seed=seed)
 
     def _begin(self, input_ids: Int[Any, "B T"]) -> tuple[Any, int]:
-        """What the watermark is given as its state at this step, and the number of the step."""
+        """Return the state to pass to the watermark at this step, and the step number."""
         rows, length = input_ids.shape
         if self._prompt_length < 0:
             self._prompt_length = length
@@ -189,7 +189,7 @@ class HostLoopBase:
         return self._state if shared is None else (shared, self._state), length - self._prompt_length
 
     def _share_keys(self, rows: int) -> None:
-        """Give every row of a first call a key."""
+        """Give every row of the first call a key."""
         number = len(self._keys)
         if rows % number:
             raise ValueError(f"watermark: {rows} rows for {number} keys, wanted as many, or a multiple of them")
@@ -201,10 +201,11 @@ class HostLoopBase:
 
 
 def _check_generation(scheme: Scheme, vocab_size: int, green_lists: GreenLists | None) -> None:
-    """Check that a scheme can mark text with these green lists.
+    """Check that a scheme can mark text with a vocabulary size and green lists.
 
     Raises:
-      ValueError: the scheme is for detection only, or its lists are empty, missing or of another vocabulary.
+      ValueError: vocab_size is below 2, the scheme is for detection only, its lists are empty, missing or of another
+        vocabulary, or f_scheme=time of several tokens meets a vocabulary above 2**16.
     """
     name = scheme.scheme
     if vocab_size < 2:

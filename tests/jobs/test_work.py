@@ -193,7 +193,7 @@ def test_a_killed_worker_takes_its_command_along_and_the_next_goes_on(tmp_path):
 def test_the_command_line_runs_a_job_from_its_submission_to_its_removal(tmp_path):
     place = f"--queue={tmp_path / 'queue'}"
     assert call("list", place) == f"{tmp_path / 'queue'} holds no jobs\n"
-    key = f"experiments/watermark.py keygen --output={tmp_path / 'key'}"
+    key = shlex.join(["experiments/watermark.py", "keygen", f"--output={tmp_path / 'key'}"])
     good, bad = (call("submit", place, f"--command={words}", "--title=keys").strip() for words in (key, key))
     assert "waiting" in call("list", place) and "keys" in call("list", place)
     done = subprocess.run([*JOBS, "work", place, "--until_empty"], capture_output=True, text=True, env=os.environ)

@@ -1,10 +1,10 @@
 """A context compressor in PyTorch: encoder, connector, local head, and the decoder that reads its vectors.
 
 Twin: jaxbench/compress/compressor.py.
-Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
-residual stream are averaged in groups -> connector, added to the mean embedding of a group's tokens, spread and centred
--> vectors, in front of what the decoder is asked. The local head says a vector's own tokens from that vector alone:
-without it training stays where vectors are ignored. Axis letters: config.py.
+Data flow: tokens of a chunk -> encoder layers, in which each token attends to the whole chunk; the last one averages
+queries and residual stream over groups -> connector, added to the mean embedding of a group's tokens, scaled and
+re-centred -> vectors, which precede the decoder's other inputs. The local head predicts a vector's own tokens from that
+vector alone; without it, training stays where the decoder ignores vectors. Axis letters: config.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch_ref import functional, nn, train, transformer
 from torch_ref.attention import Context, Spans, attention
 from torch_ref.lora import layers
 
-LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's, up to LOCAL_RATIO tokens a vector
-LOCAL_RATIO = 8  # above, in proportion less: what 32 tokens were no vector can say, and the rest is noise
+LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy relative to the decoder's, up to LOCAL_RATIO tokens per vector
+LOCAL_RATIO = 8  # above it, proportionally less: no vector can encode 32 tokens, and the rest is noise
 TEACHER_WEIGHT = 1.0  # of the cross-entropy to the teacher's probabilities
 
 
 class Batch(NamedTuple):
-    """Rows of compressed text and of what the decoder is asked for behind it; config.Arrays says what is what."""
+    """Rows of compressed text and the decoder's targets after it; config.Arrays describes the fields."""
 
     context: Int[Tensor, "B C T"]
     groups: Int[Tensor, "B C M"]
@@ -47,19 +47,19 @@ class Batch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a batch's loss is computed of."""
+    """Logits from which a batch's loss is computed."""
 
     logits: Float[Tensor, "B U V"]  # of the decoder
     local: Float[Tensor, "B P V"]  # of the local head, all chunks' tokens in order
 
 
 class PooledBlock(transformer.Block):
-    """An encoder's last block: queries and residual stream averaged in groups, keys and values of every token."""
+    """An encoder's last block: queries and residual stream averaged over groups, keys and values of every token."""
 
     def pooled(
         self, x: Float[Tensor, "B T D"], context: Context, groups: Int[Tensor, "B M"], frequencies: tuple[float, ...]
     ) -> Float[Tensor, "B M D"]:
-        """Residual stream of the groups behind the block; groups: the position that each stands at, -1 = no token."""
+        """Residual stream of the groups after the block; groups: the position of each, -1 = no token."""
         positions, size = context.spans.key_positions, x.shape[1] // groups.shape[1]
         normed, inner = self.attention_norm(x), self.attention
         key, value = inner.keys_values(normed, context)
@@ -75,7 +75,7 @@ class PooledBlock(transformer.Block):
 
 
 def group_means(x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], size: int) -> Float[Tensor, "B M D"]:
-    """Mean of each `size` neighbours that are tokens; 0 where none is."""
+    """Mean of the tokens among each `size` neighbours; 0 where there are none."""
     batch, length, width = x.shape
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     grouped = torch.where(is_token[:, :, None], wide, 0.0).reshape(batch, length // size, size, width)
@@ -84,7 +84,7 @@ def group_means(x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], size: 
 
 
 class Encoder(torch.nn.Module):
-    """The decoder's first layers, each token of a chunk seeing all of it."""
+    """The decoder's first layers, in which each token attends to its whole chunk."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         super().__init__()
@@ -109,7 +109,7 @@ class Encoder(torch.nn.Module):
         context = Context(Spans(positions, positions), angles, None, None)
         *inner, last = self.layers
         for layer in inner:
-            x, _ = layer(x, context, (0, 0))  # no dropout, whose sites these are
+            x, _ = layer(x, context, (0, 0))  # dropout sites, unused: there is no dropout
         return self.final_norm(last.pooled(x, context, groups, self.frequencies))
 
 
@@ -121,12 +121,12 @@ class Gain(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(features, dtype=getattr(torch, dtype)))
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
-        """Each channel times its factor."""
+        """Multiply each channel by its factor."""
         return x * self.scale
 
 
 class Connector(torch.nn.Module):
-    """From an encoder's states and the mean embeddings of their tokens to vectors where a decoder's embeddings lie."""
+    """Map encoder states and the mean embeddings of their tokens to vectors in the decoder's embedding space."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         super().__init__()
@@ -140,13 +140,13 @@ class Connector(torch.nn.Module):
     def forward(
         self, states: Float[Tensor, "B M D"], means: Float[Tensor, "B M D"], ratio: int
     ) -> Float[Tensor, "B M D"]:
-        """Vectors of groups; a mean of `ratio` rows is multiplied by the root of that, so that it is as long as one."""
+        """Vectors of groups; a mean of `ratio` rows is multiplied by sqrt(ratio), so that it is as long as one row."""
         center = self.centers(torch.full((1, 1), self.known_ratios.index(ratio), device=means.device))
         return means * math.sqrt(ratio) + center + self.gain(self.mlp(self.norm(states)))
 
 
 class LocalHead(torch.nn.Module):
-    """A vector's own tokens from it alone, as the decoder's hidden states in front of its logits."""
+    """Predict a vector's own tokens from it alone, as decoder hidden states before the vocabulary projection."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         super().__init__()
@@ -165,7 +165,7 @@ class LocalHead(torch.nn.Module):
 
 
 class TextEncoder(torch.nn.Module):
-    """What makes vectors, without the decoder that reads them: embeddings, encoder and connector."""
+    """The modules that make vectors, without the decoder that reads them: embeddings, encoder and connector."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         super().__init__()
@@ -182,7 +182,7 @@ def _encode(
     embed: nn.Embed, encoder: Encoder, connector: Connector, tokens: Int[Tensor, "B T"], groups: Int[Tensor, "B M"]
 ) -> Float[Tensor, "B M D"]:
     is_token = tokens >= 0
-    # no call of `embed`: what watches a decoder's modules sees it called once, on the decoder's inputs
+    # `embed` is not called here: tools that watch modules should see one call of it, on the decoder's inputs
     x = functional.take_rows(embed.embedding, tokens.clamp(min=0)) * embed.scale
     ratio = x.shape[1] // groups.shape[1]
     return connector(encoder(x, is_token, groups), group_means(x, is_token, ratio), ratio)
@@ -204,7 +204,7 @@ class Compressor(torch.nn.Module):
         return _encode(self.decoder.embed, self.encoder, self.connector, tokens, groups)
 
     def forward(self, batch: Batch, *, dropout: Any = None) -> Output:
-        """Logits of what the decoder and the local head are asked for; dropout is (Philox key, step)."""
+        """Logits at the targets of the decoder and of the local head; dropout is (Philox key, step)."""
         rows, count, length = batch.context.shape
         groups = batch.groups.reshape(rows * count, -1)
         vectors = self.encode(batch.context.reshape(rows * count, length), groups)
@@ -217,7 +217,7 @@ class Compressor(torch.nn.Module):
         return Output(self.decoder.logits(hidden), self.decoder.logits(local))
 
     def _of_table(self, batch: Batch) -> Int[Tensor, "B S"]:
-        """The decoder's inputs: a row's own vectors are found among those of all rows, and tags behind them."""
+        """Map the decoder's inputs to one table: the vectors of all rows, followed by the tags."""
         rows, count, each = batch.groups.shape
         size, own = self.decoder.vocab_size, count * each
         number = batch.inputs - size
@@ -232,12 +232,12 @@ def predict(model: Compressor, batch: Batch, *, dropout: Any = None) -> Output:
 
 
 def loss_of(output: Output, batch: Batch) -> Float[Tensor, ""]:
-    """Cross-entropy of the decoder, of the local head and to the teacher where there is one, nats per token."""
+    """Weighted cross-entropies of the decoder, of the local head and, if any, to the teacher, in nats per token."""
     loss = train.cross_entropy(output.logits, batch.targets, batch.mask)
     sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
     tokens = torch.take_along_dim(batch.context, sampled.clamp(min=0).long(), dim=2)
     own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
-    # A sum over what the decoder is asked for, as micro-batches weigh their losses by that; a mean where all is full.
+    # Divided by the decoder's targets, by which micro-batches weight their losses; a mean where all rows are full.
     count, size = batch.mask.sum().clamp(min=1), batch.mask.shape[1] / is_asked.shape[1]
     weight = LOCAL_WEIGHT * min(1.0, LOCAL_RATIO * batch.groups.shape[2] / batch.context.shape[2])
     loss = loss + weight * (is_asked.sum().to(loss.dtype) / count * size) * train.cross_entropy(
@@ -261,7 +261,7 @@ def loss_fn(model: Compressor, batch: Batch, *, dropout: Any = None) -> Float[Te
 def build(
     config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
 ) -> Compressor:
-    """Compressor of a configuration holding `params`, on a device: as jaxbench.compress.compressor.build."""
+    """Build the compressor of a configuration with `params` on a device, as jaxbench.compress.compressor.build does."""
     with torch.device("meta"):
         model = Compressor(config, Compute(**compute))
     return nn.load_params(model, params, device=device)
@@ -270,7 +270,7 @@ def build(
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function from chunks' tokens [B T] and groups [B M] to vectors [B M D] in float32."""
+    """Return a function from chunks' tokens [B T] and groups [B M] to float32 vectors [B M D]."""
     with torch.device("meta"):
         model = TextEncoder(config, Compute(**compute))
     model = nn.load_params(model, params, device=device)

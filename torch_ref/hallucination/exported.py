@@ -1,4 +1,4 @@
-"""A reader as ONNX, by PyTorch's exporter: two graphs of fixed sizes and the weights of both (programs.py runs them).
+"""Export a reader as ONNX by PyTorch: two graphs of fixed sizes, and the weights of both (programs.py runs them).
 
 Twin: jaxbench/hallucination/exported.py, which writes StableHLO.
 """
@@ -22,7 +22,7 @@ OPSET = 20
 
 
 def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], *, state_layer: int) -> None:
-    """Write a decoder's programs into a folder: ONNX Runtime, TensorRT and other readers of ONNX take them.
+    """Write a decoder's programs into a folder: ONNX Runtime, TensorRT and other ONNX runtimes load them.
 
     example: arrays of programs.INPUTS in the sizes that programs take; state_layer: the block whose output is kept,
     counted from 0. Needs the packages onnx and onnxscript.
@@ -31,8 +31,8 @@ def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], 
     log = logging.getLogger("torch.onnx")
     level = log.level
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of the exporter, about itself
-        log.setLevel(logging.ERROR)  # it misses torchvision, whose operators no decoder has
+        warnings.simplefilter("ignore")  # the exporter's, about itself
+        log.setLevel(logging.ERROR)  # it reports that torchvision is missing, whose operators no decoder uses
         try:  # unoptimised: its optimiser takes eight times as long as the rest, and runtimes have their own
             program = torch.onnx.export(
                 _Program(model, state_layer).eval(), arrays, input_names=list(programs.INPUTS),
@@ -45,12 +45,12 @@ def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], 
 
 
 def _write_part(source: Path, target: Path, outputs: tuple[str, ...]) -> None:
-    """Write the part of a graph that some outputs need: its weights stay in the source's file of data."""
+    """Write the subgraph that some outputs need; its weights stay in the source's data file."""
     import onnx
 
     model = onnx.load(source, load_external_data=False)
     graph, wanted, kept = model.graph, set(outputs), []
-    for node in reversed(graph.node):  # each stands behind those that it reads
+    for node in reversed(graph.node):  # each comes after those whose outputs it reads
         if wanted.intersection(node.output):
             wanted.update(node.input)
             kept.append(node)
@@ -69,7 +69,7 @@ def _write_part(source: Path, target: Path, outputs: tuple[str, ...]) -> None:
 
 
 class _Program(torch.nn.Module):
-    """Everything that a reader computes of one response behind one prompt."""
+    """Everything that a reader computes for one response to one prompt."""
 
     def __init__(self, model: Any, state_layer: int):
         super().__init__()
@@ -79,8 +79,8 @@ class _Program(torch.nn.Module):
         self, tokens: Tensor, positions: Tensor, is_context: Tensor, num_attended: Tensor, response_tokens: Tensor,
         targets: Tensor, response_positions: Tensor, segments: Tensor, is_generated: Tensor, slots: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The arrays of programs.SCORES, from those of programs.INPUTS."""
-        tokens, positions, response_tokens, response_positions, slots = (  # ONNX gathers by 64 bits alone
+        """Compute the arrays of programs.SCORES from those of programs.INPUTS."""
+        tokens, positions, response_tokens, response_positions, slots = (  # ONNX gathers by 64-bit indices only
             each.long() for each in (tokens, positions, response_tokens, response_positions, slots)
         )
         prompt = reader.read_prompt(self.model, tokens, positions, is_context)

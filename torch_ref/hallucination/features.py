@@ -1,4 +1,4 @@
-"""A reader's features of responses: prompts once, responses in rows of one size.
+"""Compute a reader's features of responses: prompts once, responses in rows of one size.
 
 Twin: jaxbench/hallucination/features.py.
 """
@@ -30,16 +30,16 @@ class FeatureReader:
 
     @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
-        """Prompts, read, to be handed to `scores` and `surprise` any number of times."""
+        """Read prompts; `scores` and `surprise` may use the result any number of times."""
         return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
 
     @torch.no_grad()
     def scores(
         self, prompt: Prompt, prompts: PromptArrays, rows: ResponseArrays, slots: np.ndarray, num_slots: int
     ) -> dict[str, np.ndarray]:
-        """Every feature of rows of responses, by name: arrays [L N B T], [M L], [B T D] or [B T].
+        """Compute every feature of rows of responses, by name: arrays [L N B T], [M L], [B T D] or [B T].
 
-        slots: indices into B * T whose parametric scores are computed, of which the first num_slots count.
+        slots: indices into B * T whose parametric scores are computed; only the first num_slots count.
         """
         responses = reader.Responses(*map(self._tensor, rows))
         trace = reader.read_responses(self._model, prompt, responses)
@@ -53,7 +53,7 @@ class FeatureReader:
 
     @torch.no_grad()
     def surprise(self, prompt: Prompt, rows: ResponseArrays) -> dict[str, np.ndarray]:
-        """Loss and entropy alone [B T], as with a prompt that has no context."""
+        """Compute loss and entropy alone [B T], as for a prompt without its context."""
         responses = reader.Responses(*map(self._tensor, rows))
         trace = reader.read_responses(self._model, prompt, responses)
         loss, entropy = token_scores.surprise(self._model, trace, responses.targets)

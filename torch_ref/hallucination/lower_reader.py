@@ -1,4 +1,4 @@
-"""What a tuned reader stands on: the blocks below the tuned ones.
+"""Compute a tuned reader's inputs with the plain decoder's lower blocks.
 
 Twin: jaxbench/hallucination/lower_reader.py. Axis letters: jaxbench/hallucination/tuned_inputs.py.
 """
@@ -26,18 +26,18 @@ class LowerReader:
 
     @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
-        """One prompt, read without its last token, to be handed to the others any number of times."""
+        """Read one prompt without its last token; the other methods may use the result any number of times."""
         return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
 
     def cached(self, prompt: Prompt, length: int) -> tuple[Float[np.ndarray, "L K H P"], Float[np.ndarray, "L K P H"]]:
-        """Keys and values of the tuned blocks, float32; length: tokens that were read, the rest is padding."""
+        """Return keys and values of the tuned blocks, float32; length: tokens that were read, the rest is padding."""
         keys = [each[:, :, :length].float().numpy(force=True) for each in prompt.cache.keys[self._first :]]
         values = [each[:, :length].float().numpy(force=True) for each in prompt.cache.values[self._first :]]
         return np.stack(keys), np.stack(values)
 
     @torch.no_grad()
     def stream(self, prompt: Prompt, rows: ResponseArrays) -> Float[np.ndarray, "B T D"]:
-        """Residual stream in front of the first tuned block, float32."""
+        """Compute the residual stream before the first tuned block, float32."""
         responses = reader.Responses(*map(self._tensor, rows))
         trace = reader.read_responses(self._model, prompt, responses)
         return trace.stream[self._first].float().numpy(force=True)

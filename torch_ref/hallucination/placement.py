@@ -1,9 +1,9 @@
-"""Where a reader's weights lie: on one of this process's devices, the last blocks' in the host's memory where wanted.
+"""Place a reader's weights on one of this process's devices; those of the last blocks in host memory if requested.
 
 Twin: jaxbench/hallucination/placement.py.
 
-What lies in the host's memory, pinned where the device is a GPU, is copied to the device for each call of a branch of a
-block, and its room is free behind it.
+Weights in host memory, pinned if the device is a GPU, are copied to the device for each call of a branch of a block,
+and the copy is freed after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_ref.attention import Context
 
 
 class OnHost(torch.nn.Module):
-    """A module whose parameters lie in the host's memory and are on the device during its calls."""
+    """A module whose parameters stay in host memory and are on the device only during its calls."""
 
     def __init__(self, module: Any):
         """module: a branch of a block, called with the branch's input first."""
@@ -28,17 +28,17 @@ class OnHost(torch.nn.Module):
         self.module = module
 
     def forward(self, x: Float[Tensor, "B T D"], *args: Any) -> Any:
-        """What the module makes of it."""
+        """Call the module with its parameters on the device."""
         return self._near(x)(x, *args)
 
     def _near(self, x: Tensor) -> Any:
-        """The module with its parameters on x's device: deepcopy takes what it is handed in place of what it knows."""
+        """Copy the module with its parameters on x's device: deepcopy takes these from its memo."""
         here = {id(each): _moved(each, x.device) for each in (*self.module.parameters(), *self.module.buffers())}
         return copy.deepcopy(self.module, here)
 
 
 class AttentionOnHost(OnHost):
-    """The same of attention, which is asked for its queries too."""
+    """The same for attention, with its `queries`."""
 
     def __init__(self, module: Any):
         """module: a block's attention."""
@@ -46,12 +46,12 @@ class AttentionOnHost(OnHost):
         self.sliding_window, self.softcap = module.sliding_window, module.softcap
 
     def queries(self, x: Float[Tensor, "B T D"], context: Context) -> Float[Tensor, "B T N H"]:
-        """Queries of a call's tokens, as the call itself makes them."""
+        """Compute the queries of a call's tokens, as the call itself does."""
         return self._near(x).queries(x, context)
 
 
 def devices(kind: str, count: int | None = None) -> list[Any]:
-    """This process's devices of a kind, "cpu" or "gpu"; count = the first so many, None = all.
+    """This process's devices of a kind, "cpu" or "gpu"; count: only the first `count`, None = all.
 
     Raises:
       ValueError: there are fewer.
@@ -63,17 +63,17 @@ def devices(kind: str, count: int | None = None) -> list[Any]:
 
 
 def in_host_memory() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a model is made in the host's memory, from where `placed` takes it."""
+    """Return a context in which models are built in host memory, from where `placed` takes them."""
     return contextlib.nullcontext()  # transformer.build does so anyway
 
 
 def is_on_host(name: str) -> bool:
-    """True where a parameter of this dotted name, of what `arranged` returns, lies in the host's memory."""
+    """True if the parameter of this dotted name, in a model by `arranged`, belongs in host memory."""
     return ".module." in name
 
 
 def arranged(model: Any, *, offload_layers: int) -> Any:
-    """The decoder with the same parameters, those of its last blocks' branches where `is_on_host` finds them.
+    """Return the decoder with the same parameters, its last blocks' branches wrapped so that `is_on_host` finds theirs.
 
     The blocks' norms, which are small, stay with the rest.
 
@@ -89,7 +89,7 @@ def arranged(model: Any, *, offload_layers: int) -> Any:
 
 
 def placed(model: Any, device: Any, *, offload_layers: int) -> Any:
-    """The decoder on a device, the weights of its last blocks in the host's pinned memory.
+    """Return the decoder on a device, with the weights of its last blocks in host memory, pinned for a GPU.
 
     Raises:
       ValueError: as `arranged`.

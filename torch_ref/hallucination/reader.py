@@ -1,6 +1,6 @@
-"""A decoder reads responses to a prompt: residual streams and keys of the responses' tokens, in one pass.
+"""Read responses to a prompt with a decoder: residual streams and keys of the responses' tokens, in one pass.
 
-Twin: jaxbench/hallucination/reader.py. Callers switch gradients off (token_scores.py says why).
+Twin: jaxbench/hallucination/reader.py. Callers disable gradients (token_scores.py says why).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch_ref.attention import SHARED, Context, KVCache, Spans
 
 
 class Prompt(NamedTuple):
-    """What is computed of a prompt once, and what of it is context."""
+    """What is computed once per prompt, and which of its tokens are context."""
 
     cache: KVCache  # of P slots
-    hidden: Float[Tensor, "B P D"]  # behind the final norm
+    hidden: Float[Tensor, "B P D"]  # after the final norm
     is_context: Bool[Tensor, "B P"]
 
 
 class Responses(NamedTuple):
     """Responses packed into rows."""
 
-    tokens: Int[Tensor, "B T"]  # a response's: the prompt's last token, then all of its own but the last
-    targets: Int[Tensor, "B T"]  # its own
+    tokens: Int[Tensor, "B T"]  # of a response: the prompt's last token, then all of its own but the last
+    targets: Int[Tensor, "B T"]  # of a response: all of its own
     positions: Int[Tensor, "B T"]  # -1 = padding
-    segments: Int[Tensor, "B T"]  # number of the response, from 0
+    segments: Int[Tensor, "B T"]  # index of the response in its row, from 0
     is_generated: Bool[Tensor, "B T"]  # False for the prompt's last token
 
 
 class Trace(NamedTuple):
     """What a decoder computed at the slots of responses."""
 
-    stream: Float[Tensor, "L+1 B T D"]  # residual stream in front of each block, and behind the last
+    stream: Float[Tensor, "L+1 B T D"]  # residual stream before each block, and after the last
     middle: Float[Tensor, "L B T D"]  # between a block's attention and its feed-forward layer
-    hidden: Float[Tensor, "B T D"]  # behind the final norm
+    hidden: Float[Tensor, "B T D"]  # after the final norm
     keys: tuple[Float[Tensor, "E H S"], ...]  # of each layer: P slots of the prompt, then T
     context: Context
 
@@ -47,7 +47,7 @@ def check(config: Any) -> None:
     """Check that a decoder can be a reader.
 
     Raises:
-      ValueError: its layers keep something else than keys and values.
+      ValueError: its layers cache something other than keys and values.
     """
     if (kind := config.layer_kind) is not None:
         raise ValueError(f"reader: the model's layers are of kind {kind!r}; wanted a decoder of plain attention")
@@ -56,13 +56,13 @@ def check(config: Any) -> None:
 def read_prompt(
     model: Any, tokens: Int[Tensor, "B P"], positions: Int[Tensor, "B P"], is_context: Bool[Tensor, "B P"]
 ) -> Prompt:
-    """A prompt without its last token, read; position -1 is padding."""
+    """Read a prompt without its last token; position -1 is padding."""
     hidden, cache = model.features(tokens, positions)
     return Prompt(cache, hidden, is_context & (positions >= 0))
 
 
 def read_responses(model: Any, prompt: Prompt, responses: Responses) -> Trace:
-    """Responses behind a prompt, read in one pass."""
+    """Read responses after a prompt, in one pass."""
     batch, num_prompt = prompt.cache.positions.shape
     cache = prompt.cache.padded(num_prompt + responses.tokens.shape[1], dtype=model.dtype)
     key_positions = torch.cat([prompt.cache.positions, responses.positions], dim=1)

@@ -1,4 +1,4 @@
-"""A decoder whose heads and feed-forward layers are reweighted by token, and the steps of an answer (AARF).
+"""Reweight a decoder's heads and feed-forward layers per token, and decode answers with it (AARF).
 
 Twin: jaxbench/hallucination/reweighting.py.
 """
@@ -27,21 +27,21 @@ from torch_ref.hallucination.reader import Prompt, Responses, Trace
 
 
 class State(NamedTuple):
-    """What an answer carries from token to token."""
+    """Decoding state of a batch of answers."""
 
     prompt: Prompt
     num_attended: Int[Tensor, " B"]
     cache: KVCache  # of P + new slots
-    tokens: Int[Tensor, "B 1"]  # to be read
+    tokens: Int[Tensor, "B 1"]  # the next to be read
     positions: Int[Tensor, "B 1"]
-    slot: int  # of the cache, for these tokens
+    slot: int  # cache slot of these tokens
 
 
 @contextlib.contextmanager
 def reweighted(model: Any, heads: Float[Tensor, "L B N"], layers: Float[Tensor, "L B"]) -> Iterator[None]:
-    """While open, a model multiplies each row's attention weights behind the softmax, and its feed-forward outputs.
+    """Within the context, scale a model's attention weights after the softmax and its feed-forward outputs, by row.
 
-    A head's weights times a factor are its output times the factor, so that any attention kernel will do.
+    Scaling a head's weights scales its output by the same factor, so that any attention kernel will do.
     """
     hooks = []
     for layer, head, factor in zip(model.layers, heads, layers):
@@ -66,7 +66,7 @@ def _scaled(factor: Float[Tensor, " B"], _: Any, inputs: tuple[Tensor], fed: Ten
 
 @torch.no_grad()
 def read(model: Any, state: State) -> tuple[Trace, KVCache]:
-    """One token of each row, read behind what is in the cache, and the cache with it, written in place."""
+    """Read one token of each row after what is cached; return its trace and the cache, which is written in place."""
     key_positions = state.cache.positions.clone()
     key_positions[:, state.slot] = state.positions[:, 0]
     spans = Spans(state.positions, key_positions, torch.zeros_like(state.positions), torch.zeros_like(key_positions))
@@ -87,7 +87,7 @@ def scores(
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
     """Mean external score of the heads, and mean parametric score of the layers, at the tokens of a trace."""
     batch, new = len(state.tokens), trace.context.spans.key_positions.shape[1] - state.prompt.hidden.shape[1]
-    # Which tokens are generated matters to the lookback ratio alone.
+    # Which tokens are generated matters only to the lookback ratio.
     nothing = torch.zeros((batch, new), dtype=torch.bool, device=state.tokens.device)
     responses = Responses(state.tokens, state.tokens, state.positions, torch.zeros_like(state.tokens), nothing)
     of_heads, place = np.unique(np.array(settings.heads)[:, 0], return_inverse=True)
@@ -104,10 +104,10 @@ def scores(
 
 
 class Answerer:
-    """Steps of greedy answers."""
+    """Greedy decoding steps."""
 
     def __init__(self, model: Any, settings: Mitigation | None, *, config: TransformerConfig):
-        """settings: None = answers as ever, and no scores.
+        """settings: None = unmitigated answers, and no scores.
 
         Raises:
           ValueError: the model has no such head or layer.
@@ -119,7 +119,7 @@ class Answerer:
 
     @torch.no_grad()
     def start(self, prompts: PromptArrays, last: Int[np.ndarray, " B"], new_tokens: int) -> State:
-        """Prompts, read up to their last tokens, with room for an answer."""
+        """Read prompts without their last tokens, and make room for an answer in the cache."""
         tokens, positions, is_context, num_attended = (torch.from_numpy(x).to(self._device) for x in prompts)
         prompt = reader.read_prompt(self._model, tokens, positions, is_context)
         slot = tokens.shape[1]
@@ -130,9 +130,9 @@ class Answerer:
 
     @torch.no_grad()
     def advance(self, state: State, is_open: Bool[np.ndarray, " B"]) -> tuple[State, Token]:
-        """State behind the next token of each row, and what there is to say of it; only open rows are reweighted.
+        """Decode the next token of each row; return the state after it and the token. Only open rows are reweighted.
 
-        The state passed in is used up.
+        The state passed in must not be used again.
         """
         cache, token = self._step(state, torch.from_numpy(is_open.copy()).to(self._device))
         tokens = token.ids[:, None].to(state.tokens.dtype)
@@ -159,7 +159,7 @@ class Answerer:
         return cache, Token(torch.argmax(logits, dim=-1), logits, external, parametric, is_high)
 
     def _again(self, state: State, is_high: Tensor) -> tuple[Tensor, KVCache]:
-        """Hidden states and cache of a reweighted reading, which writes over the slot of the first."""
+        """Read with reweighting, overwriting the cache slot of the first pass; return hidden states and cache."""
         heads = torch.where(is_high[:, None], self._factors[0][:, None], 1.0)
         layers = torch.where(is_high, self._factors[1][:, None], 1.0)
         with reweighted(self._model, heads, layers):

@@ -1,6 +1,6 @@
-"""Which tokens of a response are hallucinated: a small classifier on what a reader shows of them, in PyTorch.
+"""Classify which tokens of a response are hallucinated: a small model on a reader's features of them, in PyTorch.
 
-Twin: jaxbench/hallucination/token_classifier.py, which has the data's way. Axis letters: C columns.
+Twin: jaxbench/hallucination/token_classifier.py, which has the data flow. Axis letters: C columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 
 class TokenClassifier(torch.nn.Module):
-    """Columns of tokens in, a logit a token out."""
+    """A classifier from columns of tokens to one logit per token."""
 
     def __init__(self, *, num_columns: int, d_model: int, dilations: Sequence[int], dropout: float, norm_eps: float,
                  dtype: str):  # fmt: skip
@@ -61,12 +61,12 @@ class TokenClassifier(torch.nn.Module):
 
 
 def standardised(columns: Float[Tensor, "B T C"], scale: Scale) -> Float[Tensor, "B T C"]:
-    """Columns less their mean, over their standard deviation, float32, none further than LIMIT from 0."""
+    """Standardise columns: subtract the mean, divide by the deviation, clip to +-LIMIT; float32."""
     return ((columns.float() - scale.mean) / scale.deviation).clamp(-LIMIT, LIMIT)
 
 
 def response_logits(logits: Float[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Log-odds that each response has a hallucinated token, of its tokens' log-odds; -inf where it has none."""
+    """Log-odds that each response has a hallucinated token, from its tokens' log-odds; -inf without tokens."""
     return torch.logsumexp(logits.masked_fill(~is_token, -torch.inf), dim=1) - 1.0
 
 
@@ -76,9 +76,9 @@ def predict(model: TokenClassifier, batch: Batch, *, dropout: Any = None) -> Flo
 
 
 def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
-    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32.
+    """Mean binary cross-entropy of tokens, plus RESPONSE_WEIGHT times that of responses, nats, in at least float32.
 
-    A row without tokens, which fills a batch up, is no response.
+    A row without tokens only fills up a batch, and does not count as a response.
     """
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     labels = batch.labels.to(wide.dtype)
@@ -90,7 +90,7 @@ def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
 
 
 def masked_mean(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, ""]:
-    """Mean of the numbers where `where` is true; 0 where it is nowhere."""
+    """Mean of x where `where` is true; 0 if it is true nowhere."""
     return x.masked_fill(~where, 0.0).sum() / where.sum().clamp(min=1)
 
 
@@ -102,7 +102,7 @@ def loss_fn(model: TokenClassifier, batch: Batch, *, dropout: Any = None) -> Flo
 def build(
     config: TokenConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> TokenClassifier:
-    """Classifier of a configuration holding `params`, cast to dtype.
+    """Build the classifier of a configuration with `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
@@ -113,7 +113,7 @@ def build(
 
 
 def scorer(trained: Trained) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
-    """Function from batches to token logits."""
+    """Return a function from batches to token logits."""
     model, scale = build(trained.config, trained.params), single(trained.scale)
 
     @torch.no_grad()

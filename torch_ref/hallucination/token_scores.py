@@ -1,7 +1,7 @@
-"""Scores of response tokens: what a reader's attention, feed-forward layers and logits say of each.
+"""Score response tokens from a reader's attention, feed-forward layers and logits.
 
 Twin: jaxbench/hallucination/token_scores.py. Everything is in at least float32.
-Callers switch gradients off: a switch in here would be a region of its own in every exported graph, slow to fold back.
+Callers disable gradients: doing so here would add a separate region to every exported graph, slow to fold back.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class AttentionScores(NamedTuple):
 
     external: Float[Tensor, "L N B T"]  # external context score, -1 to 1; 0 where no context token is attended to
     context_mass: Float[Tensor, "L N B T"]  # attention weight of all context tokens, 0 to 1
-    lookback: Float[Tensor, "L N B T"]  # mean weight of context tokens over the sum of it and that of generated ones
+    lookback: Float[Tensor, "L N B T"]  # c / (c + g); c, g: mean weight of context and of generated tokens
 
 
 def attention_scores(
     model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Tensor, " B"]
 ) -> AttentionScores:
-    """Scores of every head, from attention rows of the responses' tokens that are computed again.
+    """Score every head, from recomputed attention rows of the responses' tokens.
 
-    num_attended: the context tokens with the most attention, whose mean hidden state is compared with the slot's own:
-    this many, at least 1, and all that tie with the last of them.
+    num_attended: how many context tokens with the most attention have their mean hidden state compared with the slot's
+    own; at least 1, and all that tie with the last of them are included.
     """
     batch, length = responses.tokens.shape
     spans, hidden = trace.context.spans, trace.hidden.to(_wide(trace.hidden))
-    size = QUERY_TILE * (4 if torch.compiler.is_exporting() else 1)  # tiles of an exported program are all nodes of it
+    size = QUERY_TILE * (4 if torch.compiler.is_exporting() else 1)  # an exported program unrolls all its tiles
     found = []
     for layer, x, key in zip(model.layers, trace.stream[:-1], trace.keys):
         queries = layer.attention.queries(layer.attention_norm(x), trace.context)
@@ -69,7 +69,7 @@ def _of_weights(
     hidden: Float[Tensor, "B t D"],
     num_attended: Int[Tensor, " B"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three scores of one layer's attention rows."""
+    """Compute the three scores of one layer's attention rows."""
     states, num_prompt = prompt.hidden, prompt.hidden.shape[1]
     context = torch.where(prompt.is_context[:, None, None, :], weights[..., :num_prompt], 0.0)
     mass = torch.sum(context, dim=-1)
@@ -90,17 +90,17 @@ def _of_weights(
 
 
 def kth_largest(values: Float[Tensor, "B N t P"], k: Int[Tensor, " B"]) -> Float[Tensor, "B N t"]:
-    """The k-th largest of each row of values that are not negative, 1 <= k <= P."""
-    if torch.compiler.is_exporting():  # an exported program's k is a number that is not known yet
+    """Return the k-th largest of each row of non-negative values, 1 <= k <= P."""
+    if torch.compiler.is_exporting():  # during export, k is not known yet
         place = (k.long() - 1)[:, None, None, None].expand(*values.shape[:-1], 1)
         return torch.gather(torch.sort(values, dim=-1, descending=True).values, -1, place)[..., 0]
     return torch.stack([row.topk(int(count), dim=-1).values[..., -1] for row, count in zip(values, k)])
 
 
 def lens_logits(model: Any, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
-    """Logits of states behind the final norm, in at least float32.
+    """Logits of states after the final norm, in at least float32.
 
-    Differs from the twin: those of narrow weights are rounded to their type, for PyTorch multiplies so on a CPU.
+    Differs from the twin: with narrow weights, they are rounded to the weights' type, as PyTorch multiplies on a CPU.
     """
     head = model.embed.embedding.T if model.head is None else model.head.kernel
     logits = (hidden @ head).to(_wide(hidden))
@@ -111,10 +111,10 @@ def parametric_scores(
     model: Any, trace: Trace, slots: Int[Tensor, " M"], num_slots: Tensor | int
 ) -> Float[Tensor, "M L"]:
     """Parametric knowledge score of every layer: Jensen-Shannon divergence, in nats, of the logit lens before and
-    behind its feed-forward layer; 0 to ln 2.
+    after its feed-forward layer; 0 to ln 2.
 
-    slots: indices into B * T, of which the first num_slots count; the rest has zeros. Time grows with num_slots, and
-    memory with the vocabulary alone.
+    slots: indices into B * T; only the first num_slots are scored, the rest get zeros. Time grows with num_slots,
+    memory only with the vocabulary.
     """
     layers, batch, length, width = trace.middle.shape
     before = trace.middle.reshape(layers, batch * length, width)

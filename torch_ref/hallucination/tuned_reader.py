@@ -1,6 +1,6 @@
-"""Which tokens of a response are hallucinated, by a reader whose upper blocks have adapters, in PyTorch.
+"""Classify which tokens of a response are hallucinated: a reader whose upper blocks have adapters, in PyTorch.
 
-Twin: jaxbench/hallucination/tuned_reader.py, which has the data's way. Axis letters: L tuned blocks, P tokens of the
+Twin: jaxbench/hallucination/tuned_reader.py, which has the data flow. Axis letters: L tuned blocks, P tokens of the
 prompt, M responses of a row.
 """
 
@@ -26,14 +26,14 @@ from torch_ref.lora import layers
 
 
 class Batch(NamedTuple):
-    """Rows of responses behind their prompts."""
+    """Rows of responses, with their prompts' keys and values."""
 
-    stream: Float[Tensor, "B T D"]  # residual stream in front of the first tuned block
+    stream: Float[Tensor, "B T D"]  # residual stream before the first tuned block
     keys: Float[Tensor, "B L K H P"]  # of the prompt, by tuned block
     values: Float[Tensor, "B L K P H"]
     prompt_positions: Int[Tensor, "B P"]  # -1 = padding
-    positions: Int[Tensor, "B T"]  # of the responses' tokens, behind the prompt; -1 = padding
-    segments: Int[Tensor, "B T"]  # number of the response
+    positions: Int[Tensor, "B T"]  # of the responses' tokens, after the prompt; -1 = padding
+    segments: Int[Tensor, "B T"]  # index of the response in its row
     mask: Bool[Tensor, "B T"]  # True for tokens
     labels: Float[Tensor, "B T"]  # 1 = hallucinated
 
@@ -74,7 +74,7 @@ class TunedReader(torch.nn.Module):
         values = F.pad(batch.values.to(kind), (0, 0, *room))
         x = batch.stream.to(kind)
         for i, (layer, sites) in enumerate(zip(self.layers, self.sites)):
-            # A copy for each block: attention writes into it, which must not touch what others' gradients need.
+            # A copy per block: attention writes into it, and must not change what other blocks' gradients need.
             cached = tuple(each[:, i].clone().reshape(-1, *each.shape[3:]) for each in (keys, values))
             x, _ = layer(x, context, sites, cached)
         return self.head(self.final_norm(x))[:, :, 0]
@@ -86,14 +86,14 @@ def predict(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[T
 
 
 def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
-    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
+    """Mean binary cross-entropy of tokens, plus RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     labels = batch.labels.to(wide.dtype)
     of_tokens = masked_mean(F.softplus(wide) - labels * wide, batch.mask)
     numbers = torch.arange(MAX_RESPONSES, device=batch.segments.device)
     member = batch.mask[:, :, None] & (batch.segments[:, :, None] == numbers)
     is_response = member.any(dim=1)
-    member = member | ~is_response[:, None]  # a logit for those that are not there, which no mean takes
+    member = member | ~is_response[:, None]  # absent responses get a logit too, which no mean includes
     logits = torch.logsumexp(wide[:, :, None].masked_fill(~member, -torch.inf), dim=1) - 1.0
     logits = logits.masked_fill(~is_response, 0.0)
     wrong = labels[:, :, None].masked_fill(~member, 0.0).amax(dim=1)
@@ -108,7 +108,7 @@ def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[T
 def build(
     config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> TunedReader:
-    """Tuned reader of a configuration holding `params`, cast to dtype.
+    """Build the tuned reader of a configuration with `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
@@ -119,7 +119,7 @@ def build(
 
 
 def scorer(model: TunedReader) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
-    """Function from rows to token logits in float64."""
+    """Return a function from rows to token logits in float64."""
     device = model.head.kernel.device
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """A bank of recent and compressed states with a gated read, in PyTorch. Twin: jaxbench/memory/bank.py.
 
-How it works, its sources and axis letters: the twin's opening.
+How it works, its sources and axis letters: see the twin's module docstring.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class BankState(NamedTuple):
     num_slots: Int[Tensor, " B"]
     use: Float[Tensor, "B S"]  # attention mass from the current block: sum over its tokens, mean over heads
     mass: Float[Tensor, "B S"]  # exponential moving average over blocks of use / C
-    age: Int[Tensor, "B M"]  # blocks written since the slot was
+    age: Int[Tensor, "B M"]  # blocks written since the slot was written
     evicted: Int[Tensor, " B"]  # slots dropped so far
-    cosine: Float[Tensor, " B"]  # of attention outputs: last compressed block against the same block uncompressed
+    cosine: Float[Tensor, " B"]  # of attention outputs: last compressed block versus the same block uncompressed
     pending: Float[Tensor, "B C D"]  # tokens of an unfinished block
     count: Int[Tensor, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Tensor, " B"]  # tokens compressed so far
 
     @property
     def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return (self.slots,)
 
 
@@ -50,10 +50,10 @@ def attend(
     *,
     page: int,
 ) -> tuple[Float[Tensor, "B T N H"], Float[Tensor, "B N T S"]]:
-    """Softmax attention to the filled entries: outputs and attention weights, zeros where no entry is filled.
+    """Attend to the filled entries with softmax: outputs and attention weights, zeros where no entry is filled.
 
-    Sums run page after page of `page` entries (S is a multiple of it), so that unfilled pages behind the others change
-    no bit of the result.
+    Sums run over one page of `page` entries after another (S is a multiple of it), so that unfilled pages after the
+    others leave the result bit-identical.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (x.to(wide) for x in (query, key, value))
@@ -78,7 +78,7 @@ def append(
 ) -> Shaped[Tensor, "B S ..."]:
     """Append a block to a first-in, first-out queue of S entries, which drops its oldest where the block does not fit.
 
-    The queue is filled from the left; of the block, the first num_added entries are appended, None = all.
+    The queue is filled from the left; the block's first num_added entries are appended, None = all.
     """
     capacity = entries.shape[1]
     num_added = block.shape[1] if num_added is None else num_added
@@ -194,10 +194,10 @@ class Bank(torch.nn.Module):
     def _read_blocks(
         self, x: Float[Tensor, "B T D"], state: BankState, num_tokens: Int[Tensor, " B"], num_blocks: int
     ) -> tuple[Float[Tensor, "B T N H"], BankState, Float[Tensor, ""]]:
-        """Read the first num_tokens of each row, block after block, and write every block that is full.
+        """Read the first num_tokens of each row, block by block, and write every block that is full.
 
         A row is laid out as its pending tokens, then the new ones, then zeros, and cut into blocks of C tokens. Each
-        block reads the bank as it was before the block. What is left of the last block is pending afterwards.
+        block reads the bank as it was before the block. The tokens of an unfinished last block are pending afterwards.
         """
         size, length, num_pending = self.block_size, x.shape[1], state.count
         end = (num_pending + num_tokens)[:, None]
@@ -231,7 +231,7 @@ class Bank(torch.nn.Module):
     def _read(
         self, x: Float[Tensor, "B T D"], is_query: Bool[Tensor, "B T"], state: BankState
     ) -> tuple[Float[Tensor, "B T N H"], BankState]:
-        """Attention read-out of the bank, zeros where a token is no query; its weights are added to the state's use."""
+        """Attend to the bank, zeros where a token is not a query; add the attention weights to the state's use."""
         entries = torch.cat([state.recent, state.slots], dim=1).to(x.dtype)
         parts = zip(self.capacities, (state.num_recent, state.num_slots), strict=True)
         is_filled = [torch.arange(size, device=x.device)[None, :] < num_filled[:, None] for size, num_filled in parts]
@@ -246,19 +246,19 @@ class Bank(torch.nn.Module):
     def _write(
         self, state: BankState, block: Float[Tensor, "B C D"], is_full: Bool[Tensor, " B"]
     ) -> tuple[BankState, Float[Tensor, " 2"]]:
-        """Write a block in the rows where it is full: it joins the recent blocks, whose oldest becomes slots.
+        """Write a block in the rows where it is full; if the recent blocks are full, compress the oldest into slots.
 
-        Beside the state come (sum, number) of the reconstruction losses of the blocks that were compressed.
+        Also return (sum, number) of the reconstruction losses of the blocks that were compressed.
         """
         size, (num_recent, num_slots) = self.block_size, self.capacities
-        # Attention mass: moving average over blocks of what an entry got from each token of this block.
+        # Attention mass: moving average over blocks of the attention that an entry got per token of this block.
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
         # Compression of the oldest recent block, in rows whose recent blocks leave no room for another.
         oldest, oldest_mass = state.recent[:, :size], mass[:, :size]
         slots, num_added = self._allocate_slots(self._compress(oldest, oldest_mass))
         loss, cosine = self._reconstruction(block, oldest, oldest_mass)
         is_compressed = is_full & (state.num_recent == num_recent)
-        num_needed = state.num_slots + num_added  # slots, were there no limit
+        num_needed = state.num_slots + num_added  # slots, if there were no limit
 
         def pushed(queue: Shaped[Tensor, "B M ..."], new: Shaped[Tensor, "B K ..."]) -> Shaped[Tensor, "B M ..."]:
             return layout.select_rows(is_compressed, append(queue, state.num_slots, new, num_added), queue)
@@ -285,9 +285,9 @@ class Bank(torch.nn.Module):
     def _allocate_slots(self, fine: Float[Tensor, "B K D"]) -> tuple[Float[Tensor, "B K D"], Int[Tensor, " B"]]:
         """Slots of a compressed block, filled from the left, and their number in each row.
 
-        Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
-        where its surprise, 1 - cosine to the state before it, is above min_surprise by more than rounding; a slot is
-        the mean of its run.
+        Without min_surprise, every compressed state is a slot. With it (adaptive compression), a state starts a new
+        slot where its surprise, 1 - cosine to the state before it, exceeds min_surprise by more than rounding error; a
+        slot is the mean of its run of states.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -323,8 +323,8 @@ class Bank(torch.nn.Module):
     ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
         """Attention-reconstruction loss of each row, and the cosine of the attention outputs that it compares.
 
-        A block's queries attend to the oldest recent block, and to the slots that it becomes. Queries, states and
-        projections get no gradient, so that the loss trains the compression alone.
+        The block's queries attend to the oldest recent block and, separately, to the slots made from it. Queries,
+        states and projections get no gradient, so that the loss trains only the compression.
         """
         block, oldest = block.detach(), oldest.detach()
         kernels = [proj.kernel.detach() for proj in (self.q_proj, self.k_proj, self.v_proj)]

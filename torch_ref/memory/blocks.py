@@ -1,6 +1,6 @@
 """Blocks of attention and memory (Titans, section 4; attention with a bank), in PyTorch.
 
-Twin: jaxbench/memory/blocks.py. What blocks are, and how they differ from the paper: the twin's opening.
+Twin: jaxbench/memory/blocks.py. What blocks are, and how they differ from the paper: see its docstring.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class BlockState(NamedTuple):
 
     @property
     def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return tuple(x for x in pytree.tree_leaves(self) if x is not None and x.is_floating_point())
 
 
-Answer = tuple[Stream, BlockState]  # a block's output, and the state behind it
+Answer = tuple[Stream, BlockState]  # a block's output, and the state after it
 
 
 class Block(torch.nn.Module):
@@ -65,7 +65,7 @@ class Block(torch.nn.Module):
         is_token: Bool[Tensor, "B T"] | None = None,
         learn: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
-        """Output of the block at each token, which is added to the residual stream.
+        """Compute the block's output at each token, which is added to the residual stream.
 
         Arguments, results and errors are the twin's.
         """
@@ -140,7 +140,7 @@ class Block(torch.nn.Module):
         return attention_out * torch.sigmoid(self.memory_norm(memory_out).to(wide)).to(attention_out.dtype)
 
     def _as_context(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
-        """Memory as context (Titans, eq. 21 to 25), segment after segment."""
+        """Memory as context (Titans, eq. 21 to 25), segment by segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
@@ -188,7 +188,7 @@ class Block(torch.nn.Module):
         # Eq. 24 and 25: M_t = M_(t-1)(y) is written and read at once, o = y * M_t(y).
         memory_out, memory = self.memory(attention_out, memory, is_token=is_token, learn=learn, within_chunk=True)
         local = attention.advance(local, is_new)
-        # Where the memory did not learn all of a segment, its chunk ends with the segment all the same.
+        # The memory's chunk ends with the segment, even where the memory did not learn all of it.
         is_done = local.count == 0
         anchor = layout.select_rows(is_done, memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=torch.where(is_done, 0, memory.count))

@@ -1,6 +1,6 @@
 """One chunk of Titans' neural memory in closed form: pure functions of arrays. Twin: jaxbench/memory/chunk.py.
 
-The formulas, whose names the code has, and the axis letters: the twin's opening.
+The formulas, whose names the code uses, and the axis letters: see the twin's module docstring.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Rule(NamedTuple):
 
 
 class Surprise(NamedTuple):
-    """Gradients of each token's associative loss, as factors: that by kernel l is inputs[l]^T deltas[l]."""
+    """Gradients of each token's associative loss, as factors: for kernel l, inputs[l]^T deltas[l]."""
 
     inputs: tuple[Float[Tensor, "E T I"], ...]  # of each layer
     deltas: tuple[Float[Tensor, "E T O"], ...]  # gradients at each layer's output
-    gain: Float[Tensor, "E T H"] | None  # gradient by the residual norm's gain
+    gain: Float[Tensor, "E T H"] | None  # gradient with respect to the residual norm's gain
 
 
 class Coefficients(NamedTuple):
@@ -64,10 +64,10 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
-    """Coefficients beta, f, P, C and E of a chunk's tokens, from their decay gates.
+    """Compute coefficients beta, f, P, C and E of a chunk's tokens from their decay gates.
 
-    They are those of every token, or with read = "chunk" of the last one alone, [E 1 ...] each. Ratios are exponentials
-    of differences of cumulative sums of logarithms, so they never over- or underflow.
+    They cover every token, or with read = "chunk" only the last one, [E 1 ...] each. Ratios are exponentials of
+    differences of cumulative sums of logarithms, so they never over- or underflow.
     """
     tokens = _without_padding(tokens)
     length, theta = tokens.theta.shape[1], tokens.theta
@@ -75,7 +75,7 @@ def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
     beta, retained = _cumulative_products(tokens.log_keep, first, theta)
     retained = retained.expand(len(theta), *retained.shape[1:])
     if tokens.is_token is not None:
-        # W_t takes in S_t at tokens, never at padding.
+        # W_t adds S_t at tokens, never at padding.
         retained = torch.where(tokens.is_token[:, None, :], retained, torch.zeros((), dtype=theta.dtype))
     if tokens.log_eta is None:
         last = (torch.arange(length, device=theta.device) == length - 1).to(theta.dtype)
@@ -121,7 +121,7 @@ def activate(kind: str, z: Float[Tensor, "E T I"]) -> Float[Tensor, "E T I"]:
 
 
 def activation_derivative(kind: str, z: Float[Tensor, "E T I"]) -> Float[Tensor, "E T I"]:
-    """Derivative of `activate` by its input."""
+    """Derivative of `activate` with respect to its input."""
     if kind == "silu":
         gate = torch.sigmoid(z)
         return gate * (1.0 + z * (1.0 - gate))
@@ -156,7 +156,7 @@ def recall(weights: Weights, query: Float[Tensor, "E T H"], rule: Rule) -> Float
 def surprise(
     weights: Weights, key: Float[Tensor, "E T H"], value: Float[Tensor, "E T H"], rule: Rule
 ) -> tuple[Surprise, Float[Tensor, "E T"]]:
-    """Gradient of each token's associative loss ||M_W(k) - v||^2 by W (Titans, eq. 12 and 16), and its squared norm."""
+    """Gradient in W of each token's associative loss ||M_W(k) - v||^2 (Titans, eq. 12 and 16), and its squared norm."""
     inputs, hidden = [key], []
     for i, kernel in enumerate(weights.kernels):
         if i:
@@ -171,7 +171,7 @@ def surprise(
         scale = 1.0 + weights.gain[:, None, :]
         error = factor * (normal * scale + key - value)
         gain, scaled = error * normal, error * scale
-        # The part of the gradient along the mean and along the normalised output, which LayerNorm takes away.
+        # The part of the gradient along the mean and along the normalised output, which LayerNorm removes.
         projected = torch.mean(scaled, dim=-1, keepdim=True) + normal * torch.mean(
             scaled * normal, dim=-1, keepdim=True
         )
@@ -245,7 +245,7 @@ def _write(
     shares: tuple[Float[Tensor, "E T"], Float[Tensor, "E T"]],
     last: Coefficients,
 ) -> tuple[Float[Tensor, "E I O"], Float[Tensor, "E I O"]]:
-    """One kernel and its momentum behind the chunk's last token T: W_T and S_T of the module's formulas.
+    """One kernel and its momentum after the chunk's last token T: W_T and S_T of the module's formulas.
 
     shares: C[T, i] theta_i and E[T, i] theta_i, the weights in W_T and S_T of the gradient u_i = inputs_i^T deltas_i;
     last: the coefficients of token T, [E] each.

@@ -1,7 +1,7 @@
 """Memory layers of the decoder, in PyTorch. Twin: jaxbench/memory/decoder.py.
 
-A layer's attention gives way to a block with memory (blocks.py), or a memory is inserted beside it, behind a gate that
-is 0 at the start. Padding changes no memory; each document of a row has a memory of its own.
+A block with memory (blocks.py) replaces a layer's attention, or a memory is inserted in parallel to the attention,
+with a gate that starts at 0. Padding changes no memory; each document of a row has its own memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch_ref.training import optimizer_step
 
 
 class LayerMemory(NamedTuple):
-    """What one layer's memory hands on."""
+    """State and loss of one layer's memory after a call."""
 
-    state: BlockState | None  # None behind rows of several documents
+    state: BlockState | None  # None after rows that may hold several documents
     loss: Float[Tensor, ""]  # of a bank's compression, in this call
 
 
 class MemoryLayer(transformer.Block):
-    """Residual block whose attention is a block with memory, or has a memory beside it."""
+    """Residual block whose attention is replaced by a block with memory, or has a memory in parallel."""
 
     def __init__(self, config: MemoryTransformerConfig, compute: Compute):
         super().__init__(config, compute)
@@ -52,7 +52,7 @@ class MemoryLayer(transformer.Block):
     def _mix(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor | None, Tensor | None, LayerMemory]]:
-        """Attention output, memory's added, and the layer's keys, values and memory."""
+        """Compute the memory's output, gated and added to attention's with insert; also the layer's cache entries."""
         state = None if cached is None else cached[2].state
         if cached is not None and state is None:
             raise ValueError(
@@ -68,9 +68,9 @@ class MemoryLayer(transformer.Block):
     def recall(
         self, x: Float[Tensor, "B T D"], context: Context, state: BlockState | None
     ) -> tuple[Float[Tensor, "B T D"], LayerMemory]:
-        """Memory output of a call's tokens, and the memory behind them.
+        """Compute the memory output of a call's tokens, and the memory after them.
 
-        Documents beyond the first max_documents of a row have no memory: they are answered with zeros.
+        Documents beyond the first max_documents of a row have no memory: their outputs are zeros.
         """
         is_token, num_documents = context.spans.query_positions >= 0, self.max_documents
         if context.spans.query_segments is None or state is not None:
@@ -85,7 +85,7 @@ class MemoryLayer(transformer.Block):
 
 
 def documents(segments: Int[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Index of each token's document in its row, from 0; -1 for padding, which parts no document."""
+    """Index of each token's document in its row, from 0; -1 for padding, which does not split a document."""
     ordered = layout.gathered(segments, torch.argsort((~is_token).to(torch.int32), dim=1, stable=True))
     is_next = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
     place = (torch.cumsum(is_token, dim=1) - 1).clamp(min=0)
@@ -93,18 +93,18 @@ def documents(segments: Int[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> In
 
 
 def make_layer(config: MemoryTransformerConfig, index: int, compute: Compute) -> transformer.Block:
-    """Layer of a decoder, with memory where the configuration says so."""
+    """Make a layer of a decoder, with memory if the configuration gives it one."""
     return (MemoryLayer if config.has_memory(index) else transformer.Block)(config, compute)
 
 
 def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **compute: Any) -> transformer.Transformer:
-    """Decoder with the memory layers that its configuration has; arguments and errors are transformer.build's."""
+    """Build a decoder with its configuration's memory layers; arguments and errors: transformer.build."""
     return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **compute)
 
 
 @torch.no_grad()
 def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig) -> dict[int, BankState]:
-    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
+    """States of a decoder's banks after a batch's rows, by layer; each row is read as one document.
 
     params is the model, graph is unused.
     """
@@ -117,7 +117,7 @@ def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig)
 
 
 def extension(memory: DecoderMemory | None) -> Extension:
-    """What a decoder with this memory adds to the core's programs; nothing where memory is None."""
+    """Return what a decoder with this memory adds to the core's programs; nothing if memory is None."""
     if memory is None:
         return Extension()
     watched = {} if memory.bank is None else {"watch": bank_states, "scalars": bank_config.scalars}

@@ -1,6 +1,6 @@
 """Layout of rows, heads and chunks in arrays; the rematerialised scan over chunks. Twin: jaxbench/memory/layout.py.
 
-Axis letters: E memories, a row's heads side by side (B * N); C token slots of a chunk; L chunks.
+Axis letters: E memories, rows and heads merged (B * N); C token slots of a chunk; L chunks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
+NESTED_FROM = 32  # from this many chunks on, rematerialisation is nested: groups of chunks, chunks of a group
 
 
 def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
-    """Apply a function to the leaves of trees of one structure; None is no leaf."""
+    """Apply a function to the leaves of trees of the same structure; None is not a leaf."""
     first = trees[0]
     if first is None:
         return None
@@ -31,7 +31,7 @@ def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def gathered(x: Shaped[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Shaped[Tensor, "B S ..."]:
-    """Gather entries along axis 1, each row by indices of its own."""
+    """Gather entries along axis 1, each row by its own indices."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
@@ -120,13 +120,13 @@ def _scan(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) 
 
 
 def group_size(num_chunks: int) -> int:
-    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it where one is near."""
+    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it if one is near."""
     root = math.isqrt(num_chunks)
     return next((size for size in range(root, root // 2, -1) if num_chunks % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:
-    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes what lies inside."""
+    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes the values inside."""
     if not torch.is_grad_enabled():
         return read(carry, chunk)
     return checkpoint(read, carry, chunk, use_reentrant=False, preserve_rng_state=False)

@@ -1,6 +1,6 @@
 """Titans' neural memory as a layer, in PyTorch. Twin: jaxbench/memory/neural.py.
 
-How it works, its source and axis letters: the twin's opening.
+How it works, its source and axis letters: see the twin's module docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2nor
 
 
 class NeuralState(NamedTuple):
-    """Recurrent state of rows' memories, of one size whatever was read; kernels are [B N I O], gains [B N H]."""
+    """Recurrent state of rows' memories, of constant size; kernels are [B N I O], gains [B N H]."""
 
     weights: Weights
     momentum: Weights
@@ -34,7 +34,7 @@ class NeuralState(NamedTuple):
 
     @property
     def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
-        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        """Arrays whose mean squares are added to the loss of parity cases (target.py), so that gradients reach them."""
         return (*self.weights.kernels, *self.momentum.kernels)
 
 
@@ -46,7 +46,7 @@ class Projections(NamedTuple):
     """Projections of a call's tokens; the fields of Tokens are [B T N ...], not yet cut into chunks."""
 
     tokens: Tokens
-    gate: Float[Tensor, "B T I"] | None  # output gate; None = none
+    gate: Float[Tensor, "B T I"] | None  # output gate; None = no gate
     tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
 
 
@@ -58,7 +58,7 @@ class Conv(torch.nn.Module):
         self.kernel = _zeros(size, features, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "B S I"]) -> Float[Tensor, "B T I"]:
-        """Convolve x, whose first size - 1 tokens stand before the first output: S = T + size - 1."""
+        """Convolve x, whose first size - 1 tokens precede the first output: S = T + size - 1."""
         size = self.kernel.shape[0]
         length = x.shape[1] - size + 1
         return sum(self.kernel[i] * x[:, i : i + length] for i in range(size))
@@ -91,7 +91,7 @@ class Network(torch.nn.Module):
 
 
 class NeuralMemory(torch.nn.Module):
-    """Titans' neural memory: a network whose weights are trained on what it reads, at inference as in training."""
+    """Titans' neural memory: a network whose weights are trained on what it reads, in training and at inference."""
 
     def __init__(self, config: NeuralMemoryConfig, *, dtype: str):
         super().__init__()
@@ -129,7 +129,7 @@ class NeuralMemory(torch.nn.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state after them.
 
         Arguments, results and errors are the twin's.
         """
@@ -153,7 +153,7 @@ class NeuralMemory(torch.nn.Module):
         return layout.restore_padding(out, is_token), state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
-        """State of rows that have read nothing but the persistent tokens."""
+        """State of rows that have read only the persistent tokens."""
         state = self._blank(batch_size)
         if self.persistent is None:
             return state
@@ -201,7 +201,7 @@ class NeuralMemory(torch.nn.Module):
             )
 
     def _read_whole(self, x: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-        """Read sequences from their start, behind the persistent tokens."""
+        """Read sequences from their start, after the persistent tokens."""
         state = self._blank(len(x))
         if self.persistent is None:
             return self._read_rows(x, state)
@@ -239,12 +239,12 @@ class NeuralMemory(torch.nn.Module):
     def _learn(
         self, anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, coeffs: chunk.Coefficients | None
     ) -> tuple[Float[Tensor, "E C H"], Weights, Weights]:
-        """Write a chunk and read it, as chunk.learn; without its gate the momentum stays what it was, zeros."""
+        """Write and read a chunk, as chunk.learn; without the eta gate, momentum stays zero."""
         output, weights, moved = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
         return output, weights, momentum if self.eta is None else moved
 
     def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
-        """Coefficients of all chunks at once, [L E ...]: they depend on the gates alone."""
+        """Coefficients of all chunks at once, [L E ...]: they depend only on the gates."""
         coeffs = chunk.coefficients(layout.tree_map(layout.merge_heads, chunks), read=self.rule.read)
         return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), coeffs)
 
@@ -256,7 +256,7 @@ class NeuralMemory(torch.nn.Module):
         A row may begin inside a chunk: its tokens are shifted by state.count slots, so that chunks of all rows align.
         """
         length = tokens.theta.shape[1]
-        # Tokens that do not cross the end of a chunk, such as a single one, may lie anywhere in theirs.
+        # Tokens that do not cross the end of a chunk, such as a single one, may be anywhere in theirs.
         size = length if within_chunk else self.chunk_size
         num_chunks = 1 if within_chunk else -(-(length + size - 1) // size)
         offset = torch.zeros_like(state.count) if within_chunk else state.count
@@ -285,7 +285,7 @@ class NeuralMemory(torch.nn.Module):
         return read_out, NeuralState(weights, momentum, anchor, count, state.tail)
 
     def _read_only(self, query: Float[Tensor, "B T N H"], state: NeuralState) -> Float[Tensor, "B T N H"]:
-        """Read-out of the state's weights as they are; nothing is written."""
+        """Read out the state's weights; nothing is written."""
         weights = state.anchor if self.rule.read == "chunk" else state.weights
         read_out = chunk.recall(layout.tree_map(layout.merge_heads, weights), layout.heads_first(query), self.rule)
         return layout.tokens_first(read_out, self.num_heads)
@@ -320,7 +320,7 @@ class NeuralMemory(torch.nn.Module):
         self, conv: Conv | None, x: Float[Tensor, "B T I"], before: Float[Tensor, "B J I"],
         num_tokens: Int[Tensor, " B"] | None,
     ) -> tuple[Float[Tensor, "B T I"], Float[Tensor, "B J I"]]:  # fmt: skip
-        """Convolve a projection behind the K - 1 inputs before it; also the last K - 1 for the call that follows."""
+        """Convolve a projection after the K - 1 inputs before it; also return the last K - 1 for the next call."""
         if conv is None:
             return x, before
         inputs, length = torch.cat([before.to(x.dtype), x], dim=1), x.shape[1]
@@ -333,7 +333,7 @@ class NeuralMemory(torch.nn.Module):
     def _output(
         self, read_out: Float[Tensor, "B T N H"], gate: Float[Tensor, "B T I"] | None
     ) -> Float[Tensor, "B T D"]:
-        """Output projection of the heads' read-outs, normalised and gated first where there is a gate."""
+        """Output projection of the heads' read-outs, normalised and gated first if there is a gate."""
         flat = read_out.to(self.o_proj.kernel.dtype).reshape(*read_out.shape[:2], -1)
         if gate is not None:
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))

@@ -1,7 +1,7 @@
 """Grow or shrink the slots of a bank's state, in PyTorch. Twin: jaxbench/memory/resize.py.
 
-No parameter depends on the number of slots: a model built with another memory_slots and the same parameters goes on
-from the resized state. A state is kept in a checkpoint by its fields' names, `state._asdict()`.
+No parameter depends on the number of slots: a model built with another memory_slots and the same parameters can
+resume from the resized state. A checkpoint stores a state by its field names, `state._asdict()`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch_ref.memory.bank import BankState
 
 
 def grow_slots(state: BankState, number: int) -> BankState:
-    """Add `number` empty slots to a bank's state, whose read-outs do not change by a bit.
+    """Add `number` empty slots to a bank's state; its read-outs stay bit-identical.
 
     Arguments, results and errors are the twin's.
     """
@@ -32,7 +32,7 @@ def grow_slots(state: BankState, number: int) -> BankState:
 def shrink_slots(state: BankState, number: int) -> BankState:
     """Remove `number` slots from a bank's state: empty ones first, then those with the least attention mass.
 
-    The newest, which nothing has attended to yet, go last.
+    The newest, which nothing has attended to yet, are removed last.
 
     Arguments, results and errors are the twin's.
     """
@@ -41,9 +41,9 @@ def shrink_slots(state: BankState, number: int) -> BankState:
         raise ValueError(f"shrink_slots: number={number} is outside [0, {capacity}), the bank has {capacity} slots")
     num_recent, left = state.recent.shape[1], capacity - number
     is_filled = torch.arange(capacity, device=state.slots.device)[None, :] < state.num_slots[:, None]
-    # Nothing has attended to the newest slots yet, so that their mass of 0 says nothing.
+    # Nothing has attended to the newest slots yet, so their mass of 0 is no evidence against them.
     mass = state.mass[:, num_recent:].masked_fill(state.age == 0, torch.inf).masked_fill(~is_filled, -1.0)
-    # The slots of the most mass in their old order; of equal mass the later ones.
+    # The slots with the most mass, in their old order; at equal mass, the later ones.
     best = torch.argsort(mass.flip(1), dim=1, stable=True, descending=True)[:, :left]
     kept = (capacity - 1 - best).sort(dim=1).values
     # Where slots are empty, the filled ones come first, so that kept slots stay filled from the left.

@@ -1,6 +1,6 @@
-"""Sliding-window attention with a state of one size, in PyTorch. Twin: jaxbench/memory/sliding_window.py.
+"""Sliding-window attention with a state of fixed size, in PyTorch. Twin: jaxbench/memory/sliding_window.py.
 
-How blocks, windows and the state lie, and the axis letters: the twin's opening.
+Layout of blocks, windows and the state, and the axis letters: see the twin's module docstring.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LocalAttention(torch.nn.Module):
         linear = functools.partial(nn.Linear, use_bias=False, dtype=dtype)
         self.q_proj = linear(c.d_model, c.num_heads * c.head_dim)
         self.k_proj, self.v_proj = (linear(c.d_model, c.num_kv_heads * c.head_dim) for _ in range(2))
-        # A bank's gate mixes the heads and projects them itself.
+        # With a bank, the bank mixes the heads and projects them.
         self.o_proj = None if c.kind == "bank" else linear(c.num_heads * c.head_dim, c.d_model)
         persistent = torch.zeros(c.num_persistent, c.d_model, dtype=getattr(torch, dtype)) if c.num_persistent else None
         self.persistent = None if persistent is None else torch.nn.Parameter(persistent)
@@ -101,7 +101,7 @@ class LocalAttention(torch.nn.Module):
         *,
         is_token: Bool[Tensor, "B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T ..."], LocalState]:
-        """Attention output at each token: projected [B T D], or the heads [B T N H] beside a bank.
+        """Attention output at each token: projected [B T D], or with a bank the heads [B T N H].
 
         Arguments, results and errors are the twin's.
         """
@@ -193,7 +193,7 @@ class LocalAttention(torch.nn.Module):
         batch_size, length = query.shape[:2]
         slots = torch.arange(self.window, device=query.device)[None, :].expand(batch_size, -1)
         query_slots = state.count[:, None] if length == 1 else slots
-        # What a query attends to, [B T C]: its own block causally; of the previous block what the window still covers.
+        # What a query attends to, [B T C]: its own block causally; the previous block as far as the window covers it.
         is_past = slots[:, None, :] <= query_slots[:, :, None]
         is_other = is_past if is_recalled else ~is_past & state.has_other[:, None, None]
         # The previous block has positions 0 .. C - 1, the current one C .. 2 C - 1, a recalled token that of its slot.

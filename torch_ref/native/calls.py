@@ -1,7 +1,7 @@
 """The native kernels as PyTorch operators: products of packed weights and whole decode steps, on CPUs.
 
-Twin: jaxbench/native/calls.py. The operators jaxbench::linear, embed, largest and decode call the library that JAX
-calls, through ctypes, with threads of its own (src/team.c).
+Twin: jaxbench/native/calls.py. The operators jaxbench::linear, embed, largest and decode call the same library through
+ctypes; it has its own threads (src/team.c).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PackedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class BlockWeights:
-    """A layer's arrays; None where there is none."""
+    """A layer's arrays; None if there is none."""
 
     norms: tuple[tuple[Tensor | None, Tensor | None], ...]  # scale and bias, in the order of library.NORMS
     matrices: tuple[UInt8[Tensor, " bytes"] | None, ...]  # in the order of library.MATRICES
@@ -46,7 +46,7 @@ class BlockWeights:
 
 
 class _Steps(NamedTuple):
-    """The calls of a decoder's blocks, prepared once for a cache; the caller holds what they point to."""
+    """The calls of a decoder's blocks, prepared once for a cache; the caller keeps the arrays that they point to."""
 
     calls: ctypes.Array
     is_local: ctypes.Array
@@ -56,7 +56,7 @@ class _Steps(NamedTuple):
     threads: int
 
 
-_steps = threading.local()  # `last`: of the thread's last cache; the operator takes what its thread has prepared
+_steps = threading.local()  # `last`: for the thread's last cache; the operator uses the calls that its thread prepared
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def register() -> None:
     """Define the operators.
 
     Raises:
-      NotAvailable: the library cannot be had here.
+      NotAvailable: the library is not available here.
     """
     handlers = library.load()
     assert ctypes.sizeof(library.BlockCall) == handlers.jaxbench_block_call_bytes()
@@ -89,13 +89,13 @@ def register() -> None:
     }  # fmt: skip
     for name, function in functions.items():
         operators.impl(name, functools.partial(function, handlers), "CPU")
-    register.kept = operators  # operators go with their Library
+    register.kept = operators  # operators vanish with their Library
 
 
 def linear(
     x: Float[Tensor, "*rows I"], weights: PackedWeights, bias: Float[Tensor, " O"] | None, settings: Settings
 ) -> Float[Tensor, "*rows O"]:
-    """Affine map of the last axis by a packed matrix; float32 in and out, whatever the type of x."""
+    """Affine map of the last axis by a packed matrix; x is cast to float32, and the result is float32."""
     format = formats.FORMATS.index(weights.format)
     rows = x.reshape(-1, weights.inputs).float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -106,7 +106,7 @@ def linear(
 
 
 def embed(tokens: Int[Tensor, "..."], weights: PackedWeights) -> Float[Tensor, "... D"]:
-    """Rows of a packed embedding, dequantised."""
+    """Look up rows of a packed embedding, dequantised."""
     flat, format = tokens.reshape(-1).int().contiguous(), formats.FORMATS.index(weights.format)
     rows = torch.ops.jaxbench.embed(flat, weights.data, weights.inputs, weights.outputs, format)
     return rows.reshape(*tokens.shape, weights.inputs)
@@ -115,15 +115,15 @@ def embed(tokens: Int[Tensor, "..."], weights: PackedWeights) -> Float[Tensor, "
 def norm(
     x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"] | None, *, eps: float
 ) -> Float[Tensor, "*rows D"]:
-    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in
-    any batch.
+    """RMSNorm of each row, or LayerNorm if there is a bias: normalised, times scale, plus bias; bit-identical in any
+    batch.
     """
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     return torch.ops.jaxbench.norm(rows, scale, bias, eps).reshape(x.shape)
 
 
 def largest(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    """Index of each row's largest value, the lowest index of equal ones; the first NaN if there is one."""
     return torch.ops.jaxbench.largest(logits.float().contiguous())
 
 
@@ -135,7 +135,7 @@ def draw(
     step: int | Tensor,
     row_ids: Int[Tensor, " B"],
 ) -> Int[Tensor, " B"]:
-    """Token of each row as torch_ref.sample.draw draws it: noise only for tokens that can still be the largest."""
+    """Sample a token per row like torch_ref.sample.draw, with noise only for tokens that can still be the largest."""
     if sampling.temperature == 0.0:
         return largest(logits)
     return torch.ops.jaxbench.draw(
@@ -183,7 +183,7 @@ def _largest(handlers, logits) -> Tensor:
 def _draw(handlers, logits, key, step, row_ids, temperature, top_p, min_p, top_k) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int32)
     how = library.Sampling(temperature, top_p, min_p, top_k, philox.site_id("sample"))
-    halves = key.to(torch.int64).to(torch.int32).contiguous()  # the low 32 bits of each, whatever type holds them
+    halves = key.to(torch.int64).to(torch.int32).contiguous()  # the low 32 bits of each, in any type
     threads = torch.get_num_threads() if len(logits) > 1 else 1
     if handlers.jaxbench_draw(
         logits.data_ptr(), *logits.shape, halves.data_ptr(), step, row_ids.data_ptr(), ctypes.byref(how), threads,
@@ -206,7 +206,7 @@ def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sin
 
 
 def _prepare(layers, cache, table, configs, settings) -> _Steps:
-    """Calls of all blocks on one cache."""
+    """Prepare the calls of all blocks on one cache."""
     calls = (library.BlockCall * len(layers))()
     for i, (call, weights, config) in enumerate(zip(calls, layers, configs, strict=True)):
         _fill_sizes(call, config, settings)
@@ -251,13 +251,13 @@ def blocks(
     configs: Sequence[TransformerConfig],
     settings: Settings,
 ) -> tuple[Float[Tensor, "R D"], tuple[tuple[Tensor, ...], ...]]:
-    """All layers for tokens, one a row: residual stream behind them, and the pages with the tokens written in place.
+    """Run all layers on tokens, one per row: the residual stream after them, and the pages, written in place.
 
-    Differs from the twin, which calls block by block: between two of them PyTorch would spend longer than in them.
+    Differs from the twin, which calls block by block: PyTorch would spend more time between two blocks than in them.
 
     Raises:
-      ValueError: more than library.MAX_ROWS rows, not a position and a line of the table for each, or pages of a type
-        that no cache has.
+      ValueError: more than library.MAX_ROWS rows, not one position and one line of the table per row, or pages of a
+        type that no cache has.
     """
     library.check_rows(x.shape[0], positions.shape[0], table.shape[0], _dtype_name(cache[0][0]))
     last = getattr(_steps, "last", None)

@@ -14,7 +14,7 @@ from torch_ref.native import calls, paged, run
 
 
 class NativeTransformer(torch.nn.Module):
-    """A decoder whose decode steps are native calls; what a Generator takes."""
+    """A decoder whose decode steps are native calls, for use in a Generator."""
 
     draw = staticmethod(calls.draw)
 
@@ -24,7 +24,7 @@ class NativeTransformer(torch.nn.Module):
         super().__init__()
         config = checkpoint.config
         self.weights, self.settings = run.device_weights(checkpoint), settings
-        self.register_buffer("embedding", self.weights.embed.data)  # says on which device the model is
+        self.register_buffer("embedding", self.weights.embed.data)  # shows the model's device
         self.configs = tuple(config.at_layer(i) for i in range(config.num_layers))
         self.dtype, self.cache_dtype = "float32", cache_dtype
         self.max_seq_len, self.vocab_size = config.max_seq_len, config.vocab_size
@@ -40,8 +40,8 @@ class NativeTransformer(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
         """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions;
-        without positions they are 0, 1, ... in every row. vectors: of tokens past the vocabulary.
+        slot is not used: a token's slot in the pages follows from its position. Without a cache, one is made for T
+        positions; without positions they are 0, 1, ... in every row. vectors: embeddings of tokens past the vocabulary.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], dtype=torch.int32).expand(*tokens.shape)
@@ -57,7 +57,7 @@ class NativeTransformer(torch.nn.Module):
 def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
-    """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
+    """Build a decoder on a packed checkpoint, like jaxbench.native.model.build."""
     settings = checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     return NativeTransformer(checkpoint, cache_dtype, settings).eval()

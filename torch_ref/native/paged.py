@@ -1,4 +1,4 @@
-"""The cache of the native kernels: pages of positions, keys and values head by head.
+"""The cache of the native kernels: pages of positions, with keys and values head by head.
 
 Twin: jaxbench/native/paged.py.
 """
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from jaxbench.config import TransformerConfig
 
-PAGE_SIZE = 64  # positions of a page, a multiple of the 64 that a kernel attends to at once
-LANES = 16  # heads are filled up to whole vectors
+PAGE_SIZE = 64  # positions per page, a multiple of the 64 that a kernel attends to at once
+LANES = 16  # heads are padded to whole vectors
 
 
 class PagedCache(NamedTuple):
     """Pages of every layer. int8: values are page * scale."""
 
-    keys: tuple[Float[Tensor, "pages K W page_size"], ...]  # positions side by side, as scores are computed
+    keys: tuple[Float[Tensor, "pages K W page_size"], ...]  # positions contiguous, as the scores need them
     values: tuple[Float[Tensor, "pages K page_size W"], ...]
-    key_scales: tuple[Float[Tensor, "pages K page_size"], ...]  # of int8; else of size 0
+    key_scales: tuple[Float[Tensor, "pages K page_size"], ...]  # of int8; otherwise of size 0
     value_scales: tuple[Float[Tensor, "pages K page_size"], ...]
     table: Int[Tensor, "B P"]
 
     def padded(self, length: int, *, dtype: str) -> PagedCache:
-        """The same with room for `length` positions of every row, whose pages lie one after another.
+        """Extend the cache to `length` positions per row; each row's pages are consecutive.
 
         Raises:
-          ValueError: the pages are not of this dtype, or hold more.
+          ValueError: the pages are not of this dtype, or hold more positions.
         """
         batch, pages = self.table.shape
         wanted = -(-length // PAGE_SIZE)
@@ -49,12 +49,12 @@ class PagedCache(NamedTuple):
 
 
 def page_table(batch_size: int, pages: int) -> Int[Tensor, "B P"]:
-    """Each row's pages one after another."""
+    """Page table with consecutive pages for each row."""
     return torch.arange(batch_size * pages, dtype=torch.int32).reshape(batch_size, pages)
 
 
 def empty(config: TransformerConfig, batch_size: int, length: int, dtype: str) -> PagedCache:
-    """Pages for `length` positions of every row, nothing in them yet."""
+    """Make empty pages for `length` positions per row."""
     pages, layers = -(-length // PAGE_SIZE), range(config.num_layers)
     shape = (batch_size * pages, config.num_kv_heads, PAGE_SIZE, -(-config.head_dim // LANES) * LANES)
     scales = shape[:3] if dtype == "int8" else (0,)

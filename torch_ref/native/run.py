@@ -1,4 +1,4 @@
-"""A packed decoder's arrays and its way through the native blocks. Twin: jaxbench/native/run.py."""
+"""A packed decoder's arrays and its pass through the native blocks. Twin: jaxbench/native/run.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxbench.native.checkpoint import PackedCheckpoint, Settings
 from torch_ref import functional
 from torch_ref.native import calls, paged
 
-PART_ROWS = 512  # tokens of a block call
+PART_ROWS = 512  # tokens per block call
 
 
 class DecoderWeights(NamedTuple):
     """A packed decoder as tensors."""
 
     embed: calls.PackedWeights
-    head: calls.PackedWeights | None  # None: the embedding
+    head: calls.PackedWeights | None  # None = the embedding
     position: Float[Tensor, "S D"] | None  # learned positions
     final_norm: tuple[Float[Tensor, " D"], Float[Tensor, " D"] | None]  # scale and bias
     layers: tuple[calls.BlockWeights, ...]
@@ -32,7 +32,7 @@ class DecoderWeights(NamedTuple):
 
 
 def device_weights(checkpoint: PackedCheckpoint) -> DecoderWeights:
-    """A checkpoint's arrays as tensors, which share their memory."""
+    """Make tensors of a checkpoint's arrays, which share their memory."""
     config = checkpoint.config
     matrices = {
         name: calls.PackedWeights(torch.from_numpy(matrix.data), *matrix[1:])
@@ -50,7 +50,7 @@ def device_weights(checkpoint: PackedCheckpoint) -> DecoderWeights:
 
 
 def _block_weights(layer: str, matrices: dict, vectors: dict) -> calls.BlockWeights:
-    """A layer's arrays in the order of the block call."""
+    """Collect a layer's arrays in the order of the block call."""
     norms = [f"{layer}.{name}" for name in library.NORMS[:4]]
     norms += [f"{layer}.attention.{name}" for name in library.NORMS[4:]]
     linears = [f"{layer}.{'attention' if i < 4 else 'mlp'}.{name}" for i, name in enumerate(library.MATRICES)]
@@ -73,7 +73,7 @@ def run(
     vectors: Float[Tensor, "M D"] | None = None,
 ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
     """Hidden states of tokens after the final norm, and the cache, written in place; configs: of each layer; vectors:
-    of tokens past the vocabulary.
+    embeddings of tokens past the vocabulary.
     """
     part = max(1, PART_ROWS // tokens.shape[0])
     parts = zip(tokens.split(part, dim=1), positions.split(part, dim=1), strict=True)
@@ -90,7 +90,7 @@ def run_part(
     settings: Settings,
     vectors: Float[Tensor, "M D"] | None = None,
 ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
-    """The same for tokens that are few enough for one call a block."""
+    """Compute the same for tokens that fit in one call per block."""
     embed = functools.partial(_embed, weights=weights.embed, scale=configs[0].embedding_scale)
     x = functional.with_vectors(embed, tokens, vectors, size=configs[0].vocab_size)
     if weights.position is not None:
@@ -112,6 +112,6 @@ def _embed(tokens: Int[Tensor, "B T"], weights: calls.PackedWeights, scale: floa
 def logits(
     weights: DecoderWeights, config: TransformerConfig, hidden: Float[Tensor, "B T D"], settings: Settings
 ) -> Float[Tensor, "B T V"]:
-    """Logits of hidden states, by the head or the tied embedding."""
+    """Logits of hidden states, from the head or the tied embedding."""
     out = calls.linear(hidden, weights.embed if weights.head is None else weights.head, None, settings)
     return out if config.logit_softcap is None else functional.softcap(out, cap=config.logit_softcap)

@@ -1,4 +1,4 @@
-"""A decoder run layer by layer, with the statistics of what each matrix is given: calibration in PyTorch.
+"""Run a decoder layer by layer and collect statistics of each matrix's inputs: calibration in PyTorch.
 
 Twin: jaxbench/quantization/inputs.py. Rows have no padding; float32 throughout.
 """
@@ -22,7 +22,7 @@ from torch_ref.transformer import Block
 
 
 class LayerByLayer:
-    """The layers of a decoder, one call each."""
+    """The layers of a decoder, called one at a time."""
 
     def __init__(self, config: TransformerConfig):
         self.config = config
@@ -31,11 +31,11 @@ class LayerByLayer:
     def layer(
         self, index: int, params: Mapping[str, np.ndarray], hidden: Float[np.ndarray, "B T D"], *, histogram: bool
     ) -> tuple[Float[np.ndarray, "B T D"], dict[str, InputStatistics]]:
-        """The residual stream behind a layer, and its matrices' inputs by the names that SOURCES gives them.
+        """Residual stream after a layer, and statistics of its matrices' inputs, named as in SOURCES.
 
         Args:
           params: of the layer, by name within it.
-          histogram: also of |x|, which takes longer than all the rest; else it stays 0.
+          histogram: also collect the one of |x|, which takes longer than all the rest; otherwise it stays 0.
         """
         with torch.device("meta"):
             block = Block(self.config.at_layer(index), Compute())
@@ -67,7 +67,7 @@ class LayerByLayer:
 
 
 def _statistics(x: Float[Tensor, "*rows I"], histogram: bool) -> tuple[Tensor, ...]:
-    """The fields of InputStatistics but the count."""
+    """The fields of InputStatistics except the count."""
     x = x.reshape(-1, x.shape[-1])
     size = x.abs()
     counts = torch.zeros(BINS, dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""Product of float rows with weights whose integers stay packed in memory: the reference, in PyTorch.
+"""Product of float rows with weights that stay packed integers in memory: the reference, in PyTorch.
 
-Twin: jaxbench/quantization/packed_matmul.py; jaxbench/quantization/packing.py says what the bytes mean. Differs from
-the twin: the whole kernel is written out before its one product, because eager PyTorch fuses nothing into a product.
+Twin: jaxbench/quantization/packed_matmul.py; jaxbench/quantization/packing.py defines the byte layout. Differs from the
+twin: the whole kernel is materialised before its one product, because eager PyTorch fuses nothing into a product.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Weights(NamedTuple):
 
 
 def put(packed: packing.Packed, *, device: str = "cpu") -> Weights:
-    """A packed matrix, put on a device."""
+    """Put a packed matrix on a device."""
     arrays = (packed.codes, packed.scales, packed.zeros)
     held = (None if array is None else _tensor(array).to(device) for array in arrays)
     return Weights(packed.form, *held)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """Copy of an array; a type that numpy has not goes through float32, which is exact."""
+    """Copy an array; a type that numpy lacks goes through float32, which is exact."""
     is_known = array.dtype.kind in "iuf"
     return torch.tensor(array if is_known else array.astype(np.float32), dtype=getattr(torch, array.dtype.name))
 
@@ -44,7 +44,7 @@ def matmul(x: Float[Tensor, "*rows I"], weights: Weights) -> Float[Tensor, "*row
     """Product of x with the weights, in x's type.
 
     Raises:
-      ValueError: x has another number of inputs than the weights.
+      ValueError: x and the weights differ in their number of inputs.
     """
     check_inputs(tuple(x.shape), weights.form)
     form, outputs = weights.form, weights.codes.shape[1]
@@ -55,10 +55,10 @@ def matmul(x: Float[Tensor, "*rows I"], weights: Weights) -> Float[Tensor, "*row
 
 
 def check_inputs(shape: tuple[int, ...], form: Form) -> None:
-    """Check the last axis of what is multiplied.
+    """Check the last axis of the multiplied array.
 
     Raises:
-      ValueError: it is not as long as the weights have inputs.
+      ValueError: its length is not the weights' number of inputs.
     """
     if shape[-1] != form.inputs:
         raise ValueError(f"weight_only: x has shape {shape}, but the weights have {form.inputs} inputs")
@@ -72,7 +72,7 @@ def values(
     form: Form,
     place: int,
 ) -> Float[Tensor, "*codes O"]:
-    """Weights in float32 of the codes at one place of the bytes; scales and zeros broadcast against them."""
+    """Float32 weights of the codes at one place within the bytes; scales and zeros broadcast against them."""
     if form.grid.type == "e4m3":
         return codes.float() * scales.float()
     steps = codes.int()

@@ -1,7 +1,7 @@
-"""Products of inputs and weights that have eight bits: int8, or e4m3 floats.
+"""Products of 8-bit inputs and weights: int8, or e4m3 floats.
 
 Twin: jaxbench/quantization/products.py. Differs from it: e4m3 codes are widened before the product, because PyTorch has
-no such product on CPUs.
+no e4m3 product on CPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code by the kernel's type
-CUDA_ROWS = 32  # cuBLAS takes no fewer rows of int8
+CUDA_ROWS = 32  # fewest int8 rows that cuBLAS takes
 
 
 def matmul(
@@ -20,16 +20,16 @@ def matmul(
     scale: Float[Tensor, " O"],
     input_range: float | None,
 ) -> Float[Tensor, "*rows O"]:
-    """Product of x, rounded to the kernel's type, with scale * kernel, in x's type.
+    """Multiply x, rounded to the kernel's type, by scale * kernel; the result has x's type.
 
     Args:
       input_range: the |x| that becomes the type's largest value (static); None = the largest of each row (dynamic).
 
-    A row with a NaN is NaN throughout: no integer stands for it.
+    A row with a NaN gives NaN throughout: no integer represents it.
     """
     rows, limit = x.reshape(-1, x.shape[-1]).float(), LIMITS[kernel.dtype]
     is_int = kernel.dtype == torch.int8
-    if input_range is None or is_int:  # NaN where one is, which a float8 is too
+    if input_range is None or is_int:  # NaN if the row has one; a float8 holds NaN itself
         largest = rows.abs().amax(dim=1, keepdim=True)
     if input_range is None:
         bound = largest

@@ -1,7 +1,7 @@
-"""Linear layers whose weights stay integers in memory, with float inputs; a decoder made of them.
+"""Linear layers whose weights stay integers in memory, with float inputs; a decoder built from them.
 
-Twins: jaxbench/quantization/weight_only.py, jaxbench/eqx/quantization/weight_only.py. Differs from them: there is one
-implementation of the products, which every name means; the JAX twins' kernel is written in Pallas.
+Twins: jaxbench/quantization/weight_only.py, jaxbench/eqx/quantization/weight_only.py. Differs from them: every
+implementation name selects the same products; the JAX twins' kernel is written in Pallas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_ref.quantization.packed_matmul import Weights
 
 
 class WeightOnlyLinear(torch.nn.Module):
-    """Affine map of the last axis with packed weights; its arrays have shapes but no values until they are loaded."""
+    """Affine map of the last axis with packed weights; its arrays have shapes but no values until loaded."""
 
     def __init__(self, packed: Packed, *, use_bias: bool, dtype: str, implementation: str):
         super().__init__()
@@ -47,7 +47,7 @@ def build(
     model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense",
     device: str = "cpu",
 ) -> transformer.Transformer:  # fmt: skip
-    """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
+    """Build a quantised model's decoder that holds its layers' matrices as integers; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
@@ -55,7 +55,7 @@ def build(
       attention: its implementation, see attention.py.
 
     Raises:
-      ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
+      ValueError: quantised activations, a scale not representable in its grid's scale_dtype, or an unknown
         implementation.
     """
     held, params = packing.parameters(model)
@@ -66,6 +66,6 @@ def build(
             use_bias = f"{name}.bias" in params
             linear = WeightOnlyLinear(packed, use_bias=use_bias, dtype=dtype, implementation=implementation)
             setattr(getattr(decoder.layers[int(index)], part), module, linear)
-    # Types that numpy has not are widened, which is exact, and narrowed again where they are loaded.
+    # Types that numpy lacks are widened, which is exact, and narrowed again on loading.
     known = {n: v if v.dtype.kind in "iuf" else v.astype(np.float32) for n, v in params.items()}
     return nn.load_params(decoder, known, device=device)

@@ -1,4 +1,4 @@
-"""Steps of the engine by native kernels in PyTorch. Twin: jaxbench/serve/native_runner.py."""
+"""Steps of the engine on native kernels in PyTorch. Twin: jaxbench/serve/native_runner.py."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch_ref.native.model import NativeTransformer
 class NativeRunner:
     """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
 
-    segment = None  # a row is a token, whatever the others are
+    segment = None  # a row is one token, independent of the others
 
     def __init__(
         self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
-        """Runner; nothing is compiled.
+        """Set up the runner; nothing is compiled.
 
-        num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        num_blocks: of the cache, including block 0, where padding is written. sizes: numbers of rows, ascending.
         max_wanted: rows of a step whose logits may be wanted.
         """
         self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
@@ -40,12 +40,12 @@ class NativeRunner:
         return sum(each.nbytes for kind in self._pages for each in kind)
 
     def reset(self) -> None:
-        """Make the cache anew; nothing in it counts any more."""
+        """Make a new cache; the content of the old one is lost."""
         self._pages = paged.empty(self._model.configs[0], self.num_blocks, self.block_size, self._model.cache_dtype)[:4]
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+        """Return the logits of the wanted rows; afterwards the blocks hold the keys and values of all rows."""
         if len(batch.copies):
             source, to = torch.from_numpy(np.ascontiguousarray(batch.copies.T)).long()
             for kind in self._pages:

@@ -1,4 +1,4 @@
-"""Steps of the engine by PyTorch's own operations, for decoders whose layers keep more than keys and values.
+"""Steps of the engine on PyTorch's own operations, for decoders whose layers keep more state than keys and values.
 
 Twin: jaxbench/serve/slot_runner.py. Slots are computed one after another.
 """
@@ -25,10 +25,10 @@ class SlotRunner:
         self, model: Transformer, *, num_slots: int, slot_tokens: int, segment: int, max_rows: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
-        """Runner; nothing is compiled.
+        """Set up the runner; nothing is compiled.
 
-        num_slots: requests at once. slot_tokens: of a request at most, whose keys every token of its answer reads.
-        segment: tokens of a prompt that are read at once. max_rows: of a step.
+        num_slots: requests at once. slot_tokens: maximum per request; every token of its answer reads so many keys.
+        segment: tokens of a prompt that are read at once. max_rows: per step.
         """
         self.segment, self.block_size, self.max_seq_len = segment, slot_tokens, slot_tokens
         self.num_blocks, self.vocab_size = num_slots + 1, model.vocab_size  # block b is slot b - 1
@@ -43,7 +43,7 @@ class SlotRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the slots: keys, values and memories."""
+        """Bytes of the slots: keys, values and other state."""
         leaves = [each for each in tree_leaves(self._empty) if isinstance(each, torch.Tensor)]
         return (self.num_blocks - 1) * sum(each.nbytes for each in leaves)
 
@@ -53,13 +53,13 @@ class SlotRunner:
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; the slots have read all rows behind it."""
+        """Return the logits of the wanted rows; afterwards the slots have read all rows."""
         found = {piece.last_row: self._step(piece) for piece in pieces(batch, self.segment)}
         wanted = [found[row] for row in batch.wanted.tolist()]
         return np.stack(wanted) if wanted else np.zeros((0, self.vocab_size), np.float32)
 
     def _step(self, piece: Piece) -> Float[np.ndarray, " V"]:
-        """Logits behind a piece of a slot's text."""
+        """Return the logits after a piece of a slot's text."""
         model, slot = self._model, piece.block - 1
         if piece.start == 0:
             self._slots[slot] = tree_map_only(torch.Tensor, torch.clone, self._empty)

@@ -1,7 +1,7 @@
 """The training run's backend in PyTorch: model, optimiser, step and evaluation. Twin: jaxbench/training/engine.py.
 
-One device; eager, or loss and gradient compiled (step.torch_compile). The run (jaxbench/training/trainer.py) deals in
-numpy and names only.
+One device; eager, or loss and gradient compiled (step.torch_compile). The run (jaxbench/training/trainer.py) handles
+only numpy arrays and names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxbench.training.train_config import TrainConfig
 from torch_ref import prng, remat, train, transformer
 from torch_ref.training import optimizer_step
 
-GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # matrix product that measures the machine's rate if no table lists it
 
 
 class Engine:
@@ -41,10 +41,10 @@ class Engine:
         extension: Extension = Extension(),
         device: str = "cpu",
     ):
-        """Place the parameters, and compile where asked; settings.scan_layers matters to the JAX twin only.
+        """Place the parameters, and compile if asked; settings.scan_layers affects the JAX twin only.
 
         Raises:
-          ValueError: a mesh, optimiser or policy of rematerialisation that this twin does not have.
+          ValueError: a mesh, optimiser or rematerialisation policy that this twin does not have.
         """
         if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
@@ -87,18 +87,18 @@ class Engine:
         return metrics
 
     def fetch(self, metrics: optimizer_step.Metrics) -> optimizer_step.Metrics:
-        """Metrics of a step as Python numbers; waits for it."""
+        """Wait for a step and return its metrics as Python numbers."""
         return optimizer_step.Metrics(*(value.item() for value in metrics))
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Sum of a batch's losses in nats, and its number of targets."""
+        """Return the sum of a batch's losses in nats, and its number of targets."""
         total, count = optimizer_step.eval_step(
             self.state.params, self._batch(batch), graph=None, step_config=self.step_config
         )
         return float(total), int(count)
 
     def watched(self, batch: Any) -> dict[str, float]:
-        """Figures of what a workload's layers hold behind a whole batch, by name."""
+        """Figures of what a workload's layers hold after a whole batch, by name."""
         if self.extension.watch is None:
             return {}
         found = self.extension.watch(self.state.params, self._batch(batch), graph=None, step_config=self.step_config)
@@ -118,7 +118,7 @@ class Engine:
         return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(state.is_halted)}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a checkpoint's state in place."""
+        """Load a checkpoint's state."""
         state = self.state
         with torch.no_grad():
             for name, parameter in state.params.named_parameters():
@@ -136,7 +136,7 @@ class Engine:
         return {name: p.detach().cpu().numpy().copy() for name, p in self.state.params.named_parameters()}
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: `live` now, and `step`, the most that was needed so far; 0 on a CPU."""
+        """Device memory in bytes: `live` now, and `step`, the peak so far; 0 on a CPU."""
         if self.device == "cpu":
             return {"live": 0, "step": 0}
         return {"live": torch.cuda.memory_allocated(), "step": torch.cuda.max_memory_allocated()}
@@ -146,13 +146,13 @@ class Engine:
         return "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
 
     def matmul_rate(self) -> float:
-        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
+        """Measure the rate of a square matrix product in the compute type, FLOP/s."""
         x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
         times = worker.timed(lambda: (x @ x).sum().item(), GEMM_REPEATS)
         return 2 * GEMM_SIZE**3 / min(times["seconds"])
 
     def diagnose(self, batch: Any, step: int) -> str:
-        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+        """Name the first non-finite value of a step: a parameter, a module's output, or a gradient.
 
         Modules are watched by hooks, in the order in which they finish.
         """
@@ -196,12 +196,12 @@ class Engine:
         profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
 
     def _compile(self, settings: TrainConfig) -> float:
-        """Compile by computing one gradient, torch.compile having no other way; return the seconds it took."""
+        """Compile by computing one gradient, since torch.compile has no other way; return the seconds it took."""
         started, model = time.perf_counter(), self.state.params
         shape = (settings.batch_size // settings.step.accumulation, settings.data.seq_len)
         ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
         ones = torch.ones_like(ids, dtype=torch.bool)
-        # Four tensors of ids: one tensor given twice would compile to another program.
+        # Four separate tensors of ids: one tensor passed twice would compile to another program.
         packed = (ids.clone(), ids.clone()) if self._is_masked else (None, None)
         batch = train.Batch(ids, ids.clone(), packed[0], ones, packed[1])
         dropout = None if self.dropout_key is None else (self.dropout_key, 0)
@@ -220,14 +220,14 @@ class Engine:
 
 
 class _CompiledLoss:
-    """train.loss_fn by torch.compile, for one shape of batch; the optimiser and evaluation stay eager."""
+    """train.loss_fn compiled by torch.compile, for one batch shape; the optimiser and evaluation stay eager."""
 
     def __init__(self):
         torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
         self._program = torch.compile(train.loss_fn, dynamic=False, fullgraph=True)
 
     def __call__(self, model: Any, batch: train.Batch, *, dropout: tuple[Tensor, int] | None = None) -> Tensor:
-        """Loss in nats per token; dropout's step goes in as a tensor: as a number it would compile anew each step."""
+        """Loss in nats per token; dropout's step is passed as a tensor: a number would recompile at each step."""
         if dropout is not None:
             key, step = dropout
             dropout = (key, torch.tensor(step, device=key.device))

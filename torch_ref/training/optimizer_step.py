@@ -1,8 +1,8 @@
 """One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
 
 Twin: jaxbench/training/optimizer_step.py.
-AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A step that is not finite changes
-nothing but counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
+AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A non-finite step changes only
+counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zer
 from torch_ref import nn, remat, train
 
 FUSED = ("cpu", "cuda")  # devices with a fused AdamW
-CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+CLIP_EPS = 1e-6  # added to the norm in the denominator, as torch.nn.utils.clip_grad_norm_ does
 
 
 class Metrics(NamedTuple):
@@ -31,8 +31,8 @@ class Metrics(NamedTuple):
     loss: Float[Tensor, ""]  # before the update, nats per token
     grad_norm: Float[Tensor, ""]  # global, unscaled, before clipping
     is_finite: Bool[Tensor, ""]  # False: the step was not taken
-    loss_scale: Float[Tensor, ""]  # the one that this step used
-    skipped: Int[Tensor, ""]  # steps not taken so far, this one included
+    loss_scale: Float[Tensor, ""]  # used by this step
+    skipped: Int[Tensor, ""]  # steps not taken so far, including this one
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class TrainState:
     policy: precision.Policy
     step: int = 0  # steps tried
     skipped: int = 0
-    is_halted: bool = False  # a step was not finite, and the run is to stop: nothing changes any more
+    is_halted: bool = False  # a step was not finite and the run must stop: nothing changes any more
 
 
 def init_state(
@@ -56,10 +56,10 @@ def init_state(
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
-      policy: the number types, in place of those that step_config.precision names.
+      policy: number types that replace those of step_config.precision.
 
     Raises:
-      ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat's policy.
+      ValueError: the parameters do not fit the model, or this twin lacks the optimiser or the remat policy.
     """
     policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.is_float8:
@@ -97,7 +97,7 @@ def train_step(
     loss_fn: Callable[..., Tensor] = train.loss_fn,
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """One optimiser step: the state after it, and its metrics. Arguments, results and errors are the twin's."""
+    """Take one optimiser step; return the state after it, and its metrics. Arguments and errors are the twin's."""
     scale = state.scaler.get_scale()
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
@@ -122,7 +122,7 @@ def train_step(
             for parameter, is_zero in zeros:
                 parameter.masked_fill_(is_zero, 0.0)
     state.scaler.update()
-    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    # Loss scaling finds its scale by overflows, so with it only a non-finite loss is a reason to stop.
     is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
     state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
     state.is_halted = state.is_halted or (is_broken and step_config.nonfinite == "stop")
@@ -130,7 +130,7 @@ def train_step(
 
 
 def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Tensor, Any] | None = None) -> Float[Tensor, ""]:
-    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
+    """Cross-entropy of a model's logits in nats per token, without training-only losses (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 
 
@@ -144,7 +144,7 @@ def eval_step(
     count: int | None = None,
     loss_fn: Callable[..., Tensor] = held_out_loss,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Sum of the losses of a batch's targets in nats, and the number of its targets.
+    """Return the sum of the losses of a batch's targets in nats, and the number of its targets.
 
     params is the model, graph is unused; the other arguments are the twin's.
     """
@@ -157,7 +157,7 @@ def eval_step(
 
 
 def cast_to_compute(params: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
-    """Context in which the model `params` computes in the compute type; nothing where that is its parameters' type."""
+    """Context in which the model `params` computes in the compute type; no effect if its parameters have that type."""
     device = next(params.parameters()).device.type
     dtype = getattr(torch, policy.compute)
     is_narrow = policy.compute != policy.parameter
@@ -178,7 +178,7 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _zeros(model: torch.nn.Module) -> list[tuple[Tensor, Bool[Tensor, "..."]]]:
-    """Trained kernels inside layers, and where each is zero."""
+    """Trained kernels inside layers, each with a mask of its zeros."""
     named = model.named_parameters()
     return [(p, p.detach() == 0) for name, p in named if p.requires_grad and holds_zeros(name)]
 
@@ -186,9 +186,9 @@ def _zeros(model: torch.nn.Module) -> list[tuple[Tensor, Bool[Tensor, "..."]]]:
 def _accumulate(
     state: TrainState, batch: Any, dropout_key: Tensor | None, step_config: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:
-    """Loss of the batch in nats per token; the scaled gradients of all micro-batches are added up in the parameters."""
+    """Loss of the batch in nats per token; the parameters' grad accumulates the micro-batches' scaled gradients."""
     count, summed = step_config.accumulation, None
-    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
+    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # with one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
         with cast_to_compute(state.params, state.policy):
@@ -201,7 +201,7 @@ def _accumulate(
 
 
 def _micro_batches(batch: Any, count: int) -> list[Any]:
-    """`count` batches of every count-th row each."""
+    """Split a batch into `count` batches of every count-th row."""
     rows = batch[0].shape[0]
     if rows % count:
         raise ValueError(
@@ -211,9 +211,9 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:
-    """PyTorch's AdamW or SGD over the trained parameters, its state made at once.
+    """PyTorch's AdamW or SGD over the trained parameters, with its state created at once.
 
-    AdamW is PyTorch's fused one, where it has one for the device: the others walk over memory some ten times a step.
+    AdamW is the fused one if PyTorch has it for the device: the others pass over memory some ten times a step.
     """
     o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
@@ -226,7 +226,7 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
         {"params": mine, "weight_decay": o.weight_decay if decays else 0.0, "rate_ratio": ratio}
         for (decays, ratio), mine in sorted(kinds_of.items(), reverse=True)
     ]
-    # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
+    # PyTorch itself starts from zeros at the first step; made here, the state has the same structure from the start.
     if o.kind == "sgd":
         optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)
     else:
@@ -236,6 +236,6 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
     for parameter in trained if o.kind == "adamw" or o.momentum else ():
         optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
         if o.kind == "adamw":
-            # The fused kernel reads the count where the parameter is, the others on the CPU.
+            # The fused kernel reads the count on the parameter's device, the others on the CPU.
             optimizer.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device if is_fused else "cpu")
     return optimizer

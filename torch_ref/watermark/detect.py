@@ -1,6 +1,6 @@
 """Evidence and detection in PyTorch; equal to reference.evidence, bit for bit.
 
-Twin: jaxbench/watermark/detect.py. Arrays are [B T] here, and repeated inputs are found by sorting.
+Twin: jaxbench/watermark/detect.py. Here arrays are [B T], and sorting finds repeated inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Scores and p-values of texts under one key, or under one each.
+    """Return scores and p-values of texts under one key, or one key per text.
 
     Arguments and errors are those of the twin.
     """
@@ -98,9 +98,9 @@ def _evidence(
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """True where no earlier valid position of the row has equal inputs: stable sorts, then neighbours."""
+    """Return True where no earlier valid position of the row has equal inputs; sorts, then compares neighbours."""
     *seeds, tokens = inputs
-    # two words a column; seeds have two words or four
+    # two words per column; seeds have two words or four
     columns = [tokens | (~valid).to(torch.int64) << 32]
     columns += [low << 32 | high for low, high in zip(seeds[0::2], seeds[1::2])]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

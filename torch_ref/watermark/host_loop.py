@@ -14,13 +14,13 @@ from jaxbench.watermark.watermark_base import HostLoopBase
 
 
 class HostLoop(HostLoopBase):
-    """Turns logits into logits whose ordinary draw is marked; HostLoopBase says how it is used."""
+    """Turns logits into logits whose ordinary draw is marked; HostLoopBase says how to use it."""
 
     def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Logits of the next token, marked; input_ids are prompt and continuation so far."""
+        """Return marked logits of the next token; input_ids are the prompt and the continuation so far."""
         state, step = self._begin(input_ids)
-        recent = input_ids[:, -MAX_WIDTH:]  # no rule looks farther back
+        recent = input_ids[:, -MAX_WIDTH:]  # no rule looks further back
         length = torch.full((recent.shape[0],), recent.shape[1], device=recent.device)
         scaled = scores / self._scale
         self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, step)
-        return torch.where(marked == scaled, scores, marked * self._scale)  # what is not changed stays exactly as it is
+        return torch.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical

@@ -1,7 +1,8 @@
 """Watermarks as logits processors of sample.Generator. Twin: jaxbench/watermark/logits_processor.py.
 
-One processor serves a batch in which every row has a key of its own, or none. Keys enter by `Watermark.state`. Schemes
-of one batch chain: a processor each, and each row marked in one of them. What a scheme does to logits is in device/.
+One processor serves a batch in which every row has its own key, or none. Keys enter by `Watermark.state`. For several
+schemes in one batch, chain one processor per scheme; each row is marked in one of them. device/ has what a scheme does
+to logits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Watermark(WatermarkBase):
 
     @property
     def reweight_alone(self) -> Callable[..., Any]:
-        """`reweight` outside of other programs: itself, where nothing is compiled."""
+        """`reweight` outside other programs: the method itself, as nothing is compiled."""
         return self.reweight
 
     def _on_device(self, array: np.ndarray) -> Tensor:

@@ -1,7 +1,8 @@
-"""The arms of the comparison: the one table that everything which lists arms is made from (S file).
+"""The arms of the comparison, in the one table from which every list of arms is made (S file).
 
-A new backend is one row: suites take it, the roofline measures its array library, verdicts count it, float32 outputs
-are held to the baseline's, and the report has its name and colour. tests/bench/arms/test_arm_table.py holds that.
+A new backend is one row: suites accept it, the roofline measures its array library, verdicts count it, its float32
+outputs are compared with the baseline's, and the report has its name and colour. tests/bench/arms/test_arm_table.py
+checks that.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from jaxbench.bench.arms import contract
 
 
 class ArmRow(NamedTuple):
-    """What is known of an arm before its library is imported."""
+    """Facts of an arm that are known before its library is imported."""
 
-    module: str  # where its class is
-    attribute: str  # the class's name there
-    label: str  # as people know it
+    module: str  # module of its class
+    attribute: str  # name of the class
+    label: str  # display name
     color: str  # readable on white and on near-black alike: contrast at least 3:1 against both
-    library: str | None = None  # its array library, whose rates make the roofline, one arm a library; None = has none
+    library: str | None = None  # its array library, measured for the roofline (one arm per library); None = has none
     is_judged: bool = False  # one of jaxbench's own: its verdicts are counted, its model is proven in float64
-    has_run_step: bool = False  # offers train.form=run, the step of experiments/train.py
+    has_run_step: bool = False  # supports train.form=run, the step of experiments/train.py
     has_own_weights: bool = False  # computes with narrower values by design: its outputs are shown, never judged
-    is_extra: bool = False  # a control, or minutes of compiling: in no suite that does not name it
+    is_extra: bool = False  # a control, or takes minutes to compile: only in suites that name it
 
 
 ARMS = {
@@ -54,6 +55,8 @@ ARMS = {
                         "#4f9f5f", "XLA", has_own_weights=True),
     "torch_file": ArmRow("jaxbench.bench.arms.native_arms", "TorchFileArm", "PyTorch native, file's weights",
                          "#a06a3a", "PyTorch", has_own_weights=True),
+    "torch_int4": ArmRow("jaxbench.bench.arms.torch_arms", "Int4Arm", "PyTorch's own 4-bit weights", "#b8602f",
+                         "PyTorch", has_own_weights=True),
     "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp in Python", "#9061d6",
                         has_own_weights=True),
     "llama_bench": ArmRow("jaxbench.bench.arms.llama_bench", "LlamaBenchArm", "llama.cpp", "#7a4fd0",
@@ -63,17 +66,17 @@ ARMS = {
 }  # fmt: skip
 
 
-# The same arm a second time, under a name of its own: what differs between the two is chance (bench/qualify.py).
+# Suffix of the same arm run a second time: any difference between the two is chance (bench/qualify.py).
 AGAIN = "_again"
 
 
 def names(quality: str) -> tuple[str, ...]:
-    """Names of the arms whose row says True under `quality`, e.g. "is_judged", in the table's order."""
+    """Return the names of the arms whose row has a true `quality`, e.g. "is_judged", in the table's order."""
     return tuple(name for name, row in ARMS.items() if getattr(row, quality))
 
 
 def create(name: str, **arguments: Any) -> contract.Arm:
-    """Arm of this name, made from its row; only now is its library imported.
+    """Create the arm of this name from its row; its module is imported only now.
 
     Raises:
       ValueError: there is no such arm.

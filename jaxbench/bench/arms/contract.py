@@ -1,8 +1,8 @@
-"""The arms of the comparison: what each backend does for one request of the worker (see bench/worker.py).
+"""Interface of the comparison's arms: what each backend does for one request of the worker (see bench/worker.py).
 
-An arm loads the checkpoint, prepares a workload (compiles where it compiles), and measures it once a request. It
-returns raw seconds and tokens; rates are computed by the parent, by one rule for every arm. Heavy packages are
-imported by `start`, never by this file, so that import time and memory belong to the arm.
+An arm loads the checkpoint, prepares a workload (compiling if the backend compiles), and measures it once per request.
+It returns raw seconds and tokens; the parent computes rates by one rule for every arm. Heavy packages are imported by
+`start`, never by this file, so that import time and memory are attributed to the arm.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxbench.measure.records import Workload
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 WARM_TOKENS = 6  # generated in a warm-up
-# AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).
+# AdamW of every arm's train step, set explicitly because the libraries' defaults differ (Loshchilov and Hutter 2019).
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# The twins' "plain" step: AdamW on every parameter and nothing else, as transformers' arm writes it out.
+# The twins' "plain" step: AdamW on every parameter and nothing else, as the transformers arm implements it.
 PLAIN_STEP = StepConfig(
     clip_norm=None,
     optimizer=OptimizerConfig(
@@ -31,52 +31,51 @@ PLAIN_STEP = StepConfig(
 
 
 class Arm:
-    """What every arm offers; a subclass implements the parts that need its library."""
+    """Base class of all arms; a subclass implements the parts that need its library."""
 
     name = "arm"
-    packages: tuple[str, ...] = ("numpy",)  # whose versions its records carry
-    holds_model = True  # False: processes that the arm starts do, so its own load time and memory say nothing
+    packages: tuple[str, ...] = ("numpy",)  # packages whose versions go into its records
+    holds_model = True  # False: child processes hold it, so that the arm's own load time and memory mean nothing
 
     def __init__(self, *, device: str, threads: int, checkpoint: str, programs: str = "", file: str = ""):
         self.device, self.threads, self.checkpoint = device, threads, checkpoint
-        self.file = file  # the model as it came: a GGUF file, or the checkpoint's folder
-        self.programs = programs  # folder where compiled programs are kept for later launches; empty = nowhere
+        self.file = file  # the original model: a GGUF file, or the checkpoint's folder
+        self.programs = programs  # folder where compiled programs are kept for later launches; empty = not kept
         self.dtype = ""
 
     def start(self) -> str:
-        """Import the libraries; why this arm cannot run here, or an empty string."""
+        """Import the libraries; return why this arm cannot run here, or an empty string."""
         raise NotImplementedError(f"{self.name}: start")
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
+        """Load the checkpoint in `dtype`, only the first `num_layers` layers if given, with AdamW if `train` is.
 
-        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (twin_arm.py).
+        train["form"] selects the step: "plain" (PLAIN_STEP, all in dtype) or "run" (twin_arm.py).
         """
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, weight_bytes, where they
-        exist.
+        """Compile what the workload needs and return the facts that exist.
 
-        {"skip": reason} says that this arm has no such workload.
+        Facts are compile_s, temp_bytes, flops, weight_bytes; {"skip": reason} says that this arm has no such workload.
         """
         raise NotImplementedError(f"{self.name}: prepare {workload.label()}")
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        """One run of the workload: {first_s, rest_s, tokens} of a generation, {step_s, loss} of the train step.
+        """Run the workload once: return {first_s, rest_s, tokens} of a generation, {step_s, loss} of the train step.
 
-        What an arm cannot tell (first_s of a decode workload, tokens) it leaves out.
+        An arm leaves out what it cannot measure (first_s of a decode workload, tokens).
 
         limit: tokens after which a generation stops, in the same programs; None = workload.new_tokens.
         """
         raise NotImplementedError(f"{self.name}: measure {workload.label()}")
 
     def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
-        """Seconds of each token after the first, each read on the host before the next is made; none where unknown."""
+        """Seconds of each token after the first, each read on the host before the next is made; empty if unknown."""
         raise NotImplementedError(f"{self.name}: token_seconds {workload.label()}")
 
     def warm(self, workload: Workload, inputs: list) -> dict:
-        """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
+        """Run the workload's programs once, for a few tokens of decoding: touches memory and starts threads."""
         return self.measure(workload, inputs, limit=WARM_TOKENS)
 
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
@@ -88,11 +87,11 @@ class Arm:
         raise NotImplementedError(f"{self.name}: unload")
 
     def device_memory(self) -> int | None:
-        """Peak bytes on the accelerator since reset_device_memory; None where that cannot be told, as on the CPU."""
+        """Peak bytes on the accelerator since reset_device_memory; None where unknown, as on the CPU."""
         return None
 
     def reset_device_memory(self) -> None:
-        """Begin to count device_memory anew: a stage is about to load its weights."""
+        """Reset device_memory's peak, before a stage loads its weights."""
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes, in seconds."""
@@ -108,7 +107,7 @@ class Arm:
 
 
 def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
-    """Configuration and parameters of the model's first `num_layers` layers; None = all."""
+    """Return configuration and parameters of the model's first `num_layers` layers; None = all."""
     if num_layers is None or num_layers >= config.num_layers:
         return config, params
     config = config.model_copy(update={"num_layers": num_layers})
@@ -118,7 +117,7 @@ def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
 def generate(
     generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray], *, limit: int | None = None
 ) -> dict:
-    """One run of a twin's Generator: first token and the tokens after it timed apart, each read back on the host."""
+    """Run a twin's Generator once, timing the first token and the rest separately, both until they are on the host."""
     new_tokens = max(workload.new_tokens, 1)
     start = time.perf_counter()
     state = generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
@@ -136,7 +135,7 @@ def generate(
 def token_seconds(
     generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray]
 ) -> list[float]:
-    """Seconds of each token after the first of one run of a twin's Generator, a call of its decode program each."""
+    """Return the seconds of each token after the first in one run of a twin's Generator, one decode call per token."""
     state = generator.prefill(inputs, max_new_tokens=workload.new_tokens, seed=0)
     to_host(state.tokens)
     seconds = []
@@ -149,7 +148,7 @@ def token_seconds(
 
 
 def targets(rows: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], ...]:
-    """Inputs, targets and positions of the train step, from rows one token longer than the sequence."""
+    """Return inputs, targets and positions of the train step, from rows one token longer than the sequence."""
     tokens = np.asarray(rows, dtype=np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1] - 1, dtype=np.int32), tokens[:, 1:].shape)
     return tokens[:, :-1], tokens[:, 1:], np.ascontiguousarray(positions)

@@ -1,4 +1,4 @@
-"""JAX arms: the Flax NNX and the Equinox model, ahead-of-time compiled, state donated."""
+"""JAX arms: the Flax NNX and the Equinox model, compiled ahead of time, with donated state."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from jaxbench.measure.records import Workload
 
 
 class JaxArm(twin_arm.TwinArm):
-    """What both share: all but the model itself."""
+    """Base of the Flax and Equinox arms: everything but the model itself."""
 
     functions = "jaxbench"
 
     def start(self) -> str:
-        """Import JAX and the model's modules, and make the backend."""
+        """Import JAX and the model's modules, and initialise the backend."""
         import jax
 
         self._import()
         self.jax, backend, self.peak_before = jax, jax.default_backend(), 0
         self.cache_hits = 0
         jax.monitoring.register_event_listener(self._count_cache_hits)
-        if self.device != "cpu":  # JAX takes TF32 (TPU: bfloat16) for float32 products there, PyTorch does not
+        if self.device != "cpu":  # there JAX computes float32 products in TF32 (TPU: bfloat16), PyTorch does not
             jax.config.update("jax_default_matmul_precision", "highest")
         return "" if backend == self.device else f"JAX runs on {backend} here, not on {self.device}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load as every twin does; a state in training holds the model's arrays itself."""
+        """Load as every twin does; a training state holds the model's arrays itself, so drop the model."""
         super().load(dtype, num_layers=num_layers, train=train)
         if train is not None:
             self.model = None
 
     def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
-        """Build with the platform's attention kernel where it has one for the type."""
+        """Build the model, with the fused attention kernel where the platform has one for the type."""
         is_fused = self.device == "gpu" and self.dtype != "float32" and not is_trained
         is_fused = is_fused and config.attention_softcap is None
         return self.transformer.build(config, params, dtype=self.dtype, implementation="fused" if is_fused else "dense")
@@ -50,7 +50,7 @@ class JaxArm(twin_arm.TwinArm):
     def prepare(self, workload: Workload) -> dict:
         """Compile the workload's programs ahead of time and read the compiler's own counts.
 
-        Programs that an earlier process of the run compiled are loaded instead, without counts, which are known.
+        Programs that an earlier process of the run compiled are loaded instead, without counts, which it recorded.
         """
         if self.run_settings is not None:
             return self._make_engine()
@@ -69,13 +69,13 @@ class JaxArm(twin_arm.TwinArm):
         hits = self.cache_hits
         programs = self.generator.compile(*sizes(workload))
         seconds = time.perf_counter() - start
-        # What an earlier workload compiled lies in its file. What came out of JAX's compile cache (a run that goes on)
+        # A program of an earlier workload is in that workload's file. One from JAX's compile cache (a resumed run)
         # cannot be written: loaded again, it lacks functions (jaxlib 0.10.2).
         if self.programs and self.cache_hits == hits:
             fresh = prompts.Programs(*(None if old else new for new, old in zip(programs, known)))
             try:
                 write_programs(path, fresh)
-            except Exception as error:  # noqa: BLE001 - a platform whose programs cannot be kept compiles them again
+            except Exception as error:  # noqa: BLE001 - a platform that cannot serialise programs compiles them again
                 if self.device == "cpu":
                     raise
                 print(f"{path.name}: not kept, {error}", file=sys.stderr)
@@ -83,7 +83,7 @@ class JaxArm(twin_arm.TwinArm):
         return {"compile_s": seconds, **compiler_counts(program)}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        """One run: host token ids in, host token ids out."""
+        """Run the workload once, from host token ids to host token ids."""
         if workload.kind == "train":
             return self._step(inputs)
         return contract.generate(self.generator, inputs, workload, np.asarray, limit=limit)
@@ -106,14 +106,14 @@ class JaxArm(twin_arm.TwinArm):
         self.cache_hits += event == "/jax/compilation_cache/cache_hits"
 
     def synchronize(self) -> None:
-        """Wait for the arrays that are still computed."""
+        """Wait for the arrays that are still being computed."""
         self.jax.block_until_ready(self.jax.tree.leaves((self.model, self.state)))
 
     def device_memory(self) -> int | None:
-        """The allocator's peak in bytes where it rose since reset_device_memory, else None.
+        """Return the allocator's peak in bytes if it rose since reset_device_memory, else None.
 
-        JAX cannot set the peak back: of a stage that needs less than an earlier one of its process it is not known.
-        None on the CPU too, whose allocator keeps no count.
+        JAX cannot reset the peak, so it is unknown for a stage that needs less than an earlier one of its process. Also
+        None on the CPU, whose allocator keeps no count.
         """
         peak = self._peak()
         return peak if peak > self.peak_before else None
@@ -123,7 +123,7 @@ class JaxArm(twin_arm.TwinArm):
         self.peak_before = self._peak()
 
     def _peak(self) -> int:
-        """The allocator's peak since the process began, in bytes; 0 where it keeps no count."""
+        """Return the allocator's peak since the process began, in bytes; 0 if it keeps no count."""
         stats = self.jax.devices()[0].memory_stats() if self.device != "cpu" else None
         return 0 if stats is None else int(stats["peak_bytes_in_use"])
 
@@ -136,7 +136,7 @@ class JaxArm(twin_arm.TwinArm):
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Times of one matrix product; products of narrow types are accumulated in float32."""
         jnp, (m, k, n) = self.jax.numpy, shape
-        # Random: products of ones draw less power, and a GPU clocks higher.
+        # Random operands: products of ones draw less power, so that a GPU clocks higher.
         keys = self.jax.random.split(self.jax.random.key(0))
         left, right = (self.jax.random.normal(key, size).astype(dtype) for key, size in zip(keys, ((m, k), (k, n))))
         product = self.jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
@@ -169,19 +169,19 @@ class EquinoxArm(JaxArm):
 
 
 def sizes(workload: Workload) -> tuple[int, int, int]:
-    """Rows, prompt tokens and new tokens that a workload's programs are compiled for."""
+    """Return the rows, prompt tokens and new tokens that a workload's programs are compiled for."""
     return workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1)
 
 
 def read_programs(path: pathlib.Path) -> prompts.Programs:
-    """Programs that another process of the same code on the same machine compiled."""
+    """Load programs that another process of the same code on the same machine compiled."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     return prompts.Programs(*(each and deserialize_and_load(*each) for each in pickle.loads(path.read_bytes())))
 
 
 def write_programs(path: pathlib.Path, programs: prompts.Programs) -> None:
-    """Keep programs for later processes; None, which is not compiled, too."""
+    """Write programs for later processes; None, for one that was not compiled, is kept as None."""
     from jax.experimental.serialize_executable import serialize
 
     with outputs.whole(path) as temporary:
@@ -189,7 +189,7 @@ def write_programs(path: pathlib.Path, programs: prompts.Programs) -> None:
 
 
 def compiler_counts(program) -> dict:
-    """Temporary and argument bytes and FLOPs of a compiled program, as the compiler counts (a loop's body once)."""
+    """Return temporary and argument bytes and FLOPs of a program, as the compiler counts them (a loop's body once)."""
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
     counts = {"flops": float(cost["flops"])} if cost.get("flops", 0) > 0 else {}
     if memory is not None:

@@ -1,8 +1,8 @@
-"""llama.cpp by its own benchmarks, llama-bench and llama-batched-bench, on the model's GGUF file.
+"""llama.cpp measured by its own benchmarks, llama-bench and llama-batched-bench, on the model's GGUF file.
 
-Its fastest form: built for this machine, weights repacked, no Python between tokens, and the file read into memory of
-malloc's, which lies in huge pages (a mapped file does not: docs/xla_cpu.md, rule 8). Each sample is a process that
-loads the file, warms up and measures; only what it measured counts. It makes up its tokens, so its text is not
+This is its fastest form: built for this machine, weights repacked, no Python between tokens, and the file read into
+malloc's memory, which is backed by huge pages (a mapped file is not: docs/xla_cpu.md, rule 8). Each sample is a process
+that loads the file, warms up and measures; only the measured part counts. It makes up its tokens, so its text is not
 compared.
 """
 
@@ -30,7 +30,7 @@ class LlamaBenchArm(contract.Arm):
     holds_model = False
 
     def start(self) -> str:
-        """Find the programs and the file."""
+        """Find the programs and check that the model is a GGUF file."""
         folder = Path(os.environ.get("JAXBENCH_LLAMA_CPP") or FOLDER)
         self.bench, self.batched = (folder / name for name in ("llama-bench", "llama-batched-bench"))
         if missing := [str(path) for path in (self.bench, self.batched) if shutil.which(path) is None]:
@@ -38,11 +38,11 @@ class LlamaBenchArm(contract.Arm):
         return "" if self.file.endswith(".gguf") else f"needs a GGUF file, the model is {self.file}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Nothing: each sample loads the file itself."""
+        """Note the dtype only: each sample loads the file itself."""
         self.dtype = dtype
 
     def prepare(self, workload: Workload) -> dict:
-        """Say which rows this arm has no part in."""
+        """Compile nothing; return the file's size, or why this arm skips the workload."""
         if workload.kind == "train":
             return {"skip": "llama.cpp has no train step"}
         if workload.dtype != "float32":
@@ -50,7 +50,7 @@ class LlamaBenchArm(contract.Arm):
         return {"weight_bytes": Path(self.file).stat().st_size}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        """One process of its benchmark: seconds of the prompt, seconds of the tokens after it."""
+        """Run one process of the benchmark: seconds of the prompt, seconds of the tokens after it."""
         if workload.batch > 1:
             return self._batched(workload)
         lengths = ["-p", str(workload.prompt_tokens), "-n", "0"]
@@ -61,7 +61,7 @@ class LlamaBenchArm(contract.Arm):
         return {"first_s": seconds, "rest_s": 0.0} if workload.kind == "prefill" else {"rest_s": seconds}
 
     def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
-        """None: its benchmarks tell no single token's time."""
+        """Return an empty list: the benchmarks do not time single tokens."""
         return []
 
     def _batched(self, workload: Workload) -> dict:
@@ -84,15 +84,15 @@ class LlamaBenchArm(contract.Arm):
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
     def unload(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the arm holds no model."""
 
 
 class LlamaBenchOneArm(LlamaBenchArm):
-    """The same on one thread, which is its better choice where other processes take the cores."""
+    """LlamaBenchArm on one thread, its better choice where other processes occupy the cores."""
 
     name = "llama_bench_one"
 
     def start(self) -> str:
-        """Find the programs and the file."""
+        """Start as LlamaBenchArm does, with one thread."""
         self.threads = 1
         return super().start()

@@ -1,9 +1,9 @@
 """Arms on the native kernels: Flax, Equinox and PyTorch with packed weights (jaxbench/native).
 
-Two kinds. `flax_native` and its like have the weights of the row's type, as every other arm: in float32 rows
-everything is float32, in bfloat16 rows weights, products' operands and cache are bfloat16. `flax_file` and its like
-have the numbers of the model's own GGUF file and stand in the float32 rows, beside llama.cpp, which has the same;
-`flax_int8` has weights rounded here and stands there too.
+There are two kinds. `flax_native` and its like have weights of the row's type, as every other arm: in float32 rows
+everything is float32; in bfloat16 rows weights, operands of products and cache are bfloat16. `flax_file` and its like
+use the weights as stored in the model's own GGUF file and are listed in the float32 rows, next to llama.cpp, which uses
+the same; `flax_int8` has weights that jaxbench rounds and is listed there too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxbench.measure.records import Workload
 
 
 class NativeArm:
-    """What the arms of all backends share; goes before the backend's own class."""
+    """Mixin shared by the arms of all backends; it precedes the backend's own class in the bases."""
 
     native = ""  # module that builds the decoder
     weights: str | None = None  # format of the weights; None = the row's type
@@ -27,7 +27,7 @@ class NativeArm:
     cache: str | None = None
 
     def start(self) -> str:
-        """Import the backend, and build the kernels where they are not in the cache."""
+        """Import the backend, and build the kernels if they are not in the cache."""
         reason = super().start()
         if reason or self.device != "cpu":
             return reason or "native kernels run on CPUs"
@@ -40,7 +40,7 @@ class NativeArm:
         return ""
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Read and pack the weights."""
+        """Read and pack the weights, unless this arm skips the rows."""
         from jaxbench.native import checkpoint
 
         self.dtype = dtype
@@ -58,7 +58,7 @@ class NativeArm:
         self.synchronize()
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile, where the backend does; say which rows this arm has no part in."""
+        """Compile if the backend does, or return why this arm skips the workload."""
         if workload.kind == "train":
             return {"skip": "native kernels have no train step"}
         if self.weights and workload.dtype != "float32":
@@ -97,24 +97,24 @@ class TorchNativeArm(NativeArm, torch_arms.PlainArm):
 
 
 class FlaxFileArm(FlaxNativeArm):
-    """The file's own numbers, float32 activations, cache in bfloat16: llama.cpp's is in 16 bits."""
+    """Flax with the file's own weights, float32 activations, and a bfloat16 cache, as llama.cpp's has 16 bits."""
 
     name, weights, activations, cache = "flax_file", "file", "float32", "bfloat16"
 
 
 class FlaxFileInt8Arm(FlaxFileArm):
-    """The same with activations in 8 bits, as llama.cpp computes."""
+    """FlaxFileArm with 8-bit activations, as llama.cpp computes."""
 
     name, activations = "flax_file_int8", "int8"
 
 
 class FlaxInt8Arm(FlaxNativeArm):
-    """Weights rounded here to 8 bits, a scale an output, activations in 8 bits."""
+    """Flax with weights that jaxbench rounds to 8 bits, one scale per output, and 8-bit activations."""
 
     name, weights, activations, cache = "flax_int8", "int8", "int8", "bfloat16"
 
 
 class TorchFileArm(TorchNativeArm):
-    """The file's own numbers in PyTorch."""
+    """PyTorch with the file's own weights."""
 
     name, weights, activations, cache = "torch_file", "file", "float32", "bfloat16"

@@ -1,12 +1,12 @@
-"""PyTorch's own fast products on a CPU: oneDNN's, with each weight brought into its layout once.
+"""PyTorch's own fast matrix products on a CPU: oneDNN's, with each weight packed into oneDNN's layout once.
 
-What torch.matmul does with float32 on a CPU is MKL's product, which serves AMD processors at less than half the rate
-that oneDNN, in the same wheel, reaches there; for narrow types it is oneDNN's, but the weight is brought into its
-layout at every call. Inductor packs weights too (`freezing`), but as constants, so that every layer has a program of
-its own. So the twin's linear layers call the operators that Inductor calls, in eager and compiled code.
+torch.matmul on a CPU uses MKL for float32, which on AMD processors reaches less than half the rate of oneDNN, in the
+same wheel. For narrow types it uses oneDNN, but packs the weight at every call. Inductor packs weights too
+(`freezing`), but as constants, so that every layer needs its own program. So the twin's linear layers call the
+operators that Inductor calls, in eager and compiled code.
 
-What it is worth: docs/comparison.md, "The rival at its best" (arm torch_plain is the control). On an Intel Xeon one row
-of float32 is slower so and several are faster ("Another processor"), so a single row's product is tried both ways.
+For its effect see docs/comparison.md, "The rival at its best" (arm torch_plain is the control). On an Intel Xeon
+packing makes one row of float32 slower and several faster ("Another processor"), so single rows are tried both ways.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch_ref import functional, nn
 
 Product = Callable[[Tensor], Tensor]
 
-TRIAL_BYTES = 2**27  # of weights that a trial reads: more than a cache holds
+TRIAL_BYTES = 2**27  # bytes of weights that a trial reads: more than a cache holds
 TRIAL_ROUNDS = 9
-LEAST_GAIN = 1.1  # below it a second form of every weight is not worth its memory
+LEAST_GAIN = 1.1  # below this, a second copy of every weight is not worth its memory
 
 _weights: list[Tensor] = []  # in oneDNN's layout, which a compiled program cannot take as an argument
 _library = torch.library.Library("jaxbench_packed", "DEF")
@@ -33,16 +33,16 @@ _library.define("linear(Tensor x, Tensor index, Tensor? bias, int num_outputs) -
 
 
 def is_possible(dtype: str, device: str) -> bool:
-    """True where oneDNN has a product of this type on this device."""
+    """Return True if oneDNN has a product of this type on this device."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == "float32" or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Have every linear layer and tied head of a twin multiply by a packed weight; the number of them.
+    """Make every linear layer and tied head of a twin multiply by a packed weight; return the number packed.
 
-    Inference only: a layer's kernel is dropped, and a change of an embedding's table does not reach the packed head.
+    Inference only: a layer's kernel is dropped, and changes to an embedding's table do not reach the packed head.
     """
     before = len(_weights)
     for module in model.modules():
@@ -56,10 +56,11 @@ def pack(model: torch.nn.Module) -> int:
 
 
 def hold_both_forms(model: torch.nn.Module) -> bool:
-    """Have a packed model multiply single rows by plain weights, if that is faster here; whether it is.
+    """Make a packed model multiply single rows by plain weights if that is faster here; return whether it is.
 
-    Tried on the model's own layers, as many as no cache holds, both ways by turns. Where plain products win by a tenth
-    in all rounds but one, every layer gets its kernel back beside the packed weight, which several rows go on taking.
+    The trial alternates both forms on the model's own layers, enough of them to exceed any cache. If plain products win
+    by a tenth in all rounds but one, every layer gets its kernel back in addition to the packed weight, which is still
+    used for several rows.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tried, read = [], 0
@@ -109,7 +110,7 @@ def _by_rows(plain: Product, packed: Product) -> Product:
 
 
 def _gain(tried: list[tuple[Product, Product, Tensor]]) -> float:
-    """Time of packed products over that of plain ones, one row each: the lowest of all rounds but one."""
+    """Time of packed over plain products of single rows: the second lowest ratio of all rounds but the first."""
 
     def seconds(which: int) -> float:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Arms of other projects: Hugging Face transformers' `generate`, and llama.cpp (long suite, `peers` extra).
 
-They are measured as a user would call them; nothing of ours runs inside but a clock after each token.
+They are measured as a user would call them; none of our code runs inside except a clock after each token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TransformersArm(TorchBase):
 
     name = "transformers"
     packages = ("transformers", "torch", "numpy", "python")
-    cache: dict = {}  # settings of generate that choose cache and compilation; none = its defaults
+    cache: dict = {}  # settings of generate that choose cache and compilation; empty = its defaults
 
     def start(self) -> str:
         """Import transformers and torch."""
@@ -42,11 +42,11 @@ class TransformersArm(TorchBase):
             config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)  # GPT-2's rates, which the other arms' models do not have
+                setattr(config, name, 0.0)  # GPT-2's dropout rates, which the other arms' models do not have
         self.model = self.transformers.AutoModelForCausalLM.from_pretrained(
             self.checkpoint, config=config, dtype=getattr(self.torch, dtype), attn_implementation="sdpa"
         )
-        # `generate` would take what its settings leave out, such as a repetition penalty, from the folder's file.
+        # Otherwise `generate` would take unset options, such as a repetition penalty, from the folder's file.
         self.model.generation_config = self.transformers.GenerationConfig()
         self.model.to(self.torch_device).train(train is not None).requires_grad_(train is not None)
         if train is not None:
@@ -78,7 +78,7 @@ class TransformersArm(TorchBase):
         return {"step_s": time.perf_counter() - start, "loss": value}
 
     def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
-        """Seconds of each token after the first, by a clock among its stopping criteria."""
+        """Seconds of each token after the first, by a clock among generate's stopping criteria."""
         with self.torch.inference_mode():
             self._generate(workload, inputs, None)
         return [float(seconds) for seconds in np.diff(self.clock.stamps)]
@@ -107,15 +107,15 @@ class TransformersArm(TorchBase):
 class CompiledTransformersArm(TransformersArm):
     """`generate` with a static cache and a compiled forward pass, which it compiles by itself only on accelerators.
 
-    On one core of an AMD EPYC, the default model in float32, tokens per CPU second: batch 1 24.0, with the dynamic
-    cache 20.2; batch 8 92 and 94. Its first call took 114 s on a busy machine, so it is for the long suite. A static
-    cache without compilation changes nothing (19.2 and 98).
+    Tokens per CPU second on one core of an AMD EPYC, default model in float32: at batch 1 24.0 versus 20.2 with the
+    dynamic cache; at batch 8 92 versus 94. Its first call took 114 s on a busy machine, so it is for the long suite. A
+    static cache without compilation gains nothing (19.2 and 98).
     """
 
     name = "transformers_compile"
 
     def start(self) -> str:
-        """Import the compiler too, and check that Inductor can build code here."""
+        """Also import the compiler, and check that Inductor can build code here."""
         reason = super().start() or inductor.unusable(self.device)
         settings = {"mode": "reduce-overhead" if self.device == "gpu" else "default", "fullgraph": False}
         compilation = self.transformers.CompileConfig(**settings, dynamic=False)
@@ -124,7 +124,7 @@ class CompiledTransformersArm(TransformersArm):
         return reason
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load as without compilation, and forget the programs of the model before."""
+        """Load as without compilation, after dropping the programs of the previous model."""
         self.torch._dynamo.reset()
         super().load(dtype, num_layers=num_layers, train=train)
 
@@ -140,18 +140,18 @@ class CompiledTransformersArm(TransformersArm):
         return {"compile_s": torch_arms.compiler_seconds() - before}
 
     def warm(self, workload: Workload, inputs: list) -> dict:
-        """Generate as in a measurement: with fewer tokens the cache has another size, and another program."""
+        """Generate as in a measurement: with fewer tokens the cache has another size and needs another program."""
         return self.measure(workload, inputs)
 
 
 class _Clock:
-    """A stopping criterion that never stops: it notes the time of each token (first and last synchronised)."""
+    """A stopping criterion that never stops: it synchronises and records the time of each token."""
 
     def __init__(self, arm: TorchBase):
         self.arm, self.stamps = arm, []
 
     def __call__(self, input_ids, scores, **_):
-        """Note the time."""
+        """Record the time of a token."""
         torch = self.arm.torch
         self.arm.synchronize()
         self.stamps.append(time.perf_counter())
@@ -159,13 +159,13 @@ class _Clock:
 
 
 class LlamaCppArm(contract.Arm):
-    """llama.cpp through llama-cpp-python on the model's own GGUF file (Q4_1): other weights, reported as it is."""
+    """llama.cpp through llama-cpp-python on the model's own GGUF file (Q4_1): other weights, shown but not judged."""
 
     name = "llama_cpp"
     packages = ("llama-cpp-python", "numpy", "python")
 
     def start(self) -> str:
-        """Import llama_cpp, or say why not."""
+        """Check that llama_cpp is installed and the model is a GGUF file; `load` imports it."""
         if importlib.util.find_spec("llama_cpp") is None:
             return "llama-cpp-python is not installed (pip install 'jaxbench[peers]')"
         return "" if self.file.endswith(".gguf") else f"needs a GGUF file, the model is {self.file}"
@@ -177,11 +177,11 @@ class LlamaCppArm(contract.Arm):
         self.model = None
         if train is None:
             threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
-            # a mapped file does not lie in huge pages (docs/xla_cpu.md, rule 8)
+            # a mapped file is not backed by huge pages (docs/xla_cpu.md, rule 8)
             self.model = llama_cpp.Llama(self.file, n_ctx=2048, use_mmap=False, verbose=False, **threads)
 
     def prepare(self, workload: Workload) -> dict:
-        """Nothing to compile; say which rows this arm has no part in."""
+        """Compile nothing; return why this arm skips the workload, if it does."""
         if workload.kind == "train":
             return {"skip": "llama.cpp has no train step"}
         if workload.dtype != "float32":

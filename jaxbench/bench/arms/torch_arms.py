@@ -15,7 +15,7 @@ from jaxbench.measure.records import Workload
 
 
 class TorchBase(contract.Arm):
-    """What the twin and Hugging Face share: devices, threads, the roofline loops."""
+    """Base of the twin's and Hugging Face's arms: devices, threads, the roofline loops."""
 
     packages = ("torch", "numpy", "python")
 
@@ -24,7 +24,7 @@ class TorchBase(contract.Arm):
         import torch
 
         torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision("highest")  # no TF32, in no arm (run.fair_settings)
+        torch.set_float32_matmul_precision("highest")  # no TF32 in any arm (run.fair_settings)
         if self.device == "gpu" and not torch.cuda.is_available():
             return "this PyTorch build sees no GPU"
         self.torch, self.torch_device = torch, "cuda" if self.device == "gpu" else "cpu"
@@ -37,11 +37,11 @@ class TorchBase(contract.Arm):
             self.torch.cuda.synchronize()
 
     def prepare(self, workload: Workload) -> dict:
-        """Eager code has nothing to compile."""
+        """Do nothing: eager code needs no compilation."""
         return {}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        """One run of a workload."""
+        """Run a workload once."""
         if workload.kind == "train":
             return self._step(inputs)
         with self.torch.inference_mode():
@@ -58,7 +58,7 @@ class TorchBase(contract.Arm):
         return int(self.torch.cuda.max_memory_allocated()) if self.torch_device == "cuda" else None
 
     def reset_device_memory(self) -> None:
-        """Set the allocator's peak back to what is allocated now."""
+        """Reset the allocator's peak to the current allocation."""
         if self.torch_device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()
 
@@ -101,8 +101,8 @@ class TorchBase(contract.Arm):
 class EagerArm(TorchBase, twin_arm.TwinArm):
     """The twin in torch_ref, run eagerly, with PyTorch's own attention kernel and packed products; nothing is padded.
 
-    On one core of an AMD EPYC, the default model in float32 (torch 2.13, tokens per CPU second): prompts of 37 and 520
-    tokens 266 and 344, where 166 and 138 with lengths padded to powers of two and attention written out (both before
+    Tokens per CPU second on one core of an AMD EPYC, default model in float32 (torch 2.13): 266 and 344 with prompts of
+    37 and 520 tokens, versus 166 and 138 with lengths padded to powers of two and attention written out (both before
     products were packed: packed.py).
     """
 
@@ -110,8 +110,8 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
     package = functions = "torch_ref"
     attention = "fused"  # scaled_dot_product_attention
     torch_compile = ""  # Compute.torch_compile of its decoder
-    is_packed = True  # in inference, where oneDNN can
-    single_row: str | None = None  # products that a single row takes, "packed" or "plain"; None = not tried
+    is_packed = True  # in inference, where oneDNN has the product
+    single_row: str | None = None  # products used for a single row, "packed" or "plain"; None = not tried
 
     def start(self) -> str:
         """Import the twin's modules."""
@@ -127,7 +127,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         if is_trained:
             return model
         model.eval().requires_grad_(False)
-        params.clear()  # the model has copies; the file's mapped pages go before others are made
+        params.clear()  # the model has copies; free the file's mapped pages before making more
         self.single_row = None
         if self._packs():
             self.packed.pack(model)
@@ -137,13 +137,13 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         return self.is_packed and self.packed.is_possible(self.dtype, self.torch_device)
 
     def prepare(self, workload: Workload) -> dict:
-        """Make the engine of a run's step; other eager code has nothing to compile."""
+        """Make the engine of a run's step, or try products for single rows; other eager code needs no compilation."""
         if self.run_settings is None:
             return self._try_single_row(workload)
         return self._make_engine(torch_compile=bool(self.torch_compile), device=self.torch_device)
 
     def _try_single_row(self, workload: Workload) -> dict:
-        """Which products single rows take, tried once a load and before anything is compiled."""
+        """Choose the products of single rows, once per load and before anything is compiled."""
         if workload.kind == "train" or not self._packs():
             return {}
         if self.single_row is None:
@@ -176,7 +176,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
 
 
 class PlainArm(EagerArm):
-    """EagerArm with the products that torch.matmul chooses: the control for what packing does."""
+    """EagerArm with the products that torch.matmul chooses: the control that shows the effect of packing."""
 
     name = "torch_plain"
     is_packed = False
@@ -185,9 +185,9 @@ class PlainArm(EagerArm):
 class CompiledArm(EagerArm):
     """The twin under torch.compile (Inductor, static shapes): layer by layer on a CPU, the decode step on a GPU.
 
-    All layers share one program a shape (PyTorch's "regional compilation"). The whole decode step in one program is
-    CompiledStepArm, and faster, but compiles for 40 to 46 s a shape and 4 to 6 out of the cache on 2 cores of an AMD
-    EPYC, where layers take 4 to 10 and 0.2 to 0.5: it is for the long suite (both measured: docs/comparison.md).
+    All layers share one program per shape (PyTorch's "regional compilation"). CompiledStepArm has the whole decode step
+    in one program and is faster, but on 2 cores of an AMD EPYC it compiles for 40 to 46 s per shape (4 to 6 s from the
+    cache), where layers take 4 to 10 s (0.2 to 0.5 s). So it is for the long suite (both measured: docs/comparison.md).
     On a GPU the whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
     """
 
@@ -197,15 +197,15 @@ class CompiledArm(EagerArm):
     def start(self) -> str:
         """Import the compiler and check that Inductor can build code here."""
         reason = super().start()
-        importlib.import_module("torch._dynamo")  # seconds, and no part of loading a model
+        importlib.import_module("torch._dynamo")  # takes seconds, which are not part of loading a model
         if self.device == "gpu":
             self.torch_compile = "step"
         return reason or inductor.unusable(self.device)
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load as eager does; what is compiled is compiled when it is first called."""
+        """Load as eager does; compilation happens at the first call."""
         self.torch._dynamo.reset()
-        self.torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
+        self.torch._dynamo.config.recompile_limit = 64  # one program per shape, as the JAX arms have
         super().load(dtype, num_layers=num_layers, train=train)
 
     def prepare(self, workload: Workload) -> dict:
@@ -220,7 +220,7 @@ class CompiledArm(EagerArm):
         return facts | {"compile_s": compiler_seconds() - before}
 
     def warm(self, workload: Workload, inputs: list) -> dict:
-        """Run a training step; programs of inference have run once, to be compiled."""
+        """Run a training step; inference programs have already run once, in `prepare`."""
         return super().warm(workload, inputs) if workload.kind == "train" else {}
 
     def rehearse(self, workload: Workload, inputs: list) -> None:
@@ -237,13 +237,13 @@ class CompiledArm(EagerArm):
 
 
 class CompiledStepArm(CompiledArm):
-    """The twin with its whole decode step, model and draw, in one program; prefill and training layer by layer."""
+    """The twin with its whole decode step, model and sampling, in one program; prefill and training layer by layer."""
 
     name = "torch_compile_step"
     torch_compile = "step"
 
     def start(self) -> str:
-        """Start as CompiledArm does, unless it is the same there."""
+        """Start as CompiledArm does, except on a GPU, where CompiledArm is the same."""
         return super().start() or ("torch_compile is the same arm on a GPU" if self.device == "gpu" else "")
 
     def prepare(self, workload: Workload) -> dict:
@@ -253,8 +253,42 @@ class CompiledStepArm(CompiledArm):
         return super().prepare(workload)
 
 
+class Int4Arm(CompiledStepArm):
+    """The twin with PyTorch's own 4-bit products, its whole decode step compiled: PyTorch's fastest decoding on a CPU.
+
+    It computes in bfloat16, the only type in which that product is fast, and is listed in the float32 rows next to
+    llama.cpp. Its codes are those of a Q4_1 file; the tied head, which such a file stores wider, has 4 bits too.
+    """
+
+    name = "torch_int4"
+    is_packed = False
+
+    def start(self) -> str:
+        """Start as CompiledStepArm does; the product is a CPU's."""
+        return super().start() or ("4-bit weights are measured on CPUs only" if self.device != "cpu" else "")
+
+    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
+        """Read and quantise the weights, unless this arm skips the rows."""
+        self._drop()
+        if train is None and dtype == "float32":
+            super().load("bfloat16", num_layers=num_layers, train=None)
+
+    def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
+        model = super()._build(config, params, is_trained=is_trained)
+        self.weight_bytes = importlib.import_module("jaxbench.bench.arms.int4").quantize(model)
+        return model
+
+    def prepare(self, workload: Workload) -> dict:
+        """Compile a decode workload, or return why this arm skips it."""
+        if workload.kind != "decode":
+            return {"skip": "decoding only: PyTorch's 4-bit product is made for few rows"}
+        if workload.dtype != "float32":
+            return {"skip": f"has weights of its own, listed under float32, not {workload.dtype}"}
+        return {**super().prepare(workload), "weight_bytes": self.weight_bytes}
+
+
 def compiler_seconds() -> float:
-    """Wall time that torch.compile has spent in this process so far: Dynamo, Inductor, C++ compiler."""
+    """Wall seconds that torch.compile has spent in this process so far: Dynamo, Inductor, C++ compiler."""
     from torch._dynamo import utils
 
     return float(utils.calculate_time_spent().get("total_wall_time", 0.0))

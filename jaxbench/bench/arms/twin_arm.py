@@ -1,8 +1,8 @@
-"""What the arms of jaxbench's own decoders share: loading, AdamW's plain step, and the step of a training run.
+"""Base of the arms of jaxbench's own decoders: loading, AdamW's plain step, and the step of a training run.
 
 The step of a run is what experiments/train.py computes, through the backend's Engine. Weights and moments are float32,
-the arm's type is that of the products (precision.py), and AdamW and clipping are those of the default StepConfig.
-Nothing of a run but its step is in the measurement: no evaluation, checkpoint or tokenising.
+products are in the arm's type (precision.py), and AdamW and clipping are those of the default StepConfig. Only the step
+of a run is measured: no evaluation, checkpoint or tokenising.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxbench.training.train_config import TrainConfig
 
 
 class TwinArm(contract.Arm):
-    """An arm of Flax, Equinox or PyTorch; a subclass adds what its framework does in its own way."""
+    """An arm of Flax, Equinox or PyTorch; a subclass adds the parts specific to its framework."""
 
-    package = ""  # where transformer and training.engine live
-    functions = ""  # where sample, train and the optimiser step live
-    has_kernels = False  # a run's step may take native products
-    attention = "dense"  # implementation of a run's step where the suite has the default, dense
+    package = ""  # package of transformer and training.engine
+    functions = ""  # package of sample, train and the optimiser step
+    has_kernels = False  # a run's step may use native products
+    attention = "dense"  # attention implementation of a run's step if the suite has the default, dense
 
     def _import(self) -> None:
         self.transformer = importlib.import_module(f"{self.package}.transformer")
@@ -36,11 +36,11 @@ class TwinArm(contract.Arm):
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what `load` and `prepare` made."""
+        """Drop what `load` and `prepare` made."""
         self.model = self.generator = self.state = self.step = self.run_settings = self.engine = None
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Read the checkpoint and build the model; the train step's state too where asked."""
+        """Read the checkpoint and build the model; with `train`, the train step's state too."""
         from jaxbench.pretrained import weights
         from jaxbench.training import precision
 
@@ -63,7 +63,7 @@ class TwinArm(contract.Arm):
         return self.transformer.build(config, params, dtype=self.dtype)
 
     def _make_engine(self, *, torch_compile: bool = False, **place: Any) -> dict:
-        """Make the engine of a run (place: its device in PyTorch); its device's name and its seconds of compiling."""
+        """Make the engine of a run (place: its device in PyTorch); return its device's name and compile seconds."""
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
         kernels = train.get("kernels", "auto") if self.has_kernels else "auto"
@@ -92,7 +92,7 @@ class TwinArm(contract.Arm):
             self.state, metrics = self.step(self.state, batch)
             loss = float(metrics.loss)
         else:
-            tokens, targets, positions = contract.targets(inputs)  # one document a row
+            tokens, targets, positions = contract.targets(inputs)  # one document per row
             batch = Batch(tokens, targets, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
             start = time.perf_counter()
             loss = self.engine.fetch(self.engine.step(batch, self.run_settings["learning_rate"])).loss

@@ -1,1 +1,1 @@
-"""What the comparison shows: tables, page, picture."""
+"""Report of the comparison: tables, page, picture."""

@@ -1,4 +1,4 @@
-"""What the report shows, gathered once from records and the run's folder (S file)."""
+"""Contents of the report, gathered once from records and the run's folder (S file)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxbench.measure.records import Record, Workload
 
 
 class View(NamedTuple):
-    """Everything that tables, page, picture, CSV and scalars are made of."""
+    """Everything that tables, page, picture, CSV and scalars are made from."""
 
     rows: list[Row]
     records: list[Record]
@@ -27,12 +27,12 @@ class View(NamedTuple):
     environment: dict[str, Any]
     suite: Suite
     config_id: str
-    agreement: list[str]  # one sentence a workload
-    drift: float  # share the control loop moved by
+    agreement: list[str]  # one sentence per workload
+    drift: float  # share by which the control loop's time changed
 
     @property
     def model(self) -> str:
-        """Name of the model, as people know it."""
+        """Display name of the model."""
         return "SmolLM2-135M-Instruct" if self.suite.model == "default" else self.suite.model
 
 
@@ -48,7 +48,7 @@ class TpuRow(NamedTuple):
 
 
 def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
-    """View of a finished or interrupted run."""
+    """Return the view of a finished or interrupted run."""
     rows = summary.rows(records, suite.verdicts)
     try:
         environment = outputs.read_json(workdir / "environment.json")
@@ -69,7 +69,7 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
 
 
 def find(view: View, metrics: Sequence[str]) -> list[Row]:
-    """Rows of these metrics, ordered by metric, then workload, then arm."""
+    """Return the rows of these metrics, ordered by metric, then workload, then arm."""
     order = {name: index for index, name in enumerate(view.arms)}
     places = {group: index for index, group in enumerate(by_workload(view.rows))}
     return sorted(
@@ -79,7 +79,7 @@ def find(view: View, metrics: Sequence[str]) -> list[Row]:
 
 
 def by_workload(rows: Sequence[Row]) -> dict[tuple[str, Workload], list[Row]]:
-    """Rows by metric and workload, in their order."""
+    """Group rows by metric and workload, in their order."""
     groups: dict[tuple[str, Workload], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.metric, row.workload), []).append(row)
@@ -87,7 +87,7 @@ def by_workload(rows: Sequence[Row]) -> dict[tuple[str, Workload], list[Row]]:
 
 
 def tpu_rows(view: View) -> list[TpuRow]:
-    """One row for each program compiled for a slice, and one for each slice that failed."""
+    """Return one row for each program compiled for a slice, and one for each slice that failed."""
     groups: dict[tuple, TpuRow] = {}
     for record in view.records:
         if not record.metric.startswith("tpu") or (record.metric == "tpu" and record.status == "ok"):
@@ -103,24 +103,24 @@ def tpu_rows(view: View) -> list[TpuRow]:
 
 
 def verdict_counts(view: View) -> dict[str, int]:
-    """Number of speed rows in which jaxbench's own arms were faster, slower or undecided against the baseline."""
+    """Count the speed rows in which jaxbench's own arms were faster, slower or undecided versus the baseline."""
     own = arm_table.names("is_judged")
     counts = collections.Counter(row.verdict for row in view.rows if row.metric in summary.SPEED and row.arm in own)
     return {verdict: counts[verdict] for verdict in ("faster", "slower", "undecided")}
 
 
 def missing(view: View) -> list[Row]:
-    """Rows without a value: skipped or failed, with their reason."""
+    """Return the rows without a value: skipped or failed, with their reason."""
     return [row for row in view.rows if row.value is None and row.reason]
 
 
 def undecided(view: View) -> list[Row]:
-    """Compared rows whose interval holds 1."""
+    """Return the compared rows whose verdict is "undecided"."""
     return [row for row in view.rows if row.verdict == "undecided"]
 
 
 def product_notes(view: View) -> list[str]:
-    """Sentences: which arms took plain products for single rows, in how many launches; none where all were packed."""
+    """Return sentences: which arms used plain products for single rows, in how many launches; none if all packed."""
     taken: dict[tuple[str, str], dict[int, str]] = {}  # by launch
     for record in view.records:
         if "single_row" in record.detail:
@@ -134,7 +134,7 @@ def product_notes(view: View) -> list[str]:
 
 
 def program_notes(view: View) -> list[str]:
-    """Sentences: which FLOPs and bytes the programs of two of jaxbench's own arms share exactly, and which differ."""
+    """Return sentences: how many FLOPs and bytes figures two of jaxbench's own arms share exactly, and which differ."""
     values: dict[tuple, dict[str, float]] = {}
     for row in view.rows:
         if row.metric in ("flops", "temp_bytes") and row.value is not None:
@@ -158,7 +158,7 @@ def program_notes(view: View) -> list[str]:
 
 
 def headline(view: View) -> list[tuple[str, str, str]]:
-    """Up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
+    """Return up to four (figure, what, remark): Flax's decode (else train) rate, its ratio to HF, parity, verdicts."""
     cards = []
     decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
     if decode:

@@ -1,7 +1,7 @@
 """The report's charts as plotly figures: plain dictionaries, coloured by the page's own theme (S file).
 
-Bars and intervals share one layout: rows under a bold heading for each workload, so that labels stay horizontal and
-short, and the height grows with the number of rows.
+Bars and intervals share one layout: rows under a bold heading for each workload. Labels stay horizontal and short, and
+the height grows with the number of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1
 
 
 class Layout(NamedTuple):
-    """Where rows go: a y of each row, tick positions and labels with headings, and the height."""
+    """Placement of rows: y of each row, tick positions and labels with headings, and the height."""
 
     y: list[float]  # of the rows of all sections
     ticks: list[float]
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
-    """Layout of sections (heading, row labels), top down."""
+    """Lay out sections (heading, row labels), top down."""
     y, ticks, labels, place = [], [], [], 0.0
     for heading, names in groups:
         ticks.append(place)
@@ -49,7 +49,7 @@ def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
 
 
 def forest(view: View) -> Figure | None:
-    """Ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
+    """Draw ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
     rows = [row for row in contents.find(view, FOREST) if row.ratio]
     if not rows:
         return None
@@ -67,14 +67,14 @@ def forest(view: View) -> Figure | None:
     data = [traces[name] for name in ("faster", "undecided", "slower", "same") if name in traces]
     points = [row.ratio[0] for row in rows] + [1.0]
     ends = [end for row in rows for end in row.ratio[1:]]
-    # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
+    # Two launches can give intervals of any width: ends beyond twice the points' own range do not widen the axis.
     axis = _log_axis(points + [end for end in ends if min(points) / 2 <= end <= max(points) * 2])
     axis["title"] = {"text": f"ratio to {labels.arm(view.baseline)} (right is better)"}
     return _rows_figure(data, layout, axis) | {"line": 1.0}
 
 
 def roofline(view: View) -> Figure | None:
-    """Bars of each arm's share of the machine's measured rate."""
+    """Draw bars of each arm's share of the machine's measured rate."""
     rows = [row for row in contents.find(view, SPEED) if row.share_of_roofline is not None]
     share = lambda row: 100 * row.share_of_roofline
     figure = _bars(rows, share, lambda row: f"{share(row):.0f} %", "% of the rate measured on this machine")
@@ -82,20 +82,20 @@ def roofline(view: View) -> Figure | None:
 
 
 def seconds(view: View, metrics: Sequence[str]) -> Figure | None:
-    """Bars of times: load, compile, first token."""
+    """Draw bars of times: load, compile, first token."""
     rows = [row for row in contents.find(view, metrics) if row.value is not None]
     return _bars(rows, lambda row: row.value, lambda row: labels.value(row.value, "s"), "seconds (less is better)")
 
 
 def memory(view: View) -> Figure | None:
-    """Bars of peak host memory above the level after imports."""
+    """Draw bars of peak host memory above the level after imports."""
     rows = [row for row in contents.find(view, ("peak_memory_bytes",)) if row.value is not None]
     shown = lambda row: labels.value(row.value, "bytes")
     return _bars(rows, lambda row: row.value / 2**20, shown, "MiB (less is better)")
 
 
 def tpu(view: View) -> Figure | None:
-    """Three lower bounds on time of every program compiled for a slice."""
+    """Draw the three lower bounds on time of every program compiled for a slice."""
     rows = [row for row in contents.tpu_rows(view) if "roofline" in row.details or "roofline_s" in row.details]
     if not rows:
         return None
@@ -111,7 +111,7 @@ def tpu(view: View) -> Figure | None:
 
 
 def heat_map(parity: dict[str, Any] | None) -> Figure | None:
-    """Relative errors of modules in float64: layers down, modules across, colour by power of ten."""
+    """Draw relative errors of modules in float64: layers down, modules across, colour by power of ten."""
     cells: dict[tuple[int, str], float] = {}
     for entry in (parity or {}).get("layers", []):
         inside = re.fullmatch(r"layers\.(\d+)(?:\.(.+))?", str(entry.get("module", "")))
@@ -144,7 +144,7 @@ def heat_map(parity: dict[str, Any] | None) -> Figure | None:
 
 
 def _place(rows: Sequence[Row]) -> tuple[list[tuple[Row, float]], Layout]:
-    """Rows with their y, and the layout: a section for each metric and workload."""
+    """Return the rows with their y, and the layout: a section for each metric and workload."""
     groups = contents.by_workload(rows)
     layout = sections([(heading(*group), [labels.arm(row.arm) for row in own]) for group, own in groups.items()])
     return list(zip(itertools.chain(*groups.values()), layout.y, strict=True)), layout
@@ -157,7 +157,7 @@ def heading(metric: str, load: Workload) -> str:
 
 
 def _bars(rows: Sequence[Row], value: Callable[[Row], float], text: Callable[[Row], str], axis: str) -> Figure | None:
-    """Horizontal bars of rows in their arm's colour, a trace an arm; None without rows."""
+    """Draw rows as horizontal bars in their arm's colour, one trace per arm; None without rows."""
     if not rows:
         return None
     placed, layout = _place(rows)
@@ -203,7 +203,7 @@ def _rows_figure(data: list[Figure], layout: Layout, axis: Figure) -> Figure:
 
 
 def _log_axis(values: Sequence[float]) -> Figure:
-    """Logarithmic axis with round ticks around the values."""
+    """Make a logarithmic axis with round ticks around the values."""
     low, high = min(values) * 0.8, max(values) * 1.25
     round_numbers = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 10, 20, 50, 100, 200)
     ticks = [tick for tick in round_numbers if low <= tick <= high]

@@ -1,4 +1,4 @@
-"""The report as one HTML page that opens offline: what the jinja2 template of this name shows (S file)."""
+"""The report as one HTML page that opens offline: values for the jinja2 template page.html next to it (S file)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE_METRICS = tuple(name for name in labels.METRICS if name != "argument_bytes
 
 
 def render(view: View) -> str:
-    """The whole page."""
+    """Render the whole page."""
     drawn = {
         "chart-ratios": figures.forest(view),
         "chart-roofline": figures.roofline(view),
@@ -66,7 +66,7 @@ def _where(view: View) -> str:
 
 
 def _table(view: View) -> dict[str, dict[str, dict[str, Row]]]:
-    """Rows by title of the metric, name of the workload and arm."""
+    """Group rows by title of the metric, name of the workload and arm."""
     table: dict[str, dict[str, dict[str, Row]]] = {}
     for row in contents.find(view, TABLE_METRICS):
         better = ", more is better" * summary.COMPARED.get(row.metric, False)
@@ -89,7 +89,7 @@ def _sources(slices: dict[str, list[contents.TpuRow]]) -> list[str]:
 
 
 def row_name(row: Row) -> str:
-    """A row for people: metric, workload, arm."""
+    """Display name of a row: metric, workload, arm."""
     return f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}"
 
 
@@ -112,7 +112,7 @@ def _about(view: View) -> dict[str, Any]:
 
 
 def _outside(detail: dict[str, Any]) -> Sequence[str]:
-    """The errors of modules outside the layers."""
+    """Return the errors of modules outside the layers, as text."""
     return [
         f"{entry['module']} {_error(entry.get('float64'))}"
         for entry in detail.get("layers", [])

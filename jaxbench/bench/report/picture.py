@@ -1,6 +1,6 @@
 """The main picture as SVG: rates of every arm on every prefill and decode workload, or of the train step (S file).
 
-Drawn by hand on the card of measure/svg_card.py, which says why.
+The SVG is written by hand on the card of measure/svg_card.py, which says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BAR, STEP, TITLE = 16, 24, 62  # heights: bar, row, panel title
 
 
 def draw(view: View) -> str:
-    """The picture's text."""
+    """Return the SVG text."""
     panels = _panels(view)
     columns = max(1, min(3, len(panels)))
     lines, top = [], 88
@@ -40,7 +40,7 @@ def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
 
 
 def _panel(load: Workload, rows: list[Row], left: int, top: int) -> list[str]:
-    """Draw one workload: a bar an arm, its rate at the bar's end."""
+    """Draw one workload: one bar per arm, with its rate at the bar's end."""
     label, room = 112, 62
     largest = max(row.value for row in rows)
     tokens = f"{load.prompt_tokens} + {load.new_tokens}" if load.new_tokens else f"{load.prompt_tokens}"

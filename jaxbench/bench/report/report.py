@@ -1,7 +1,7 @@
 """Write and print the outcome of a comparison: tables, report.html, results.csv, TensorBoard scalars, picture.svg.
 
-S file. Every file is written under a temporary name and renamed, so that an interrupt or a full disk leaves the
-earlier report whole. Run it again on finished results with
+S file. Every file is written under a temporary name and renamed, so that an interrupt or a full disk leaves the earlier
+report intact. Run it again on finished results with
 
     python -m jaxbench.bench.report --workdir=out/default
 """
@@ -29,7 +29,7 @@ TERMINAL_METRICS = tuple(name for name in page.TABLE_METRICS if name not in ("te
 
 
 def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=None) -> View:
-    """Write every file of the report into `workdir`, print the tables, and return what they show.
+    """Write every file of the report into `workdir`, print the tables, and return the view that they show.
 
     Raises:
       OSError: a file cannot be written; what was there before is kept.
@@ -47,9 +47,9 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
 
 
 def csv_rows(view: View) -> list[dict[str, Any]]:
-    """Result rows and TPU figures for the CSV file, numbers at full precision.
+    """Return result rows and TPU figures for the CSV file, with numbers at full precision.
 
-    Intervals that the tables show as a dash stand here as they are, infinite ends included.
+    Intervals that the tables show as a dash are written in full here, infinite ends included.
     """
     device = next((record.device for record in view.records if record.arm in view.arms), "")
     same = ("metric", "arm", "value", "unit", "verdict", "share_of_roofline", "reason")
@@ -69,7 +69,7 @@ def csv_rows(view: View) -> list[dict[str, Any]]:
 
 
 def write_scalars(view: View, folder: Path) -> None:
-    """Write one TensorBoard scalar a launch for every row, and the TPU figures at step 0; replaces the folder."""
+    """Write one TensorBoard scalar per row and launch, and the TPU figures at step 0; replaces the folder."""
     from tensorboardX import SummaryWriter
 
     with outputs.whole_folder(folder) as unfinished:
@@ -86,7 +86,7 @@ def write_scalars(view: View, folder: Path) -> None:
 
 
 def show(view: View, *, console=None) -> None:
-    """Print the tables for people."""
+    """Print the tables and notes to the terminal."""
     console = console or terminal.console()
     if contents.find(view, TERMINAL_METRICS):
         console.print(_measured_table(view))
@@ -115,7 +115,7 @@ def show(view: View, *, console=None) -> None:
 
 
 def _missing_notes(view: View) -> list[str]:
-    """Sentences: why cells of the table are empty, once for each arm and reason."""
+    """Return sentences on why cells of the table are empty, one for each arm and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in contents.missing(view):
         if row.metric in TERMINAL_METRICS:
@@ -186,7 +186,7 @@ def _tpu_table(view: View):
 
 
 def read_run(workdir: Path) -> tuple[list[Record], Suite]:
-    """Records of the run that a folder's suite.json names, and its suite; those of other runs stay out.
+    """Return the records of the run that a folder's suite.json names, without those of other runs, and its suite.
 
     Raises:
       ValueError: there is no such run, or a file is damaged.
@@ -203,6 +203,6 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
         suite = Suite.model_validate(stored.get("suite"))
     except pydantic.ValidationError as error:
         raise ValueError(f"report: {settings} holds no suite ({str(error).splitlines()[0]})") from error
-    # Records from before there was a run_id have none, and are told apart by their configuration.
+    # Records written before run_id existed have none; their config_id tells them apart.
     records = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
     return [record for record in records if record.config_id == stored.get("config_id")], suite

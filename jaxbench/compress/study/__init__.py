@@ -1,1 +1,1 @@
-"""What the compressor is measured beside."""
+"""Baselines that the compressor is measured against."""

@@ -1,9 +1,9 @@
-"""LLMLingua 0.2.2 as a worker: texts with the tokens left out that a small decoder finds easiest to guess.
+"""LLMLingua 0.2.2 as a worker: leave out the tokens of texts that a small decoder finds easiest to guess.
 
-Started as `PYTHON -m jaxbench.compress.study.llmlingua_worker NAME THREADS` by the interpreter of an environment of its
-own (`make peers`): of jaxbench only what needs no package is imported. Two things of it do not work here and are put
-right: its count of tokens asks a server for a file, and its caches of keys and values are tuples, which transformers
-has left.
+Started as `PYTHON -m jaxbench.compress.study.llmlingua_worker NAME THREADS` by the interpreter of a separate
+environment (`make peers`): imports only those parts of jaxbench that need no package. Two things in LLMLingua do not
+work here and are fixed: its token count requests a file from a server, and its key-value caches are tuples, which
+transformers no longer takes.
 
 Source: Jiang et al. 2023, arXiv:2310.05736.
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 from jaxbench.measure import worker
 
-ITERATIVE_SIZE = 50  # tokens that are weighed together; with its default of 200 a shorter text is not compressed
+ITERATIVE_SIZE = 50  # tokens scored together; with the default of 200, shorter texts are not compressed
 
 
 class Words:
-    """A count of tokens for its report alone."""
+    """A tokenizer that only counts, for LLMLingua's report."""
 
     def encode(self, text: str) -> list[str]:
         """Words of a text."""
@@ -47,7 +47,7 @@ class Session:
         return {"versions": {name: importlib.metadata.version(name) for name in ("llmlingua", "transformers", "torch")}}
 
     def compress(self, *, texts: list[str], ratio: int) -> dict:
-        """Texts compressed by about `ratio`, and the seconds that all of them took."""
+        """Compress texts by about `ratio`; also return the seconds that all of them took."""
         started, found = time.perf_counter(), []
         for text in texts:
             made = self._compressor.compress_prompt(
@@ -58,7 +58,7 @@ class Session:
 
 
 def _with_tuples(forward: Any) -> Any:
-    """A decoder's forward that takes and gives keys and values as tuples."""
+    """Wrap a decoder's forward to take and return keys and values as tuples."""
     from transformers import DynamicCache
 
     def wrapped(*args: Any, past_key_values: Any = None, **how: Any) -> Any:

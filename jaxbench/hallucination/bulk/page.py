@@ -1,6 +1,6 @@
-"""Verdicts as one HTML page that opens offline: page.html, written row by row (S file).
+"""Write verdicts as one HTML page that opens offline, from the template page.html, row by row (S file).
 
-Everything that comes from a row is escaped, and the page may load nothing from anywhere.
+Everything from a row is escaped, and the page may load no resource.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 class About(NamedTuple):
-    """What stands on top of a page."""
+    """The header of a page."""
 
     name: str  # of the input
     total: int  # responses
     flagged: int  # of them
     threshold: float  # probability from which a response counts as hallucinated
-    part_threshold: float  # and a sentence
+    part_threshold: float  # and from which a sentence does
 
 
 class Piece(NamedTuple):
     """A piece of a response."""
 
     text: str
-    probability: float | None  # of the span that it lies in
+    probability: float | None  # of the span that it lies in; None = of no span
 
 
 def write(path: Path, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], about: About) -> None:
-    """Write the page of rows and their verdicts, whole or not at all; no more than one row is held at a time."""
+    """Write the page of rows and their verdicts, atomically; at most one row is held in memory."""
     pages = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )  # fmt: skip
@@ -48,7 +48,7 @@ def write(path: Path, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
 
 
 def parts(response: str, verdict: Mapping[str, Any]) -> Iterator[tuple[list[Piece], Mapping[str, Any] | None]]:
-    """Yield a response in parts that together are all of it: each sentence, and what stands between them."""
+    """Yield a response in parts that together cover it: each sentence, and the text between sentences."""
     end = 0
     for sentence in verdict["sentences"]:
         if between := response[end : sentence["start"]]:
@@ -60,7 +60,7 @@ def parts(response: str, verdict: Mapping[str, Any]) -> Iterator[tuple[list[Piec
 
 
 def pieces(response: str, start: int, end: int, spans: Iterable[Mapping[str, Any]]) -> list[Piece]:
-    """Characters `start` to `end` of a response, cut where a span begins or ends."""
+    """Cut characters `start` to `end` of a response where a span begins or ends."""
     found = []
     for span in spans:
         first, last = max(start, span["start"]), min(end, span["end"])

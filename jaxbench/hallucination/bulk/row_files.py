@@ -1,4 +1,4 @@
-"""Files of rows with context, question and response, JSON lines or Parquet, read a batch at a time (S file)."""
+"""Read files of rows with context, question and response, JSON lines or Parquet, a batch at a time (S file)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 TEXTS = ("context", "question", "response")
 PROMPT = TEXTS[:2]
-VERDICT = dict.fromkeys(Verdict._fields, "the verdict")  # names that a row may not have, and what goes there
-SHOWN = (*TEXTS, "id")  # of a row beside its verdict, in a page or a file of sentences
+VERDICT = dict.fromkeys(Verdict._fields, "the verdict")  # names that a row may not have, and what is written there
+SHOWN = (*TEXTS, "id")  # keys of a row that a page or a file of sentences shows
 KINDS = ("jsonl", "parquet")
 BATCH_ROWS = 1024
 
 
 def kind_of(path: str | Path, *, flag: str) -> str:
-    """Kind of a file by its suffix.
+    """Return the kind of a file by its suffix.
 
     Raises:
       ValueError: an unknown suffix.
@@ -35,7 +35,7 @@ def kind_of(path: str | Path, *, flag: str) -> str:
 
 
 def check(path: str | Path, kinds: Collection[str]) -> int:
-    """Number of rows of a file, every one of which is read and can be written to outputs of some kinds.
+    """Read every row of a file, and check that outputs of `kinds` can hold it; return the number of rows.
 
     Raises:
       ValueError: the file or a row of it is bad; it is named.
@@ -53,9 +53,9 @@ def check(path: str | Path, kinds: Collection[str]) -> int:
 
 
 def prompts(path: str | Path, taken: Mapping[str, str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Where each row is, and the row, of a file of rows with context and question that are to be answered.
+    """Read a file of rows with context and question to be answered; return each row, and where it is in the file.
 
-    taken: names that no row may have, and what goes there.
+    taken: names that no row may have, and what is written there.
 
     Raises:
       ValueError: the file or a row of it is bad, has a taken name, or cannot be a line of JSON; it is named.
@@ -71,7 +71,7 @@ def prompts(path: str | Path, taken: Mapping[str, str]) -> list[tuple[str, Mappi
 def _check_json(place: str, row: Mapping[str, Any], advice: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:  # a date of a Parquet file, a lone surrogate
+    except (TypeError, ValueError) as error:  # such as a Parquet file's date, or a lone surrogate
         raise ValueError(f"{place} cannot be a line of JSON ({error}); {advice}") from None
 
 
@@ -80,7 +80,7 @@ def rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a file in order.
 
-    columns: that are wanted, where leaving out others saves time; None = all. texts: that every row must have.
+    columns: to read, where leaving out others saves time; None = all. texts: columns that every row must have.
 
     Raises:
       ValueError: as `check`.
@@ -89,12 +89,12 @@ def rows(
 
 
 def kept(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a row goes to the output beside the verdict."""
+    """Return what of a row is written with its verdict: all but the texts."""
     return {name: value for name, value in row.items() if name not in TEXTS}
 
 
 def kept_schema(path: str | Path) -> pa.Schema:
-    """Arrow types of what is kept: those of a Parquet file, or the narrowest that hold all of a file of JSON lines.
+    """Arrow types of what is kept: those of a Parquet file, or the narrowest that hold all rows of a JSON lines file.
 
     Raises:
       ValueError: values under one key have no type in common, or one that Parquet does not have.
@@ -120,15 +120,15 @@ def kept_schema(path: str | Path) -> pa.Schema:
             raise ValueError(f"{place} is no one type ({error}); name a .jsonl output") from None
     try:
         pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
-    except pa.ArrowException as error:  # an object without keys in every row
+    except pa.ArrowException as error:  # such as an object without keys in every row
         raise ValueError(f"{path}: {error}; name a .jsonl output") from None
     return schema
 
 
 def kept_batches(path: str | Path, schema: pa.Schema) -> Iterator[tuple[int, pa.Table]]:
-    """Yield what is kept of a file's rows, a batch at a time: the number of rows, which may have no column, and they.
+    """Yield what is kept of a file's rows in batches: the number of rows, and their table, which may have no column.
 
-    schema: of kept_schema; a Parquet file's columns stay as they are.
+    schema: from kept_schema; a Parquet file's columns stay unchanged.
     """
     import pyarrow as pa
 
@@ -143,7 +143,7 @@ def kept_batches(path: str | Path, schema: pa.Schema) -> Iterator[tuple[int, pa.
 
 
 def _check_types(path: str | Path) -> None:
-    """Check that what is kept of rows fits one table: later would be too late."""
+    """Check that what is kept of rows fits one table, before any row is judged."""
     import pyarrow as pa
 
     schema = kept_schema(path)
@@ -151,7 +151,7 @@ def _check_types(path: str | Path) -> None:
         try:
             for _ in kept_batches(path, schema):
                 pass
-        except (pa.ArrowException, OverflowError) as error:  # 2 ** 60 + 1 among numbers with a fraction
+        except (pa.ArrowException, OverflowError) as error:  # such as 2 ** 60 + 1 among numbers with a fraction
             raise ValueError(f"{path}: values fit no one type ({error}); name a .jsonl output") from None
 
 
@@ -161,9 +161,9 @@ def numbered(
     texts: Collection[str] = TEXTS,
     taken: Mapping[str, str] = VERDICT,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each row is, for errors, and the row; blank lines are none. Otherwise as `rows`.
+    """Yield where each row is, for error messages, and the row; blank lines are skipped. Otherwise as `rows`.
 
-    taken: names that no row may have, and what goes there.
+    taken: names that no row may have, and what is written there.
 
     Raises:
       ValueError: as `check`.
@@ -192,7 +192,7 @@ def _json_lines(path: str | Path, taken: Mapping[str, str]) -> Iterator[tuple[st
             place = f"{path} line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if not text.strip():  # what writers leave between objects, or behind the last one
+                if not text.strip():  # blank lines between objects, or after the last one
                     continue
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:
@@ -225,10 +225,10 @@ def _check_names(place: str, names: list[str], taken: Mapping[str, str]) -> None
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[Any]:
-    """A Parquet file.
+    """Open a Parquet file.
 
     Raises:
-      ValueError: it is none, or damaged.
+      ValueError: it is not one, or is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

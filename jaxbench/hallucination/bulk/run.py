@@ -1,8 +1,8 @@
-"""Verdicts on every row of a file: on one process or many, resumable, as a file, a file of sentences, a page (S file).
+"""Judge every row of a file, in one process or many, resumable; write verdicts, sentences and a page (S file).
 
-Neighbouring rows with one context and question are a group, whose prompt is read once. Where groups end depends on the
-input alone, so that a run of any kind, stopped or not, reads the same groups and comes to the same verdicts. Finished
-groups are lines of a part file in the input's order; the outputs are made of it and of the input when all are done.
+Consecutive rows with the same context and question form a group, whose prompt is read once. Group boundaries depend on
+the input alone, so that any run, interrupted or not, reads the same groups and reaches the same verdicts. Finished
+groups are lines of a part file, in input order; the outputs are made from it and the input when all are done.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxbench.hallucination import lengths, portable
 from jaxbench.hallucination.bulk import page, row_files, verdict_files
 from jaxbench.hallucination.detect import HallucinationDetector
 
-GROUP_ROWS = 16  # of a group: what a killed process does again at most
+GROUP_ROWS = 16  # of a group, at most: what a killed process repeats
 FORMAT = 2  # of the part file
 ENGINES = {"local": worker_pool.results, "ray": ray_pool.results}
 
 
 class Group(NamedTuple):
-    """Neighbouring rows with one context and question."""
+    """Consecutive rows with the same context and question."""
 
     number: int  # from 0
     first_row: int  # from 1
@@ -37,15 +37,15 @@ class Group(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a run writes; the names are those of flags."""
+    """Output files of a run; fields are named as their flags."""
 
-    output: Path  # verdicts, one a row: .jsonl or .parquet
-    sentences: Path | None = None  # likewise, one line a sentence
+    output: Path  # verdicts, one per row: .jsonl or .parquet
+    sentences: Path | None = None  # likewise, one line per sentence
     page: Path | None = None  # .html
 
     @classmethod
     def of(cls, **paths: str | None) -> Outputs:
-        """Outputs by the values of their flags."""
+        """Make Outputs from the values of the flags."""
         return cls(**{name: Path(path) for name, path in paths.items() if path is not None})
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Outputs(NamedTuple):
 
 
 def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = False) -> tuple[Path, int]:
-    """Check a run before it starts; return where its finished groups are kept, and the number of rows.
+    """Check a run before it starts; return the path of its part file and the number of rows.
 
-    The part file is named by input and detector as they are now, so that no others' lines count.
+    The part file is named by the current input and detector, so that no other run's lines are resumed.
 
     Raises:
-      ValueError: the input is bad, or an output exists, is an input, is there twice or has an unknown suffix.
+      ValueError: the input is bad, or an output exists, is an input, is named twice or has an unknown suffix.
     """
-    # an exported detector's bundle.json has the checksums of all that is in its folder
+    # an exported detector's bundle.json has the checksums of all files in its folder
     inputs = (source, str(Path(detector) / portable.ABOUT) if Path(detector).is_dir() else detector)
     for path, flag in zip(inputs, ("--input", "--detector")):
         if not Path(path).is_file():
@@ -83,7 +83,7 @@ def check_free(wanted: Outputs, part: Path, inputs: Sequence[str] = (), *, overw
     """Check that the outputs may be written.
 
     Raises:
-      ValueError: one exists, is an input or lies where nothing can be written.
+      ValueError: one exists, is an input or cannot be written at its path.
     """
     for name, path in wanted._asdict().items():
         if path is not None:
@@ -92,15 +92,15 @@ def check_free(wanted: Outputs, part: Path, inputs: Sequence[str] = (), *, overw
 
 
 def _is_written_behind(path: Path, part: Path) -> bool:
-    """True where a run that was stopped between its outputs wrote a file: behind the last verdict of its part file.
+    """True if a run that was stopped between its outputs wrote the file: it is no older than the run's part file.
 
-    --output comes last. A file that was there before is the user's.
+    --output is written last. An older file is the user's.
     """
     return path.exists() and part.exists() and path.stat().st_mtime_ns >= part.stat().st_mtime_ns
 
 
 def groups(source: str | Path) -> Iterator[Group]:
-    """Yield the groups of a file's rows."""
+    """Yield the groups of a file's rows, in order."""
     asked = itertools.groupby(row_files.rows(source, row_files.TEXTS), lambda row: (row["context"], row["question"]))
     number, first = 0, 1
     for prompt, rows in asked:
@@ -117,22 +117,22 @@ def detect(
     processes: int = 1,
     results: Callable[..., Iterable[Any]] = worker_pool.results,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Verdicts on each group that the part file does not have yet, in order, as it gets them.
+    """Judge each group that is missing from the part file; return an iterator of verdicts by group, in order.
 
-    results: one of ENGINES, not used with one process of this machine, which reads with all threads and devices.
+    results: one of ENGINES; unused with one process of this machine, which reads with all threads and devices.
 
     Raises:
-      ValueError: a row cannot be judged; it is named, and before the first verdict where its length is the reason.
+      ValueError: a row cannot be judged; it is named, and before the first verdict if its length is the reason.
     """
     check_lengths(detector, source)
     return _detected(detector, source, part, processes=processes, results=results)
 
 
 def check_lengths(detector: HallucinationDetector, source: str | Path) -> None:
-    """Check that the reader's window takes every row of a file: later would be too late, as the input is one then.
+    """Check that every row of a file fits the reader's window, before the first verdict.
 
     Raises:
-      ValueError: it does not take one; it is named.
+      ValueError: a row does not fit; it is named.
     """
     names = ("question", "response")
     rows = ((place, row["question"], row["response"]) for place, row in row_files.numbered(source, names, names))
@@ -151,7 +151,7 @@ def _detected(
         found = _judged_here(detector, work)
     else:
         found = results(functools.partial(judged, detector), work, processes=processes)
-    waiting: dict[int, list[dict[str, Any]]] = {}  # behind a group that is not finished
+    waiting: dict[int, list[dict[str, Any]]] = {}  # finished groups after one that is not
     try:
         with open(part, "a", encoding="utf-8") as file:
             for number, verdicts in found:
@@ -162,19 +162,19 @@ def _detected(
                     done += 1
                     yield waiting.pop(done - 1)
     finally:
-        if not done:  # nothing to go on with
+        if not done:  # nothing to resume from
             part.unlink(missing_ok=True)
 
 
 def _judged_here(detector: HallucinationDetector, work: Iterator[Group]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Groups judged by all devices of this process; no model is loaded where none is left."""
+    """Judge groups on all devices of this process; load no model if no group is left."""
     for first in work:
         workers = [functools.partial(judged, each) for each in detector.by_device()]
         yield from worker_pool.by_threads(workers, itertools.chain((first,), work))
 
 
 def judged(detector: HallucinationDetector, group: Group) -> tuple[int, list[dict[str, Any]]]:
-    """A group's number and verdicts, as JSON has them.
+    """Judge a group; return its number, and its verdicts as dicts for JSON.
 
     Raises:
       ValueError: its rows cannot be judged; they are named.
@@ -198,10 +198,10 @@ def verdicts(part: Path) -> Iterator[dict[str, Any]]:
 def finish(
     source: str | Path, part: Path, wanted: Outputs, detector: HallucinationDetector, *, overwrite: bool = False
 ) -> int:
-    """Write what is wanted of a whole part file, which goes then; return how many verdicts are hallucinated.
+    """Write the outputs from a complete part file, then delete it; return how many verdicts are hallucinated.
 
     Raises:
-      ValueError: something has appeared in an output's place.
+      ValueError: something has appeared at an output's path.
     """
     check_free(wanted, part, overwrite=overwrite)
     total = flagged = 0
@@ -213,19 +213,19 @@ def finish(
         page.write(wanted.page, zip(row_files.rows(source, row_files.SHOWN), verdicts(part), strict=True), about)
     if wanted.sentences is not None:
         verdict_files.write_sentences(wanted.sentences, source, verdicts(part))
-    verdict_files.write(wanted.output, source, verdicts(part))  # last: where it is, the run is over
+    verdict_files.write(wanted.output, source, verdicts(part))  # last: if it exists, the run is complete
     part.unlink()
     return flagged
 
 
 def _whole_lines(part: Path) -> int:
-    """Number of whole lines of a file; what a killed run left of another is taken off."""
+    """Return the number of whole lines of a file; cut off the part of a line that a killed run left."""
     count = end = 0
     if part.is_file():
         with open(part, "r+b") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     count, end = count + 1, end + len(line)
-            if end < file.seek(0, os.SEEK_END):  # or the file would be newer than outputs that were made of it
+            if end < file.seek(0, os.SEEK_END):  # only then: truncating makes the file newer than outputs made from it
                 file.truncate(end)
     return count

@@ -1,6 +1,6 @@
-"""Scores of the tokens or chunks of many answers: rows in, one line a unit out, as JSON lines or Parquet (S file).
+"""Scores of the tokens or chunks of many answers: rows in, one line per unit out, as JSON lines or Parquet (S file).
 
-Chunks of rows with `labels` are what `hallucination.py redeep` takes, where they are written as JSON lines.
+Chunks of rows with `labels`, written as JSON lines, are the input of `hallucination.py redeep`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Level = Literal["token", "chunk"]
-KNOWN = ("id", "source_id")  # what of a row goes to the lines of its units
+KNOWN = ("id", "source_id")  # keys of a row that are copied to the lines of its units
 COLUMNS = (*row_files.TEXTS, *KNOWN, "labels")
 
 
@@ -30,16 +30,16 @@ class Row(NamedTuple):
 
     place: str  # for errors
     item: Item
-    known: dict[str, Any]  # its id and that of its source, as far as it has them
-    marks: tuple[tuple[int, int], ...] | None  # characters that are labelled; None = nobody has judged it
+    known: dict[str, Any]  # its id and that of its source, if it has them
+    marks: tuple[tuple[int, int], ...] | None  # labelled characters; None = the row has no labels
 
 
 def of_file(path: str | Path) -> list[Row]:
-    """Rows with context, question and response; `id`, `source_id` and `labels` (of `start`, `end`) where they are.
+    """Read rows with context, question and response; `id`, `source_id`, `labels` (of `start`, `end`) are optional.
 
     Raises:
-      ValueError: as row_files.check; an id is no JSON, that of a source is neither text nor a whole number, or labels
-        are no spans of the response.
+      ValueError: as row_files.check; an id is not JSON, that of a source is neither text nor a whole number, or labels
+        are not spans of the response.
     """
     found = []
     for place, row in row_files.numbered(path, COLUMNS, taken={}):
@@ -57,7 +57,7 @@ def of_file(path: str | Path) -> list[Row]:
 
 
 def of_folder(folder: str | Path) -> list[Row]:
-    """Responses of a folder in RAGTruth's format.
+    """Read the responses of a folder in RAGTruth's format.
 
     Raises:
       ValueError: as ragtruth.load.
@@ -73,10 +73,10 @@ def of_folder(folder: str | Path) -> list[Row]:
 
 
 def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
-    """Characters of a row's labels.
+    """Return the labelled characters of a row.
 
     Raises:
-      ValueError: they are no list of objects with start and end inside the response.
+      ValueError: they are not a list of objects with start and end inside the response.
     """
     labels, length = row.get("labels"), len(row["response"])
     if labels is None:
@@ -98,10 +98,10 @@ def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
 def lines(
     rows: Iterable[Row], store: Store, tokenizer: Any, *, level: Level, chunk_tokens: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the units of rows whose features are in a store: what write takes.
+    """Yield the units of rows whose features are in a store, as `write` takes them.
 
     Raises:
-      ValueError: features are of other tokens than the tokenizer makes, as those of another tokenizer; they are named.
+      ValueError: features are of other tokens than this tokenizer's, such as another tokenizer's; they are named.
     """
     for number, row in enumerate(rows, 1):
         key, encoded = store.key(row.item), encoding.encode_response(tokenizer, row.item.response)
@@ -155,7 +155,7 @@ def _known_fields(rows: Sequence[Row]) -> list[tuple[str, pa.DataType]]:
             continue
         try:
             kind = pa.array([row.known.get(name) for row in rows]).type
-            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([(name, kind)])).close()  # no objects without keys
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([(name, kind)])).close()  # no empty structs
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             place = f"{rows[0].place} and behind"
             raise ValueError(f"{place}: {name} is no one type ({error}); name a .jsonl output") from None
@@ -164,7 +164,7 @@ def _known_fields(rows: Sequence[Row]) -> list[tuple[str, pa.DataType]]:
 
 
 def write(path: Path, units: Iterable[dict[str, Any]], types: pa.Schema | None) -> int:
-    """Write units, whole or not at all; return their number. types: of `schema` for Parquet; None = JSON lines."""
+    """Write units, atomically; return their number. types: from `schema` for Parquet; None = JSON lines."""
     count, units = 0, iter(units)
     if types is None:
         with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:

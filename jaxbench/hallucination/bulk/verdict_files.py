@@ -1,4 +1,4 @@
-"""Verdicts as JSON lines or Parquet, a line a row or a line a sentence (S file)."""
+"""Write verdicts as JSON lines or Parquet, one line per row or one per sentence (S file)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def schema() -> pa.Schema:
 
 
 def write(path: Path, source: str | Path, verdicts: Iterable[Mapping[str, Any]]) -> None:
-    """Write what is kept of each row of `source` with its verdict, whole or not at all, in the kind of the suffix."""
+    """Write what is kept of each row of `source` with its verdict, atomically, in the format of the suffix."""
     if row_files.kind_of(path, flag="--output") == "jsonl":
         pairs = zip(row_files.rows(source), verdicts, strict=True)
         _write_lines(path, (row_files.kept(row) | verdict for row, verdict in pairs))
@@ -43,7 +43,7 @@ def write(path: Path, source: str | Path, verdicts: Iterable[Mapping[str, Any]])
 
 
 def write_sentences(path: Path, source: str | Path, verdicts: Iterable[Mapping[str, Any]]) -> None:
-    """Write one line a sentence: the row's number from 1, its `id` if rows have one, and the sentence."""
+    """Write one line per sentence: the row's number from 1, its `id` if rows have one, and the sentence."""
     if row_files.kind_of(path, flag="--sentences") == "jsonl":
         _write_lines(path, _sentences(source, verdicts))
         return
@@ -72,7 +72,7 @@ def _span_fields() -> list[Any]:
 
 
 def _fields(own: tuple[str, Any]) -> list[Any]:
-    """Arrow types of a part of a response, in the order of its fields; own: what only this kind of part has."""
+    """Arrow types of a part of a response, in the order of its fields; own: the field of this kind of part."""
     import pyarrow as pa
 
     place = [("start", pa.int64()), ("end", pa.int64()), ("text", pa.string())]
@@ -87,6 +87,6 @@ def _sentences(source: str | Path, verdicts: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write lines of JSON; a row's own numbers that are not finite become null."""
+    """Write lines of JSON, atomically; numbers of a row that are not finite become null."""
     with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(outputs.finite(line), ensure_ascii=False) + "\n" for line in lines)

@@ -1,1 +1,1 @@
-"""How well detectors do on responses that they were not fitted to."""
+"""Evaluate detectors on responses that they were not fitted to."""

@@ -1,4 +1,4 @@
-"""Out-of-fold figures of every row: folds by source, paired intervals by source (S file)."""
+"""Out-of-fold metrics of every row: folds by source, paired intervals by source (S file)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MEASURES = ("pooled", "macro", "stratified")
 
 
 class Evaluation(config.Base):
-    """How detectors are judged."""
+    """How detectors are evaluated."""
 
     folds: int = pydantic.Field(default=5, ge=2)  # of the judged sources
     seed: int = pydantic.Field(default=0, ge=0)  # of the folds
     draws: int = pydantic.Field(default=1000, ge=100)  # of the bootstrap by source
     train_split: str = "train"  # whose responses are always on the training side
-    generator: str = "llama-2-7b-chat"  # whose responses are judged apart too
+    generator: str = "llama-2-7b-chat"  # whose responses are also judged separately
 
 
 def judged(table: Table, settings: Evaluation) -> Array:
-    """Rows that are judged: all but those of the training split.
+    """Indices of the judged responses: all but those of the training split.
 
     Raises:
-      ValueError: there are none of one class.
+      ValueError: one class has none.
     """
     rows = np.flatnonzero(table.split != settings.train_split)
     labels = table.labels.response[rows]
@@ -44,7 +44,7 @@ def judged(table: Table, settings: Evaluation) -> Array:
 
 
 def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, Array]:
-    """What a row says of the judged responses, each time fitted without their sources, and their folds."""
+    """Score the judged responses by a row fitted without their sources; return the scores and the folds."""
     rows = judged(table, settings)
     fold = np.full(len(table.split), -1)
     fold[rows] = linear.folds(table.labels.source[rows], settings.folds, seed=settings.seed)
@@ -55,7 +55,7 @@ def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, A
         held_out = np.isin(table.labels.source, table.labels.source[test])
         return test, row.judge(table, np.flatnonzero(~held_out), test)
 
-    with ThreadPoolExecutor(min(settings.folds, environment.usable_cores())) as pool:  # most of it is serial
+    with ThreadPoolExecutor(min(settings.folds, environment.usable_cores())) as pool:  # most of the work is serial
         for test, found in pool.map(judge_fold, range(settings.folds)):
             scores[test] = found.scores
             for j, each in zip(test, found.spans or ()):
@@ -64,7 +64,7 @@ def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, A
 
 
 def flags(labels: Array, scores: Array, fold: Array) -> Array:
-    """Flags by a threshold that the other folds' scores chose (highest F1)."""
+    """Flag responses by the threshold with the highest F1 on the scores of the other folds."""
     found = np.zeros(len(labels), bool)
     for i in np.unique(fold):
         mine = fold == i
@@ -93,7 +93,7 @@ def span_figures(table: Table, settings: Evaluation, spans: Sequence[Spans]) -> 
 
 
 def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Array], float]]:
-    """AUC pooled, mean of tasks, and within cells of task and generator: functions of places in `rows`."""
+    """AUC pooled, mean over tasks, and within cells of task and generator: functions of indices into `rows`."""
     labels = table.labels.response[rows]
     task, cell = (np.unique(each[rows], return_inverse=True)[1] for each in (table.task, table.cell))
     return {
@@ -106,7 +106,7 @@ def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Ar
 def summary(
     table: Table, settings: Evaluation, scores: Array, flagged: Array, baseline: Array | None
 ) -> dict[str, Any]:
-    """Figures of one row's scores and flags; differences to the baseline's are paired."""
+    """Metrics of one row's scores and flags; differences from the baseline are paired."""
     rows = judged(table, settings)
     labels, source = table.labels.response[rows], table.labels.source[rows]
     mine = measures(table, rows, scores)
@@ -139,12 +139,12 @@ def _by(keys: Array) -> dict[str, Array]:
 def run(
     table: Table, settings: Evaluation, *, rows: Sequence[Row] = ROWS, say: Callable[[str], Any] = lambda name: None
 ) -> dict[str, Mapping[str, Any]]:
-    """Figures of every row that the table has features for, by name; say is called with each name before it."""
+    """Metrics of every row that the table has features for, by name; say is called with each name beforehand."""
     has_reader = "states" in table.inputs.whole
     scores: dict[str, tuple[Scored, Array]] = {}
     found: dict[str, Mapping[str, Any]] = {}
     labels = table.labels.response[judged(table, settings)]
-    for row in sorted(rows, key=lambda row: row.name != BASELINE):  # which the others are compared with
+    for row in sorted(rows, key=lambda row: row.name != BASELINE):  # first, as the others are compared with it
         if row.needs_reader and not has_reader:
             continue
         say(row.name)
@@ -159,7 +159,7 @@ def run(
 
 
 def frozen(table: Table, settings: Evaluation, detector: Detector) -> dict[str, Mapping[str, Any]]:
-    """Figures of a fitted detector on responses that it has not seen: nothing is chosen here."""
+    """Metrics of a fitted detector on responses that it has not seen: nothing is chosen here."""
     rows = judged(table, settings)
     said = judge(detector, table.inputs.take(rows))
     found = summary(table, settings, said.probability, said.probability >= detector.threshold, None)

@@ -1,11 +1,11 @@
-"""What mitigation does to answers, by measures that it does not alter: words, an untouched reader, length (S file).
+"""Measure the effect of mitigation on answers by what it does not alter: words, an untouched reader, length (S file).
 
     python -m jaxbench.hallucination.study.mitigated --data=FOLDER --workdir=out/mitigation
     python -m jaxbench.hallucination.study.mitigated --data=FOLDER --workdir=out/mitigation --calibrate
 
-Arms answer the same sources of the split `dev`, the shortest contexts first; differences to the plain arm are paired
-by source, those to the control say what the choice of heads is worth. With --calibrate: the percentiles of scores over
-plain answers to sources of the split `train`.
+All arms answer the same sources of the split `dev`, the shortest contexts first. Differences from the plain arm are
+paired by source; differences from the control show what the choice of heads is worth. With --calibrate: the percentiles
+of scores over plain answers to sources of the split `train`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sources(data: ragtruth.Data, split: str, num: int) -> list[ragtruth.Source]:
 
 
 def arms(settings: Mitigation, *, num_layers: int, num_heads: int, seed: int = 0) -> dict[str, Mitigation | None]:
-    """Settings by arm; None: plain. The control scales as many heads, drawn among the others."""
+    """Settings by arm; None: plain. The control scales as many heads, drawn at random from the others."""
     others = sorted(set(np.ndindex(num_layers, num_heads)) - set(settings.heads))
     drawn = np.random.default_rng(seed).choice(len(others), len(settings.heads), replace=False)
     random = tuple(others[i] for i in sorted(drawn))
@@ -61,7 +61,7 @@ def arms(settings: Mitigation, *, num_layers: int, num_heads: int, seed: int = 0
 
 
 def calibrate(settings: Mitigation, given: Sequence[ragtruth.Source], *, new_tokens: int) -> dict[str, Any]:
-    """Percentiles of both scores over the tokens of plain answers, and of H by ranges from the 5th to the 95th."""
+    """Percentiles of both scores over the tokens of plain answers, and of H with ranges from the 5th to the 95th."""
     answering = mitigation.load(None, settings.model_copy(update={"tau": 1.0}), is_on=True, package="jaxbench")
     found = []
     for start in range(0, len(given), 8):
@@ -82,7 +82,7 @@ def calibrate(settings: Mitigation, given: Sequence[ragtruth.Source], *, new_tok
 
 
 def answers(name: str, settings: Mitigation, is_on: bool, given: Sequence[ragtruth.Source], folder: Path) -> list[dict]:
-    """Rows of one arm's answers, from their file where it is finished."""
+    """Return the rows of one arm's answers, from their file if it is finished."""
     path = folder / f"{''.join(letter for letter in name if letter.isalnum())}.jsonl"
     if not path.is_file():
         answering = mitigation.load(None, settings, is_on=is_on, package="jaxbench")
@@ -95,7 +95,7 @@ def answers(name: str, settings: Mitigation, is_on: bool, given: Sequence[ragtru
 
 
 def losses(rows: Sequence[dict], reader: Any, tokenizer: Any, window: int) -> list[float]:
-    """Mean loss of each answer behind its context by an untouched reader, nats a token."""
+    """Mean loss of each answer after its context by an untouched reader, in nats per token."""
     found = []
     for row in rows:
         ids = encoding.encode_response(tokenizer, row["response"]).ids
@@ -107,7 +107,7 @@ def losses(rows: Sequence[dict], reader: Any, tokenizer: Any, window: int) -> li
 
 
 def lexical_regression(data: ragtruth.Data, without: set[str]) -> linear.Linear:
-    """The regression on seven counts, fitted to all labelled responses to other sources."""
+    """Fit the regression on seven counts to all labelled responses to other sources."""
     made = table.make(data, None)
     rows = np.flatnonzero(~np.isin(made.labels.source, sorted(without)))
     x, labels = detector.prepared(made.inputs.whole, "lexical")[rows], made.labels.response[rows]
@@ -128,7 +128,7 @@ def measured(rows: Sequence[dict], regression: linear.Linear, loss: Sequence[flo
 
 
 def compared(by_arm: dict[str, np.ndarray], source: np.ndarray) -> dict[str, Any]:
-    """Means by arm, and differences to the plain arm and to the control, with intervals over sources."""
+    """Means by arm, and differences from the plain arm and from the control, with intervals over sources."""
     found: dict[str, Any] = {}
     for name, values in by_arm.items():
         found[name] = {measure: {"mean": float(mean)} for measure, mean in zip(MEASURES, values.mean(0))}

@@ -1,11 +1,11 @@
-"""How much of a TPU's memory a reader takes: its programs compiled for a chip that is not attached.
+"""Measure how much TPU memory a reader takes, by compiling its programs for a chip that is not attached.
 
     python -m jaxbench.hallucination.study.reader_memory --prompt_slots=2048
     python -m jaxbench.hallucination.study.reader_memory --reader=llama2_7b --offload_layers=32
 
-Weights are shapes without values. A line of JSON a program, in bytes of one chip: what it is given there and in the
-host's memory, what it makes, what it needs beside that. Programs: `read_prompt`, `scores` of the responses behind it,
-and `surprise`, the same without the context.
+Weights are shapes without values. Prints a line of JSON per program, in bytes of one chip: its arguments there and in
+host memory, its outputs, and its temporary memory. Programs: `read_prompt`, `scores` of the responses after it, and
+`surprise`, only their loss and entropy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def compile_programs(
     model: TransformerConfig, topology: chips.Topology, *, dtype: str, prompt_slots: int, row_slots: int,
     offload_layers: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield what the compiler says of each program, in bytes of one chip.
+    """Yield what the compiler reports of each program, in bytes of one chip.
 
     Args:
-      prompt_slots: of the prompt. row_slots: of the responses, all of whose parametric scores may be asked for.
-      offload_layers: last blocks whose weights lie in the host's memory.
+      prompt_slots: of the prompt. row_slots: of the responses; parametric scores of all of them may be asked for.
+      offload_layers: last blocks whose weights are in host memory.
 
     Raises:
       ValueError: libtpu is not installed, or the model has fewer blocks.
@@ -99,7 +99,7 @@ def define() -> None:
 
 
 def main() -> int:
-    """Compile the programs, and print what the compiler says."""
+    """Compile the programs, and print what the compiler reports; return the exit code."""
     values = flags.FLAGS
     names = ("dtype", "prompt_slots", "row_slots", "offload_layers")
     topology = chips.parse_topology(values.topology)

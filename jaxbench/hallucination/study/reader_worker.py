@@ -1,4 +1,4 @@
-"""A worker process: reads responses twice in one way, the second time on the clock, and says what that took (S file).
+"""A worker process that reads responses twice with one reader, and reports the cost of the second time (S file).
 
 Started as `python -m jaxbench.hallucination.study.reader_worker NAME THREADS`; the protocol is measure/worker.py's.
 """
@@ -18,7 +18,7 @@ from jaxbench.measure import worker
 
 
 class Session:
-    """One way of reading, in a process of its own."""
+    """One reader in its own process."""
 
     def __init__(self, name: str, threads: int):
         self.name, self.threads = name, threads
@@ -26,9 +26,9 @@ class Session:
     def read(
         self, *, settings: dict[str, Any], groups: Sequence[Sequence[Any]], model_sha256: str, folder: str
     ) -> dict:
-        """What reading groups takes, once all programs are compiled; features that are not in the folder are kept.
+        """Measure the cost of reading groups once all programs are compiled; write features missing from the folder.
 
-        Seconds are of this process on all its threads (cpu), or of a clock (wall); peaks are of the resident set.
+        Seconds are the process's CPU time on all threads (cpu) or wall-clock time (wall); peaks: of the resident set.
         """
         made = ReaderSettings(**settings)
         store = extract.Store(folder, made, model_sha256)

@@ -1,12 +1,12 @@
-"""What a reader of fewer bits, or a lens on fewer tokens, costs and is worth on the same responses (S file).
+"""Measure cost and AUC of readers with fewer bits, or a lens on fewer tokens, on the same responses (S file).
 
     python -m jaxbench.hallucination.study.readers --data=FOLDER --workdir=out/hallucination
 
-Behind `hallucination.py features` with the same --data, --config, --set and --workdir, whose settings are the first
+Run `hallucination.py features` first, with the same --data, --config, --set and --workdir; its settings are the first
 form. All responses to some sources of the split `dev` are judged by a detector that is fitted to that form's features
-of all other sources and then left as it is, whatever reads. Each form's cost is that of a fresh process of one thread.
-Forms of a lens on fewer tokens are judged by scores taken out of those of all tokens, so that these are read once.
-Killed, it goes on with the same command.
+of all other sources and then frozen, whichever form reads. Each form's cost is measured in a fresh process of one
+thread. Forms with a lens on fewer tokens are judged by a subset of the scores of all tokens, which are read once.
+After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -40,61 +40,61 @@ MEASURES = (*evaluate.MEASURES, "parametric")
 
 
 class Thinned(NamedTuple):
-    """Features as with a lens on fewer tokens: those of all tokens, less what was not asked for."""
+    """Features as with a lens on fewer tokens: a subset of those of all tokens."""
 
     store: extract.Store  # of a reader with a lens on all tokens
     count: int
 
     @property
     def folder(self) -> Path:
-        """Where the features of all tokens are."""
+        """The folder of the features of all tokens."""
         return self.store.folder
 
     def key(self, item: extract.Item) -> str:
-        """Name of a response's features."""
+        """Return the cache key of a response's features."""
         return self.store.key(item)
 
     def has(self, key: str) -> bool:
-        """True where features are there."""
+        """True if features are in the cache."""
         return self.store.has(key)
 
     def read(self, key: str) -> dict[str, Array]:
-        """Features of a response."""
+        """Read the features of a response."""
         features = self.store.read(key)
         slots = group.lens_slots(len(features["loss"]), self.count)
         return features | {"parametric_slots": slots.astype(np.int32), "parametric": features["parametric"][slots]}
 
 
 class Study(NamedTuple):
-    """What is measured: one way of reading and its changes, on which responses."""
+    """What is measured: reader settings, whose forms change them, and responses."""
 
     settings: ReaderSettings
     model_sha256: str
     data: ragtruth.Data
     sources: tuple[str, ...]  # that are judged
     folder: Path  # of features
-    finished: Path  # of what is done
+    finished: Path  # of finished results
 
     def form(self, name: str) -> ReaderSettings:
-        """How a form reads."""
+        """Return the reader settings of a form."""
         return self.settings.model_copy(update=FORMS[name])
 
     def reading(self, name: str) -> ReaderSettings:
-        """How the features that judge a form are read: those of a lens on fewer tokens are taken out of all tokens'."""
+        """Return the settings that read a form's features: of all tokens, if its lens on fewer takes a subset."""
         return self.form(EXACT if set(FORMS[name]) == {"lens_tokens"} else name)
 
     def store(self, settings: ReaderSettings) -> extract.Store:
-        """Features of a reader."""
+        """Return the feature cache of a reader."""
         return extract.Store(self.folder, settings, self.model_sha256)
 
     def part(self, is_judged: bool) -> ragtruth.Data:
-        """The responses that are judged, or all others."""
+        """Return the data with only the judged responses, or only the others."""
         rows = tuple(row for row in self.data.responses if (row.source_id in self.sources) == is_judged)
         return self.data.model_copy(update={"responses": rows})
 
 
 def drawn(data: ragtruth.Data, split: str, num: int, *, seed: int) -> tuple[str, ...]:
-    """Sources of a split, as many of each task as there are, drawn without looking at the responses.
+    """Draw sources of a split, as evenly over tasks as possible, without looking at the responses.
 
     Raises:
       ValueError: the split has fewer.
@@ -114,7 +114,7 @@ def drawn(data: ragtruth.Data, split: str, num: int, *, seed: int) -> tuple[str,
 
 
 def fitted(study: Study) -> tuple[detector.Detector, linear.Linear]:
-    """The detector, and the regression on parametric scores, of the first form's features of all other sources."""
+    """Fit, once, the detector and the regression on parametric scores to the first form's features of other sources."""
     settings = study.form(BASE)
 
     @functools.cache
@@ -147,12 +147,12 @@ def fitted(study: Study) -> tuple[detector.Detector, linear.Linear]:
 
 
 def items(data: ragtruth.Data) -> list[extract.Item]:
-    """What is read of responses."""
+    """Return the responses as items to read."""
     return [extract.Item(data.source(row).context, data.source(row).asked, row.response) for row in data.responses]
 
 
 def cost(study: Study, name: str, *, num_sources: int) -> dict[str, Any]:
-    """What a form costs on the responses to the first few sources, in a fresh process of one thread."""
+    """Measure a form's cost on the responses to the first few sources, in a fresh process of one thread."""
     settings = study.form(name)
     features = study.store(settings)
     prompts: dict[tuple[str, str], dict[str, str]] = {}
@@ -175,7 +175,7 @@ def cost(study: Study, name: str, *, num_sources: int) -> dict[str, Any]:
 
 
 def read(study: Study, settings: ReaderSettings, *, processes: int) -> None:
-    """Read all judged responses that were not read yet."""
+    """Read all judged responses that have not been read yet."""
     work = extract.groups(items(study.part(True)), study.store(settings))
     load = functools.partial(extract.load_reader, package="jaxbench")
     with terminal.progress(sum(len(each.keys) for each in work)) as advance:
@@ -184,7 +184,7 @@ def read(study: Study, settings: ReaderSettings, *, processes: int) -> None:
 
 
 def scores(study: Study, name: str, judges: tuple[detector.Detector, linear.Linear]) -> dict[str, list[float]]:
-    """What the detector and the regression on parametric scores say of each judged response of a form."""
+    """Score each judged response of a form by the detector and by the regression on parametric scores."""
     features = study.store(study.reading(name))
     count = study.form(name).lens_tokens
     made = table.make(
@@ -200,7 +200,7 @@ def scores(study: Study, name: str, judges: tuple[detector.Detector, linear.Line
 def compared(
     given: table.Table, by_form: Mapping[str, Mapping[str, Array]], *, draws: int, seed: int
 ) -> dict[str, Any]:
-    """AUC of the detector in three ways and of the parametric regression, and paired differences to the first form."""
+    """AUC of the detector in three ways and of the parametric regression; paired differences from the first form."""
     rows = np.arange(len(given.labels.response))
 
     def of(name: str) -> dict[str, Callable[[Array], float]]:
@@ -219,7 +219,7 @@ def compared(
 
 
 def shown(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows of the table on the terminal, the worst first."""
+    """Return the rows of the table on the terminal, the worst first."""
 
     def gain(row: Mapping[str, Any], key: str) -> str:
         value, low, high = row[f"{key}_gain"]
@@ -241,7 +241,7 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def wanted_forms(given: Sequence[str]) -> list[str]:
-    """Names of forms, the first one always among them.
+    """Return the names of the requested forms, with the first form always in front.
 
     Raises:
       ValueError: one is unknown.
@@ -253,7 +253,7 @@ def wanted_forms(given: Sequence[str]) -> list[str]:
 
 
 def begin(settings: ReaderSettings) -> Study:
-    """The study that the flags ask for."""
+    """Return the study that the flags select."""
     from jaxbench.pretrained import weights
 
     if settings.bits is not None:

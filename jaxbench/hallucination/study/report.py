@@ -1,4 +1,4 @@
-"""An evaluation as a table for spreadsheets, a page and a picture (S file)."""
+"""Write an evaluation as CSV, as an HTML page and as an SVG picture (S file)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(found: Rows, workdir: Path) -> None:
 
 
 def flat(found: Rows) -> list[dict[str, Any]]:
-    """A line a row, intervals beside their figures."""
+    """Return one line per row, with the ends of intervals next to their values."""
     lines = []
     for name, row in found.items():
         line: dict[str, Any] = {"row": name, "kind": row["kind"]}
@@ -37,12 +37,12 @@ def flat(found: Rows) -> list[dict[str, Any]]:
 
 
 def ordered(found: Rows) -> list[tuple[str, Mapping[str, Any]]]:
-    """Rows, the least pooled AUC first."""
+    """Return the rows, the lowest pooled AUC first."""
     return sorted(found.items(), key=lambda each: each[1]["pooled"][0])
 
 
 def picture(found: Rows) -> str:
-    """AUC of every row with its interval, pooled and within cells of task and generator."""
+    """Draw the AUC of every row with its interval, pooled and within cells of task and generator."""
     rows, right = ordered(found), WIDTH - MARGIN
     end = TOP + LINE * len(rows)
 

@@ -1,9 +1,9 @@
-"""What each part of reading costs: one row of responses behind one prompt, on as many threads as the process has.
+"""Measure the parts of reading: one row of responses to one prompt, on as many threads as the process has.
 
     OMP_NUM_THREADS=1 taskset -c 0 python -m jaxbench.hallucination.study.row_cost --prompt_tokens=620 --lens_slots=24
 
-Random tokens; the median of several rounds, in each of which every part runs once. Parts stand on each other:
-`attention scores` is what they add to `responses`, and so on.
+Tokens are random; times are medians of several rounds, in each of which every part runs once. Parts take the results of
+earlier ones as given; `attention scores` is the time that these add to `responses`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTHS = (200, 170, 140)  # tokens of the responses in it
 
 
 def parts(reader_settings: Any, prompt_tokens: int, lens_slots: int) -> dict[str, Callable[[], Any]]:
-    """Parts as functions that compute them, compiled programs of the default or another reader."""
+    """Return the parts as functions that run them, compiled programs of the default or another reader."""
     import jax
     from flax import nnx
 

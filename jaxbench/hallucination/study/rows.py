@@ -1,8 +1,7 @@
-"""What is compared: priors, words, families of scores, the document's techniques, detectors (S file).
+"""The rows that are compared: priors, words, families of scores, the document's techniques, detectors (S file).
 
 A row is a function of a table and two lists of responses: fitted on the first, it scores the second, and marks
-characters of it if it can. All that is chosen (columns, weights, regularisation, thresholds) is chosen inside the
-first list.
+characters of it if it can. All choices (columns, weights, regularisation, thresholds) are made on the first list.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Spans = list[tuple[int, int]]
 
 
 class Scored(NamedTuple):
-    """What a row says of responses."""
+    """A row's scores of responses."""
 
     scores: Array  # [responses], larger = more likely hallucinated
     spans: list[Spans] | None = None  # characters that it marks in each; None = it marks none
@@ -40,13 +39,13 @@ class Row(NamedTuple):
     needs_reader: bool = True
 
     def judge(self, table: Table, train: Array, test: Array) -> Scored:
-        """What the row, fitted on some responses, says of others."""
+        """Fit the row on some responses, and score others with it."""
         found = self.score(table, train, test)
         return found if isinstance(found, Scored) else Scored(found)
 
 
 def _prior(column: str, table: Table, train: Array, test: Array) -> Array:
-    """Share of hallucinated responses among those alike."""
+    """Share of hallucinated responses among those with the same key."""
     keys, labels = getattr(table, column), table.labels.response
     rates = {key: labels[train][keys[train] == key].mean() for key in np.unique(keys[train])}
     return np.array([rates.get(key, labels[train].mean()) for key in keys[test]])
@@ -81,14 +80,14 @@ def _redeep(grid: dict[str, tuple] | None, table: Table, train: Array, test: Arr
 
 
 def _mutual_information(table: Table, train: Array, test: Array) -> Array:
-    """Regression on the heads and layers that tell most about the label (the document's technique 13)."""
+    """Regression on the columns with the most mutual information with the label (the document's technique 13)."""
     x = np.concatenate([table.inputs.whole[name] for name in methods.FAMILIES], axis=1)
     chosen = methods.informative(x[train], table.labels.response[train], methods.NUM_SELECTED)
     return _fitted(x[:, chosen], table, train, test)
 
 
 def _random_heads(table: Table, train: Array, test: Array) -> Array:
-    """Mean of five regressions on random heads (the document's technique 12)."""
+    """Mean probability by five regressions on random heads (the document's technique 12)."""
     x = table.inputs.whole["external"]
     total = np.zeros(len(test))
     for seed in range(methods.NUM_MEMBERS):
@@ -98,7 +97,7 @@ def _random_heads(table: Table, train: Array, test: Array) -> Array:
 
 
 def _rank_ensemble(families: tuple[str, ...], table: Table, train: Array, test: Array) -> Array:
-    """Mean rank by regressions on one family each."""
+    """Sum of the ranks by regressions on one family each."""
     return sum(stats.rankdata(_regression((name,), table, train, test)) for name in families)
 
 
@@ -120,7 +119,7 @@ def _with_tokens(table: Table, train: Array, test: Array) -> Scored:
 
 
 def spans_of(table: Table, test: Array, fitted: Detector, probabilities: Sequence[Array]) -> list[Spans]:
-    """Characters of responses that a detector marks."""
+    """Return the character spans of responses that a detector marks."""
     return [
         token_scoring.spans(table.inputs.tokens[i].offsets, each, fitted.token_threshold, table.texts[i])
         for i, each in zip(test, probabilities, strict=True)
@@ -139,7 +138,7 @@ def _unlabelled(table: Table, train: Array, test: Array) -> Array:
 
 
 def _tokens_alone(table: Table, train: Array, test: Array) -> Array:
-    """Log-sum-exp of token log-odds by a classifier of the first list."""
+    """Log-sum-exp of token log-odds by a classifier trained on the first list."""
     from jaxbench.hallucination import token_training
 
     tokens, labels = table.inputs.tokens, table.labels.tokens
@@ -148,7 +147,7 @@ def _tokens_alone(table: Table, train: Array, test: Array) -> Array:
 
 
 def _with_task(table: Table, train: Array, test: Array) -> Array:
-    """The detector without tokens that is also told the task."""
+    """The detector without tokens, with the task as a further feature."""
     tasks = np.stack([table.task == task for task in np.unique(table.task)], axis=1).astype(np.float64)
     inputs = table.inputs._replace(
         whole={**table.inputs.whole, "task": tasks}, parts={**table.inputs.parts, "task": tasks[table.inputs.response]}

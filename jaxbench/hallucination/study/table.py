@@ -1,4 +1,4 @@
-"""Responses of a folder with their features and labels, as arrays (S file)."""
+"""A folder's responses with their features and labels, as arrays (S file)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray
 
 
 class Table(NamedTuple):
-    """What is evaluated; nothing of `task`, `generator` and `split` is a feature unless a row says so."""
+    """What is evaluated; `task`, `generator` and `split` are not features unless a row says so."""
 
     inputs: Inputs
     labels: Labels
@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 
 def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambda: None) -> Table:
-    """Table of a folder; without a store, of lexical evidence alone.
+    """Make the table of a folder; without a store, of lexical evidence alone.
 
     Raises:
       ValueError: a response's features are missing.
@@ -62,14 +62,14 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
 
 
 def is_labelled(response: Response, start: int, end: int) -> bool:
-    """True where a label lies on some of the characters."""
+    """True if a label overlaps these characters."""
     return any(label.start < end and start < label.end for label in response.labels)
 
 
 def _pooled(
     features: Mapping[str, Array] | None, response: Response, lexicon: lexical.Lexicon
 ) -> tuple[pooled.Pooled, pooled.Pooled]:
-    """Features of a response, and of its sentences."""
+    """Pool the features of a response, and of its sentences."""
     if features is None:
         tokens = lexical.tokens(response.response)
         parts = sentences.sentences(response.response)

@@ -1,10 +1,10 @@
-"""What a reader is worth whose upper blocks are tuned to labelled tokens, alone and in the detector (S file).
+"""Evaluate a reader whose upper blocks are tuned to labelled tokens, alone and in the detector (S file).
 
     python -m jaxbench.hallucination.study.tuned --data=FOLDER --workdir=out/hallucination
 
-Stands on `hallucination.py features` in the same workdir. Sources of each outer fold are judged as `evaluate` judges
-them, by what `fit --tuned` makes of the others; the control is what `fit` makes. Killed, it goes on with the fold that
-was not finished.
+Run `hallucination.py features` in the same workdir first. The sources of each outer fold are judged as in `evaluate`,
+by the detector that `fit --tuned` makes of the other sources; the control is the one that `fit` makes. After an
+interruption, it resumes with the unfinished fold.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ CONTROL, TUNED, ALONE = "the detector", "the detector with the tuned reader", "t
 
 
 class Fold(NamedTuple):
-    """An outer fold's responses by number: those that are judged, and all others."""
+    """An outer fold's responses by index: all others (train), and those that are judged (test)."""
 
     train: Array
     test: Array
 
 
 class FoldWorker:
-    """Tunes the reader for an outer fold and keeps what it says of the responses it was not tuned to."""
+    """A worker that tunes the reader for an outer fold and stores its scores of responses it was not tuned to."""
 
     def __init__(self, lower: Any, data: ragtruth.Data, labels: detector.Labels):
         """lower: tuned_sources.Lower."""
         self._lower, self._data, self._labels = lower, data, labels
 
     def __call__(self, work: tuple[Path, Fold]) -> Path:
-        """Write an outer fold's file: log-odds of tokens by the response's number."""
+        """Write an outer fold's file: log-odds of tokens by the response's index."""
         from jaxbench.hallucination import tuned_sources
 
         path, fold = work
@@ -71,7 +71,7 @@ def _silent(total: int) -> Any:
 
 
 class Judge:
-    """Scores of the three rows; what the members of a fold say is computed once."""
+    """The scores of the three rows, computed once per fold."""
 
     def __init__(self, folder: Path, shape: Any):
         """shape: the tuned reader's TunedConfig."""
@@ -79,7 +79,7 @@ class Judge:
         self._kept: dict[bytes, Mapping[str, Scored]] = {}
 
     def row(self, name: str) -> Row:
-        """One of the rows."""
+        """Return one of the rows."""
 
         def score(made: table.Table, train: Array, test: Array) -> Scored:
             key = train.tobytes() + test.tobytes()
@@ -108,7 +108,7 @@ class Judge:
 
 
 def alone(made: table.Table, weigh: Array, test: Array, said: Mapping[int, Array]) -> Scored:
-    """The tuned reader by itself: its four numbers of a response, weighed on the inner split; and what it marks."""
+    """Score by the tuned reader alone: a regression on its four columns, fitted on `weigh`; with its spans."""
     columns = [token_scoring.of_responses([said[i] for i in of]) for of in (weigh, test)]
     fitted = linear.fit(columns[0], made.labels.response[weigh], strength=detector.TUNED_STRENGTH)
     of_weigh = [[each[i] for i in weigh] for each in (made.inputs.tokens, made.labels.tokens, said)]
@@ -120,7 +120,7 @@ def alone(made: table.Table, weigh: Array, test: Array, said: Mapping[int, Array
 
 
 def gained(made: table.Table, settings: evaluate.Evaluation, better: Row, worse: Row) -> dict[str, list[float]]:
-    """How much more one row has than another of each AUC: paired differences with intervals by source."""
+    """Paired differences of each AUC between two rows (better - worse), with intervals by source."""
     judged = evaluate.judged(made, settings)
     one, other = (
         evaluate.measures(made, judged, evaluate.out_of_fold(made, row, settings)[0].scores) for row in (better, worse)
@@ -132,13 +132,13 @@ def gained(made: table.Table, settings: evaluate.Evaluation, better: Row, worse:
 
 
 def fold_path(folder: Path, fold: Fold) -> Path:
-    """File of an outer fold, named by what was not judged and what was."""
+    """Path of an outer fold's file, named by its train and test responses."""
     numbers = json.dumps([part.tolist() for part in fold])
     return folder / f"fold-{hashlib.sha256(numbers.encode()).hexdigest()[:12]}.safetensors"
 
 
 def read(folder: Path, fold: Fold) -> dict[int, Array]:
-    """What the tuned reader of an outer fold says of the responses it was not tuned to."""
+    """Read the token log-odds that an outer fold's tuned reader gives to the responses it was not tuned to."""
     return {int(name): each for name, each in load_file(fold_path(folder, fold)).items()}
 
 

@@ -1,4 +1,4 @@
-"""The report of arms.py: accuracy by distance as tables, CSV, JSON, a page and a picture (S file)."""
+"""Write the report of arms.py: accuracy by distance as tables, CSV, JSON, HTML and SVG (S file)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory.study import arms
 from jaxbench.memory.study.arms import Arms, Run
 
-# Readable on white and on near-black alike, arm after arm.
+# One colour per arm, readable on both white and near-black.
 COLORS = ("#8b8f98", "#3b82f6", "#9061d6", "#e5722a", "#0d9f8c", "#c2568f", "#b08d1a", "#5b8c2a", "#d84c4c", "#6d7ec9")
 DIFFERENCE = ("difference", "difference_low", "difference_high")
 
 
 def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path) -> list[Any]:
-    """Write summary.json, results.csv, report.html and report.svg of finished runs, and return tables to be shown."""
+    """Write summary.json, results.csv, report.html and report.svg of finished runs, and return tables to show."""
     rows, lengths = arms.summarise(settings, dict(finished)), arms.by_length(settings, dict(finished))
     costs = [
         {"task": run.task, "arm": run.arm, "learning_rate": run.learning_rate, "seed": run.seed}
@@ -56,7 +56,7 @@ def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
 def difference_table(
     settings: Arms, rows: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], task: str
 ) -> Any:
-    """Rich table of each arm's difference to its rival, by distance and by length of the rows."""
+    """Rich table of each arm's difference from its rival, by distance and by length of the rows."""
     own, heads = _by_class(settings, rows, task)
     own |= {(row["arm"], row["factor"]): row for row in lengths if row["task"] == task}
     heads = heads | {factor: f"rows of {factor * settings.tasks[task].length:,}" for factor in settings.factors}
@@ -124,7 +124,7 @@ def _shown(row: dict[str, Any] | None) -> str:
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """HTML page of accuracy, of a text bits per byte, against distance: a panel for each task, a line for each arm."""
+    """HTML page of accuracy, or for a text bits per byte, versus distance: a panel per task, a line per arm."""
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
@@ -157,7 +157,7 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _points(rows: Sequence[dict[str, Any]], task: str, arm: str) -> list[dict[str, Any]]:
-    """An arm's row for each distance bin, nearest first: from the shortest rows that have it."""
+    """An arm's row for each distance bin, nearest first; each comes from the shortest rows that have the bin."""
     own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
     return sorted(
         {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}.values(), key=lambda r: r["to"]
@@ -165,7 +165,7 @@ def _points(rows: Sequence[dict[str, Any]], task: str, arm: str) -> list[dict[st
 
 
 def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """SVG for pages that show no HTML: accuracy by distance, and of a text the difference in bits to each rival."""
+    """SVG for pages that show no HTML: accuracy by distance, and for a text the difference in bits from each rival."""
     panels = []
     for task in settings.tasks:
         if arms.chance(settings.tasks[task]) is not None:
@@ -185,7 +185,7 @@ def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str | None) -> Panel:
-    """Chart of a task: accuracy in %, or with a rival the difference to its bits per byte."""
+    """Chart of a task: accuracy in %, or with a rival the difference from its bits per byte."""
     lines, length = [], settings.tasks[task].length
     names, scale = (("mean", "low", "high"), 100) if rival is None else (DIFFERENCE, 1)
     for color, arm in zip(itertools.cycle(COLORS), settings.arms):
@@ -205,7 +205,7 @@ def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str
 
 
 def _around_zero(lines: Sequence[Line]) -> Axis:
-    """Axis of about six ticks at whole hundredths, 0 among them."""
+    """Axis of about six ticks at whole hundredths, including 0."""
     values = [0.0, *(value for line in lines for point in line.points for value in point[1:] if value is not None)]
     step = 0.01 * max(1, round((max(values) - min(values)) / 0.05))
     ticks = range(math.floor(min(values) / step), max(math.ceil(max(values) / step), 1) + 1)

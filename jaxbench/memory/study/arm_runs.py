@@ -24,18 +24,18 @@ from jaxbench.training import observe, optimizer_step, precision, schedules
 from jaxbench.training.schedules import ScheduleConfig
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
-TOKENS_AT_ONCE = 16_384  # of one evaluation call
+TOKENS_AT_ONCE = 16_384  # in one evaluation call
 CURVE = 50  # points kept of a run's loss curve
 
 
 def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None, 1)) -> None:
-    """Train and evaluate the runs of a part that the folder does not have yet; each adds a line to the part's file.
+    """Train and evaluate the runs of a part that the folder does not have yet; each appends a line to the part's file.
 
     Args:
       part: which of the runs, cli.part().
 
     Raises:
-      ValueError: a text has too few bytes, or a file of the folder holds what is no run; nothing was written then.
+      ValueError: a text has too few bytes, or a line of the folder's files is not a run; then nothing is written.
     """
     workdir = Path(workdir)
     for task in settings.tasks.values():
@@ -118,13 +118,13 @@ class Trials:
         scores, distances = [], []
         for step in range(-(-s.test_rows // at_once)):
             rows = _batch(task, seed=seed, step=step, batch_size=at_once)
-            # Only the scores leave the device: logits of the longest rows are a hundred times as many numbers.
+            # Only the scores leave the device: logits of the longest rows are a hundred times larger.
             score = self._score(
                 state.params, jnp.asarray(rows.tokens), jnp.asarray(rows.targets), graph=state.graph,
                 is_text=measure is arms.BITS,
             )  # fmt: skip
             is_asked = rows.targets != tasks.UNSCORED
-            is_asked[s.test_rows - step * at_once :] = False  # the last call has one shape with the others
+            is_asked[s.test_rows - step * at_once :] = False  # the last call has the same shape as the others
             scores.append(np.asarray(score)[is_asked])
             distances.append(rows.distance[is_asked])
         scores, distances = np.concatenate(scores), np.concatenate(distances)
@@ -138,7 +138,7 @@ def _batch(task: AnyTask, *, seed: int, step: int, batch_size: int) -> tasks.Tas
 
 
 def _rows(task: AnyTask, *, seed: int, step: int, batch_size: int) -> train.Batch:
-    """Rows of a step as a training batch, whose loss counts answers alone."""
+    """Rows of a step as a training batch, whose loss counts only answers."""
     rows = _batch(task, seed=seed, step=step, batch_size=batch_size)
     is_asked = rows.targets != tasks.UNSCORED
     positions = np.broadcast_to(np.arange(task.length, dtype=np.int32), rows.tokens.shape)

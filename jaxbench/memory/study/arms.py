@@ -1,11 +1,11 @@
-"""The study of what a memory buys: decoders of one window, with and without memory, on long-context tasks (S file).
+"""Study what a memory gains: decoders of one window, with and without memory, on long-context tasks (S file).
 
 Every arm is trained on a task at several learning rates and seeds, and evaluated in rows up to 16 times as long.
-Accuracy is counted by the distance between a question and its fact, in windows; of a text, bits per byte by the number
-of bytes before. An arm's learning rate is selected on held-out rows of the training length; what is reported comes from
+Accuracy is binned by the distance between a question and its fact, in windows; for a text, bits per byte by the number
+of bytes before. An arm's learning rate is selected on held-out rows of the training length; reported figures come from
 other rows.
 
-A finished run is one line of a file in the workdir: an interrupted command goes on after the last line, and several
+A finished run is one line of a file in the workdir: an interrupted command resumes after the last line, and several
 commands with different parts (1/2, 2/2) fill one workdir together.
 """
 
@@ -38,7 +38,7 @@ AnyTask = Annotated[TaskConfig | TextConfig, Field(discriminator="task")]
 
 
 class Decoder(Base):
-    """Shape that the arms' decoders share; their window is `window` of Arms."""
+    """Shape shared by the arms' decoders; their window is Arms.window."""
 
     d_model: int = Field(default=64, gt=0)
     num_layers: int = Field(default=2, gt=0)
@@ -48,32 +48,32 @@ class Decoder(Base):
 
 
 class Arm(Base):
-    """One decoder: its memory, and its feed-forward width, which evens out the memory's parameters."""
+    """One decoder: its memory, and its feed-forward width, which compensates for the memory's parameters."""
 
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
-    window: int | None = Field(default=None, gt=0)  # instead of that of Arms
-    learning_rates: Several[Rate] | None = None  # instead of those of Arms
-    seeds: Several[Seed] | None = None  # instead of those of Arms
-    against: str | None = None  # another arm, its rival, that it is compared with; None = the first
+    window: int | None = Field(default=None, gt=0)  # overrides Arms.window
+    learning_rates: Several[Rate] | None = None  # overrides Arms.learning_rates
+    seeds: Several[Seed] | None = None  # overrides Arms.seeds
+    against: str | None = None  # its rival: the arm that it is compared with; None = the first
 
 
 class Arms(Base):
     """Decoders, tasks and training of the study: configs/memory/arms.yaml."""
 
-    window: int = Field(gt=0)  # tokens that a layer attends to, in every arm that has no window of its own
+    window: int = Field(gt=0)  # tokens that a layer attends to, in every arm that does not set its own window
     decoder: Decoder = Decoder()
     arms: dict[str, Arm] = Field(min_length=1)
-    tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the length of training
-    learning_rates: Several[Rate] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
+    tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the training length
+    learning_rates: Several[Rate] = (1e-3, 3e-3, 1e-2)  # peaks for AdamW, cosine decay to a tenth
     seeds: Several[Seed] = (0, 1, 2)
     steps: int = Field(default=1000, ge=1)
-    task_steps: dict[str, int] = {}  # instead of steps, by task
-    batch_size: int = Field(default=32, ge=1)  # rows a step
+    task_steps: dict[str, int] = {}  # overrides steps, by task
+    batch_size: int = Field(default=32, ge=1)  # rows per step
     warmup_steps: int = Field(default=50, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    factors: Several[Length] = (1, 2, 4, 8, 16)  # times the training length, at which the arms are evaluated
+    factors: Several[Length] = (1, 2, 4, 8, 16)  # evaluation lengths, in training lengths
     test_rows: int = Field(default=128, ge=8)  # at each factor
 
     @pydantic.model_validator(mode="after")
@@ -111,7 +111,7 @@ class Arms(Base):
         return decoder_config.with_memory(plain, self.arms[arm].memory)
 
     def rival(self, arm: str) -> str:
-        """Name of the arm that another is compared with."""
+        """Name of the arm that this arm is compared with."""
         return self.arms[arm].against or next(iter(self.arms))
 
     def steps_of(self, task: str) -> int:
@@ -133,7 +133,7 @@ class Run(NamedTuple):
 
 
 def runs(settings: Arms) -> list[Run]:
-    """List every run, seed after seed, so that an unfinished table consists of whole seeds."""
+    """List every run, seed by seed, so that an unfinished table consists of whole seeds."""
     planned = []
     for seed in dict.fromkeys((*settings.seeds, *(seed for arm in settings.arms.values() for seed in arm.seeds or ()))):
         for task in settings.tasks:
@@ -152,9 +152,9 @@ def config_id(settings: Arms) -> str:
 
 
 def identity(settings: Arms, run: Run) -> dict[str, Any]:
-    """Identity that a record must hold to be a run's: everything that decides the run's result."""
+    """Identity that a run's record must hold: everything that decides the run's result."""
     arm, task = settings.arms[run.arm], settings.tasks[run.task]
-    place = {"path"} if isinstance(task, TextConfig) else set()  # wherever it lies, a text is the same
+    place = {"path"} if isinstance(task, TextConfig) else set()  # a text is the same wherever its file is
     return {
         "config": config_id(settings),
         "run": [run.task, run.arm, run.learning_rate, run.seed],
@@ -165,10 +165,10 @@ def identity(settings: Arms, run: Run) -> dict[str, Any]:
 
 
 def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
-    """Read a folder's finished runs, by run; a last line cut short and runs of other settings are left out.
+    """Read a folder's finished runs, by run; a truncated last line and runs of other settings are left out.
 
     Raises:
-      ValueError: another line of its files is no record of a run.
+      ValueError: another line of its files is not a record of a run.
     """
     wanted = {run: identity(settings, run) for run in runs(settings)}
     finished: dict[Run, dict[str, Any]] = {}
@@ -180,7 +180,7 @@ def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
 
 
 def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Yield the runs of a file and their records; what stands behind the last end of a line was cut short."""
+    """Yield the runs of a file and their records; an unterminated last line was cut short and is skipped."""
     for place, line in enumerate(store.rows(path), 1):
         try:
             record = json.loads(line)
@@ -218,17 +218,17 @@ BITS = Measure("bits per byte", "bits", "bits_per_byte", True)
 
 
 def measure(task: AnyTask) -> Measure:
-    """Metric of a task: accuracy, or bits per byte of a text."""
+    """Metric of a task: accuracy, or bits per byte for a text."""
     return BITS if isinstance(task, TextConfig) else RIGHT
 
 
 def counted(
     scores: Shaped[np.ndarray, " N"], distance: Int[np.ndarray, " N"], window: int, longest: int, total: str
 ) -> list[dict[str, Any]]:
-    """Histogram of scores by distance: number of questions and sum of scores in each bin that has any.
+    """Bin scores by distance: number of questions and sum of scores in each non-empty bin.
 
     Args:
-      scores: of the questions alone.
+      scores: of the questions only.
       distance: tokens between question and fact.
       window: upper edge of the first bin, in tokens.
       longest: largest distance, in tokens.
@@ -247,15 +247,15 @@ def counted(
 
 
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summary by distance: a row for each (task, arm, factor, bin), the mean over seeds at the arm's best rate.
+    """Summary by distance: a row per (task, arm, factor, bin), the mean over seeds at the arm's best rate.
 
-    `difference` is the mean difference to the arm's rival over the `pairs` of runs that share a seed; None: no pair.
+    `difference` is the mean difference from the arm's rival over the `pairs` of runs with the same seed; None: no pair.
     """
     return _rows(settings, records, _cells, ("over", "to"))
 
 
 def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summary by length: a row for each (task, arm, factor), the mean at all distances over seeds at the best rate."""
+    """Summary by length: a row per (task, arm, factor), the mean over all distances and over seeds at the best rate."""
     return _rows(settings, records, _overall, ())
 
 
@@ -265,7 +265,7 @@ def _rows(
     means: Callable[[dict[str, Any], Measure], dict[tuple, float]],
     names: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """A row for each (task, arm, factor) and key of `means`, a run's means at a factor by key; names: of the key."""
+    """A row per (task, arm, factor) and key of `means`, a run's means at a factor by key; names: fields of the key."""
     rows = []
     for about, finished, rivals in _finished(settings, records):
         metric = measure(settings.tasks[about["task"]])
@@ -285,7 +285,7 @@ def _finished(
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any] | None]]]:
     """Yield for each (task, arm) with runs the fields of its rows, its records at its best rate, and its rival's.
 
-    Both lists are in the order of the arm's seeds; None where the rival has no run of a seed.
+    Both lists are in the order of the arm's seeds; None where the rival has no run with a seed.
     """
     for name, task in settings.tasks.items():
         best = {arm: best_rate(settings, records, name, arm) for arm in settings.arms}
@@ -305,9 +305,9 @@ def chance(task: AnyTask) -> float | None:
 
 
 def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
-    """Select the learning rate of the best mean on held-out rows, the lower of equal ones; None: no run.
+    """Select the learning rate with the best mean on held-out rows, the lower at a tie; None: no run.
 
-    A run whose score is no finite number (in a record: null) is worse than any other.
+    A run whose score is not finite (null in a record) is worse than any other.
     """
     scores: dict[float, list[float]] = {}
     for run, record in records.items():
@@ -329,14 +329,14 @@ def _overall(scores: dict[str, Any], metric: Measure) -> dict[tuple[()], float]:
 
 
 def _number(value: float | None) -> float:
-    """A number of a record, where null stands for what is none."""
+    """Return a record's number, or NaN for null."""
     return math.nan if value is None else value
 
 
 def _mean(values: Sequence[float | None], others: Sequence[float | None], metric: Measure) -> dict[str, float | None]:
-    """Mean over runs and mean paired difference to the rival's runs, with 95 % t-intervals; None = not known.
+    """Mean over runs and mean paired difference from the rival's runs, with 95 % t-intervals; None = unknown.
 
-    No measure is below 0, and no accuracy above 1, so intervals of means end there.
+    No metric is below 0 and no accuracy above 1, so intervals of means are clipped there.
     """
     mean, low, high = _interval([value for value in values if value is not None])
     if low is not None:
@@ -348,9 +348,9 @@ def _mean(values: Sequence[float | None], others: Sequence[float | None], metric
 
 
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Mean and 95 % t-interval (mean, low, high); one value has no interval, no value no mean.
+    """Mean and 95 % t-interval (mean, low, high); one value has no interval, and no values have no mean.
 
-    Where a value is no finite number, the mean is not a number.
+    If a value is not finite, the mean is NaN.
     """
     if not values:
         return None, None, None

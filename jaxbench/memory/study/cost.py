@@ -1,8 +1,8 @@
-"""Memory, FLOPs and time of one layer by length of context: attention, memory bank, neural memory (S file).
+"""Memory, FLOPs and time of one layer by context length: attention, memory bank, neural memory (S file).
 
 Rows are (backend, layer, length). Bytes are exact: JAX's are the compiled program's temporary bytes, PyTorch's the peak
-of bytes alive in a run on its meta device, which computes shapes alone. FLOPs are counted in that run too, two a
-multiplication; both backends do the same products. Time is measured up to a limit of bytes and of FLOPs.
+of live bytes in a run on its meta device, which computes only shapes. FLOPs are counted in that run too, two per
+multiply-add; both backends compute the same products. Time is measured up to a limit of bytes and of FLOPs.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class LayerShape(Base):
     d_model: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
-    key_block: int = Field(default=128, gt=0)  # keys at a time in blocked attention
+    key_block: int = Field(default=128, gt=0)  # keys per block in blocked attention
     bank: BankConfig
-    window: int = Field(gt=0)  # of the attention beside the bank
+    window: int = Field(gt=0)  # of the attention in the bank's block
     neural: NeuralMemoryConfig
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> LayerShape:
         for layer in ("bank", "neural"):
-            self.block(layer)  # refused here, before anything is measured
+            self.block(layer)  # raises here, before anything is measured
         return self
 
     def block(self, layer: str) -> BlockConfig:
@@ -81,9 +81,9 @@ class Cost(Base):
 
     layer: LayerShape
     lengths: Several[Length] = (2048, 8192, 32768, 131072)
-    # tokens of a call for the memories, whose state goes on to the next; PyTorch's meta device cannot follow one token
+    # tokens per call for the memories, whose state carries over; PyTorch's meta device cannot run a single token
     segment: int = Field(default=2048, ge=2)
-    repeats: int = Field(default=3, ge=1)  # timed calls, after one that is not counted
+    repeats: int = Field(default=3, ge=1)  # timed calls, after one warm-up call
     max_bytes: float = Field(default=4e9, gt=0)  # more temporary bytes: not timed
     max_flops: float = Field(default=3e12, gt=0)  # more FLOPs: not timed
 
@@ -103,17 +103,17 @@ class Measured(NamedTuple):
     """Costs of one layer at one length in one backend; None = not measured."""
 
     temp_bytes: int
-    state_bytes: int  # of a sequence, behind its last token
+    state_bytes: int  # of a sequence, after its last token
     flops: int | None  # of the whole sequence, forward
 
 
 def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any], *, device: str = "cpu") -> dict[str, Any]:
     """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary.
 
-    Times are also records, in results.jsonl, each written as it is measured.
+    Times are also written to results.jsonl as records, each as soon as it is measured.
 
     parts: the module cost_layer of each of BACKENDS.
-    device: cpu or gpu, where times are taken; bytes and FLOPs of PyTorch are counted without one.
+    device: cpu or gpu, for times; bytes and FLOPs of PyTorch need no device.
     """
     workdir, rows = Path(workdir), []
     workdir.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any], *, device
 
 
 def _record(backend: str, layer: str, length: int, device: str, times: Sequence[float]) -> Record:
-    """Record of one layer's times; one that was not timed has no value."""
+    """Record of one layer's times; a layer that was not timed has no value."""
     return Record(
         metric="layer_s", value=verdicts.median(times) if times else None, unit="s", samples=tuple(times),
         arm=f"{backend} {layer}", device=device, status="ok" if times else "skipped",
@@ -153,7 +153,7 @@ def _record(backend: str, layer: str, length: int, device: str, times: Sequence[
 
 
 def saving(rows: list[dict], length: int) -> dict[str, float]:
-    """Ratio of temporary bytes, naive attention to the bank, at a length, by backend."""
+    """Ratio of temporary bytes of naive attention to those of the bank, at a length, by backend."""
     size = {(row["backend"], row["layer"]): row["temp_bytes"] for row in rows if row["length"] == length}
     return {name: size[name, "naive"] / size[name, "bank"] for name in BACKENDS if (name, "bank") in size}
 
@@ -173,7 +173,7 @@ def table(summary: dict[str, Any]) -> Any:
 
 
 def _series(rows: list[dict], field: str) -> Iterator[tuple[str, str, list[dict]]]:
-    """Yield backend, layer and rows of each line of a chart; where backends are equal, those of Flax alone."""
+    """Yield backend, layer and rows of each line of a chart; where backends are equal, only those of Flax."""
     backends = ["flax"] if field in ("state_bytes", "flops_per_token") else list(BACKENDS)
     for backend in backends:
         for layer in LAYERS:
@@ -183,7 +183,7 @@ def _series(rows: list[dict], field: str) -> Iterator[tuple[str, str, list[dict]
 
 
 def charts(rows: list[dict]) -> str:
-    """HTML page of charts against length, which opens offline."""
+    """HTML page of charts versus length, which opens offline."""
     fields = {"temp_bytes": "temporary bytes", "state_bytes": "state bytes of a sequence"}
     fields |= {"flops_per_token": "FLOPs a token", "seconds": "seconds"}
     lengths, figures = sorted({row["length"] for row in rows}), {}
@@ -203,7 +203,7 @@ def charts(rows: list[dict]) -> str:
 
 
 def picture(summary: dict[str, Any]) -> str:
-    """SVG of a summary's charts for pages that show no HTML; where backends are equal, Flax alone."""
+    """SVG of a summary's charts for pages that cannot show HTML; where backends are equal, only Flax."""
     rows = [row | {"rate": row["length"] / row["seconds"] if row["seconds"] else None} for row in summary["rows"]]
     lengths = sorted({row["length"] for row in rows})
     across = Axis("tokens of context", {length: f"{length:,}" for length in lengths}, is_log=True)
@@ -217,7 +217,7 @@ def picture(summary: dict[str, Any]) -> str:
             lines.append(Line(TITLES[layer], COLORS[layer], points, backend == "torch"))
         values = [point.y for line in lines for point in line.points]
         if not values:
-            continue  # nothing fitted, so no rate is known
+            continue  # nothing fitted, so the rate is unknown
         base = 10 if not unit else 4 if max(values) < 1000 * min(values) else 16
         ticks = {value: _short(value, unit) for value in line_picture.powers(values, base)}
         panels.append(Panel(title, across, Axis(title, ticks, is_log=True), lines))
@@ -227,7 +227,7 @@ def picture(summary: dict[str, Any]) -> str:
 
 
 def _short(value: float, unit: str = "") -> str:
-    """Number with a prefix: 16,384 bytes -> 16 KiB, and without a unit 10,000 -> 10 K."""
+    """Format a number with a prefix: 16,384 bytes -> 16 KiB, and without a unit 10,000 -> 10 K."""
     step = 1024 if unit else 1000
     for prefix in ("", "K", "M", "G", "T"):
         if value < step or prefix == "T":

@@ -2,8 +2,8 @@
 
 Twin: torch_ref/memory/study/cost_layer.py.
 
-Attention sees the whole sequence in one call. The memories read segment after segment, as a stream would come, and the
-program is that of one segment: its size does not depend on how many there are.
+Attention sees the whole sequence in one call. The memories read segment by segment, like a stream, and the program is
+that of one segment: its size does not depend on the number of segments.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
 
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int, device: str = "cpu") -> list[float]:
-    """Measure the times in seconds of forward passes over a sequence, after one that is not counted.
+    """Measure the times in seconds of forward passes over a sequence, after one warm-up pass that is not counted.
 
     Raises:
       ValueError: JAX's default platform is not the device.
@@ -81,7 +81,7 @@ def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: i
 
 
 def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[jax.stages.Compiled, tuple, int]:
-    """Compile the forward pass; also its first arguments, and the bytes of the state behind the sequence."""
+    """Compile the forward pass; also return its first arguments, and the bytes of the state after the sequence."""
     model = build(layer, shape)
     graph, params = nnx.split(model)
     if layer in ATTENTION:

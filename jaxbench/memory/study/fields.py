@@ -23,5 +23,5 @@ def _different(values: tuple[Item, ...]) -> tuple[Item, ...]:
 
 Several = Annotated[tuple[Item, ...], AfterValidator(_different)]  # at least one, all different
 Length = Annotated[int, Field(ge=1, le=2**24)]  # tokens of a row
-Seed = Annotated[int, Field(ge=0, lt=HELD_OUT)]  # beyond lie the rows that no run is trained on
-Rate = Annotated[float, Field(gt=0)]  # peak of a learning rate
+Seed = Annotated[int, Field(ge=0, lt=HELD_OUT)]  # larger seeds are held out: no run is trained on their rows
+Rate = Annotated[float, Field(gt=0)]  # peak learning rate

@@ -1,8 +1,8 @@
-"""Check that inserting a memory leaves a pretrained model's logits as they were.
+"""Check that inserting a memory leaves a pretrained model's logits unchanged.
 
     python -m jaxbench.memory.study.insert --config=configs/ltm/smollm2.yaml
 
-The relative 2-norm in float32 on one batch of the configuration's rows; ends with 1 where it is above 1e-6.
+Prints the relative 2-norm of the change in float32 on one batch of the configuration's rows; exits with 1 above 1e-6.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT = 1e-6  # relative 2-norm in float32
 
 
 def change_of_logits(settings: MemoryTrainConfig, batch: Any) -> float:
-    """Relative 2-norm of the change in the starting model's logits on a batch once the run's memory is inserted.
+    """Relative 2-norm of the change in the starting model's logits on a batch when the run's memory is inserted.
 
     Raises:
       ValueError: the run has no memory, or no model to start from.
@@ -47,7 +47,7 @@ def change_of_logits(settings: MemoryTrainConfig, batch: Any) -> float:
 
 
 def main() -> int:
-    """Print the change; 1 where it is above the limit."""
+    """Print the change; the exit code is 1 if it exceeds the limit."""
     process_environment.ensure("cpu")
     from jaxbench.training import train_inputs
 

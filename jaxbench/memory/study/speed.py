@@ -1,10 +1,10 @@
-"""Speed and peak memory of the neural memory beside titans-pytorch, in one run (S file).
+"""Speed and peak memory of the neural memory versus titans-pytorch, in one run (S file).
 
-Every arm is a process of its own (measure/process.py), one works at a time on one core, and their order turns from
-launch to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals
-are t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the
-resident set above the level after the imports, while the case is built (from the compile cache) and run. On a GPU the
-clock alone says something, and memory is the device's; medians of each launch are records too, in results.jsonl.
+Every arm runs in its own process (measure/process.py), one at a time on one core, and their order rotates from launch
+to launch. A launch gives one ratio per case, of median CPU seconds and of median wall seconds; intervals are
+t-intervals over launches. Peak memory is measured in separate processes with the system's malloc settings: the resident
+set above the level after the imports, while the case is built (from the compile cache) and run. On a GPU only wall time
+is meaningful, and memory is the device's. Medians of each launch are also written to results.jsonl as records.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxbench.measure.records import RESULTS_NAME, Record, RecordFile, Workload
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.study.fields import Length, Several
 
-WORKER = "jaxbench.memory.study.speed_worker"  # the module that an arm's process runs
+WORKER = "jaxbench.memory.study.speed_worker"  # the module run by an arm's process
 PARTS = ("forward", "forward_backward")
 CASE = ("network", "arm", "read", "part")
 BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
-TIMEOUT_S = 600.0  # of one request
+TIMEOUT_S = 600.0  # per request
 
 
 class Network(Base):
@@ -52,7 +52,7 @@ class Speed(Base):
     batch: int = Field(default=2, ge=1)
     length: Length = 1024
     launches: int = Field(default=6, ge=2)
-    repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
+    repeats: int = Field(default=5, ge=1)  # calls per case and launch
     memory_lengths: Several[Length] = (1024, 4096)  # at which peak memory is taken
     # forward and backward, batch 1, first network
     slope_lengths: Several[Length] = (1024, 2048, 4096, 8192, 16384)
@@ -72,7 +72,7 @@ class Speed(Base):
 
 
 def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[str, Any]:
-    """Measure, write summary.json into the workdir and return it; a missing peer is named, and its ratios left out.
+    """Measure, write summary.json into the workdir and return it; a missing peer is named, and its ratios are left out.
 
     device: cpu or gpu.
 
@@ -118,7 +118,7 @@ def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[st
 
 @contextlib.contextmanager
 def _leaving_out(arm: str, arms: list[str], missing: dict[str, str]) -> Iterator[None]:
-    """The peer, where it fails, is named and measured no further; jaxbench's own arms may not fail."""
+    """If the peer fails, record the reason and stop measuring it; a failure of jaxbench's own arms is raised."""
     try:
         yield
     except ValueError as error:
@@ -140,10 +140,10 @@ def _request(network: Network, read: str) -> dict:
 
 
 def _python(arm: str) -> str | Path:
-    """The interpreter that has an arm's package: this one where it is installed beside jaxbench, as on a lent GPU.
+    """The interpreter that has an arm's package: this one if it is installed alongside jaxbench, as on a lent GPU.
 
     Raises:
-      ValueError: none has it.
+      ValueError: no interpreter has it.
     """
     if arm == "titans" and importlib.util.find_spec("titans_pytorch") is None:
         return process.peer_python(arm)
@@ -152,7 +152,7 @@ def _python(arm: str) -> str | Path:
 
 def _worker(arm: str, workdir: Path, device: str, *, is_malloc_tuned: bool = True) -> Worker:
     library, log = "XLA" if arm == "flax" else "PyTorch", workdir / "logs" / f"{arm}.log"
-    threads = 1 if device == "cpu" else environment.usable_cores()  # beside a GPU they compile, and wait
+    threads = 1 if device == "cpu" else environment.usable_cores()  # with a GPU they only compile and wait
     variables = process.environment(device, threads=threads, library=library)
     if not is_malloc_tuned:
         tuned = process_environment.malloc_settings(variables)
@@ -184,7 +184,7 @@ def _measured(
 
 
 def _record(settings: Speed, row: dict, device: str, versions: dict[str, str]) -> Record:
-    """One case of one launch: tokens a second by the clock, at the median of its calls."""
+    """Record of one case of one launch: tokens per second of wall time, at the median of its calls."""
     tokens = settings.batch * settings.length
     workload = Workload(kind="inference", dtype="float32", batch=settings.batch, prompt_tokens=settings.length)
     return Record(
@@ -197,7 +197,7 @@ def _record(settings: Speed, row: dict, device: str, versions: dict[str, str]) -
 
 
 def _peak_record(settings: Speed, row: dict, device: str) -> Record:
-    """Peak memory of one case."""
+    """Record of the peak memory of one case."""
     workload = Workload(kind="train", dtype="float32", batch=settings.batch, prompt_tokens=row["length"])
     arm = " ".join(row[name] for name in ("arm", "network", "read"))
     metric = "peak_memory_bytes" if device == "cpu" else "device_peak_bytes"
@@ -230,7 +230,7 @@ def _slope(settings: Speed, workdir: Path, device: str) -> dict:
 
 
 def _clock(device: str) -> str:
-    """Which seconds tell: a processor's, but for a GPU, beside which the processor mostly waits."""
+    """Name of the times to compare: CPU seconds, but wall seconds for a GPU, for which the CPU mostly waits."""
     return "cpu_seconds" if device == "cpu" else "seconds"
 
 
@@ -249,7 +249,7 @@ def _by_case(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
-    """Tokens per second of each case: medians over launches of the medians within."""
+    """Tokens per second of each case: medians over launches of each launch's median."""
     rates, tokens = [], settings.batch * settings.length
     for case, same in _by_case(rows):
         row = dict(case)
@@ -265,7 +265,7 @@ def _ratios(rows: list[dict]) -> list[dict]:
     ratios = []
     beside = [r for r in rows if r["arm"] != "titans" and (r["network"], r["part"], r["launch"]) in peers]
     for case, same in _by_case(beside):
-        if len(same) < 2:  # the peer failed in all launches but one
+        if len(same) < 2:  # the peer failed in all launches, or all but one
             continue
         row = case | {"bar": BARS[case["part"]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):

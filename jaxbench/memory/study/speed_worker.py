@@ -1,7 +1,7 @@
 """A worker of the memory benchmark: the neural memory of one engine, flax, torch or titans (titans-pytorch 0.5.5).
 
-Started as `python -m jaxbench.memory.study.speed_worker ENGINE THREADS`, for titans by the Python of an environment of
-its own (`make peers`), where nothing that jaxbench needs is installed. The protocol is that of measure/worker.py.
+Started as `python -m jaxbench.memory.study.speed_worker ENGINE THREADS`, for titans by the Python of a separate
+environment (`make peers`), without jaxbench's dependencies. The protocol is that of measure/worker.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULES = {"flax": "jaxbench.memory.neural", "torch": "torch_ref.memory.neural",
 
 
 class Session:
-    """The neural memories of one engine, built and compiled when first asked for."""
+    """The neural memories of one engine, built and compiled on first use."""
 
     def __init__(self, engine: str, threads: int):
         if engine not in MODULES:
@@ -31,10 +31,10 @@ class Session:
         self.engine, self.threads, self.calls = engine, threads, {}
 
     def start(self, *, device: str = "cpu") -> dict:
-        """Import the engine, whose arrays lie on a device; the resident set is then what memory counts from."""
+        """Import the engine for a device; the resident set afterwards is the baseline of memory figures."""
         importlib.import_module(MODULES[self.engine])
         self.device = device
-        # No TF32, in no engine: a GPU's products of float32 are of float32.
+        # No TF32 in any engine: float32 products on a GPU are computed in float32.
         if self.engine == "flax":
             jax = importlib.import_module("jax")
             jax.config.update("jax_default_matmul_precision", "highest")
@@ -49,7 +49,7 @@ class Session:
         return {"versions": versions}
 
     def measure(self, *, network: dict, part: str, batch: int, length: int, repeats: int) -> dict:
-        """Wall and CPU seconds of calls, after one that is not counted; part: forward or forward_backward."""
+        """Wall and CPU seconds of calls, after one warm-up call; part: forward or forward_backward."""
         key = json.dumps([network, part, batch, length])
         if key not in self.calls:
             make = {"flax": _flax_call, "torch": _torch_call, "titans": _titans_call}[self.engine]
@@ -58,8 +58,8 @@ class Session:
         return worker.timed(call, repeats) | facts
 
     def memory(self, **case: Any) -> dict:
-        """Peak while a case is built and run once more: of the device's memory, on a CPU of the resident set above the
-        level after imports.
+        """Peak while a case is built and run once more: of the device's memory, or on a CPU of the resident set above
+        the level after imports.
         """
         worker.reset_peak()
         self.measure(**case, repeats=1)
@@ -84,7 +84,7 @@ def _stream(batch: int, length: int, width: int) -> np.ndarray:
 
 
 def _flax_call(network: dict, part: str, batch: int, length: int, device: str) -> tuple[Callable[[], None], dict]:
-    """A compiled call, and the compiled program's temporary bytes; the process's variables have chosen the device."""
+    """A compiled call, and the compiled program's temporary bytes; environment variables have chosen the device."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -93,7 +93,7 @@ def _flax_call(network: dict, part: str, batch: int, length: int, device: str) -
     from jaxbench.memory import neural
 
     shape, values = _shape(network)
-    # Arrays go to the device as they are: making the first one there would start the compiler, at 60 MB.
+    # Arrays are copied to the device: creating the first one there would start the compiler, at 60 MB.
     graph, empty = nnx.split(nnx.eval_shape(lambda: neural.NeuralMemory(shape, dtype="float32")))
     named = {path: values[".".join(map(str, path))].astype(np.float32) for path, _ in nnx.to_flat_state(empty)}
     params = nnx.from_flat_state([(path, nnx.Param(jax.device_put(value))) for path, value in named.items()])
@@ -121,7 +121,7 @@ def _torch_call(network: dict, part: str, batch: int, length: int, device: str) 
 
 
 def _titans_call(network: dict, part: str, batch: int, length: int, device: str) -> tuple[Callable[[], None], dict]:
-    """A call of the memory that a NeuralMemoryConfig describes, on a GPU with its Triton scan where that starts.
+    """A call of the memory that a NeuralMemoryConfig describes, on a GPU with its Triton scan if that starts.
 
     Its batch_size is the chunk's, so that gradients are taken at the weights of the chunk's start (Titans, eq. 16).
     """
@@ -144,23 +144,23 @@ def _titans_call(network: dict, part: str, batch: int, length: int, device: str)
     reason = _why_no_scan(made)
     if not reason:
         return made(use_accelerated_scan=True), {"scan": "triton"}
-    gc.collect()  # what the attempt held is not the peer's memory
+    gc.collect()  # memory held by the attempt is not the peer's
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return made(), {"scan": f"plain: {reason}"}
 
 
 def _why_no_scan(made: Callable[..., Callable[[], None]]) -> str:
-    """Why titans-pytorch's Triton scan does not start here, or an empty string."""
+    """Return why titans-pytorch's Triton scan does not start here, or an empty string."""
     try:
         made(use_accelerated_scan=True)()
-    except Exception as error:  # its kernels want a compiler, or lengths that are powers of two
+    except Exception as error:  # its kernels need a compiler, or lengths that are powers of two
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return ""
 
 
 def _passes(model: Any, x: Any, part: str, device: str) -> Callable[[], None]:
-    """The forward pass of a PyTorch memory, or forward and backward, to their end."""
+    """Return a call of a PyTorch memory, forward or forward and backward, that waits for its end."""
     import torch
 
     place = "cuda" if device == "gpu" else device

@@ -34,9 +34,9 @@ class Stability(Base):
     """Settings of the training runs: configs/memory/stability.yaml."""
 
     memory: config.NeuralMemoryConfig
-    depths: Several[Annotated[int, Field(ge=1, le=4)]] = (2, 4)  # layers of the memory's network, a run each
+    depths: Several[Annotated[int, Field(ge=1, le=4)]] = (2, 4)  # layers of the memory's network, one run each
     steps: int = Field(default=2000, ge=1)
-    length: Length = 1024  # tokens of a row
+    length: Length = 1024  # tokens per row
     batch: int = Field(default=1, ge=1)
     learning_rate: float = Field(default=3e-3, gt=0)  # of AdamW, constant
     seed: Seed = 0
@@ -60,7 +60,7 @@ def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
 
 
 def train(settings: Stability, depth: int) -> dict[str, Any]:
-    """Train one memory; its row: losses in nats per byte, largest gradient norm and weight, whether all are finite."""
+    """Train one memory; return losses in nats per byte, largest gradient norm and weight, whether all are finite."""
     shape = settings.memory.model_copy(update={"depth": depth})
     model = neural.build(shape, config.initial_params(shape, settings.seed))
     graph, params = nnx.split(model)

@@ -1,7 +1,7 @@
 """Synthetic long-context tasks: recall, copying, passkey and key-value retrieval (S file).
 
-A row is a function of (task, seed, step, row) alone. Token 0 is filler, 1 asks, 2 marks a fact; content comes from 3
-on. Sources: multi-query associative recall, Arora et al. 2023, arXiv:2312.04927, section 3; copying, Arjovsky et al.
+A row depends only on (task, seed, step, row). Token 0 is filler, 1 asks, 2 marks a fact; content tokens start at 3.
+Sources: multi-query associative recall, Arora et al. 2023, arXiv:2312.04927, section 3; copying, Arjovsky et al.
 2016, arXiv:1511.06464, section 5.1; selective copying, Gu and Dao 2023, arXiv:2312.00752, section 3.1; passkey,
 Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2, with random tokens as filler; key-value retrieval, Liu et
 al. 2023, arXiv:2307.03172, section 4.
@@ -27,10 +27,10 @@ class TaskConfig(Base):
     """Kind and size of a task."""
 
     task: Literal["recall", "copy", "selective_copy", "passkey", "key_value"]
-    length: int = Field(gt=0)  # tokens of a row, question and answer included
+    length: int = Field(gt=0)  # tokens per row, question and answer included
     vocab_size: int = Field(default=64, ge=8)
     items: int = Field(default=8, ge=1)  # pairs (recall), symbols (copies), tokens of a key or value
-    queries: int = Field(default=4, ge=1)  # recall: questions; every pair is asked for once before one is again
+    queries: int = Field(default=4, ge=1)  # recall: questions; every pair is asked once before any is asked again
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TaskConfig:
@@ -44,7 +44,7 @@ class TaskConfig(Base):
 
     @property
     def half(self) -> int:
-        """Number of tokens that can be a key; values come from as many others."""
+        """Number of tokens that can be a key; values are drawn from as many others."""
         return (self.vocab_size - FIRST) // 2
 
     @property
@@ -56,19 +56,19 @@ class TaskConfig(Base):
 
     @property
     def chance(self) -> float:
-        """Chance level: accuracy of guessing among the tokens that can be an answer."""
+        """Chance level: accuracy of guessing among possible answer tokens."""
         return 1.0 / (self.half if self.task == "recall" else self.vocab_size - FIRST)
 
     def at_length(self, factor: int) -> TaskConfig:
-        """The same task in rows `factor` times as long: equal facts and questions, more filler in between."""
+        """The same task in rows `factor` times as long: as many facts and questions, more filler in between."""
         return TaskConfig.model_validate(self.model_dump() | {"length": factor * self.length})
 
 
 class TaskBatch(NamedTuple):
     """Rows of a task."""
 
-    tokens: Int[np.ndarray, "B T"]  # int32, as the others
-    targets: Int[np.ndarray, "B T"]  # the answer due behind a token, UNSCORED where nothing is asked
+    tokens: Int[np.ndarray, "B T"]  # int32, like the others
+    targets: Int[np.ndarray, "B T"]  # the answer due after a token, UNSCORED where nothing is asked
     distance: Int[np.ndarray, "B T"]  # tokens between a fact and the question for it; 0 where nothing is asked
 
 
@@ -90,7 +90,7 @@ def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskB
 
 
 def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
-    """Pairs key value key value ..., then some of the keys again among filler: each is to be answered by its value."""
+    """Pairs key value key value ..., then some of the keys again among filler, each to be answered with its value."""
     n = config.items
     keys = FIRST + random.permutation(config.half)[:n]
     values = FIRST + config.half + random.integers(config.half, size=n)
@@ -105,7 +105,7 @@ def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> 
 def _ask_for_symbols(
     config: TaskConfig, row: TaskBatch, symbols: Int[np.ndarray, " N"], places: Int[np.ndarray, " N"]
 ) -> None:
-    """Ask for symbols behind the row: ASK, then filler; the answers are due from the first filler on."""
+    """Ask for symbols at the end of the row: ASK, then filler; the answers are due from the first filler on."""
     n = len(symbols)
     due = np.arange(config.length - n, config.length)
     row.tokens[due[0] - 1] = ASK
@@ -124,7 +124,7 @@ def _copy(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> No
 
 
 def _selective_copy(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
-    """Symbols here and there among filler, to be repeated in order."""
+    """Symbols scattered among filler, to be repeated in order."""
     n = config.items
     places = np.sort(random.permutation(config.length - n - 1)[:n])
     row.tokens[places] = symbols = _symbols(config, random, n)
@@ -132,7 +132,7 @@ def _selective_copy(config: TaskConfig, random: np.random.Generator, row: TaskBa
 
 
 def _passkey(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
-    """Random tokens with a marked key among them; the mark again at the end is to be followed by the key."""
+    """Random tokens that contain a marked key; the mark again at the end, after which the key is due."""
     n, length = config.items, config.length
     row.tokens[:] = _symbols(config, random, length)
     place = int(random.integers(length - 2 * n))
@@ -149,7 +149,7 @@ def _set_answer(row: TaskBatch, start: int, places: Int[np.ndarray, " N"], answe
 
 
 def _key_value(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
-    """As many marked keys with values as fit; one of the keys again at the end, its value is the answer."""
+    """As many marked keys with values as fit; at the end one of the keys again, whose value is the answer."""
     n, length = config.items, config.length
     size = 2 * n + 1
     num_pairs = (length - size) // size
@@ -158,7 +158,7 @@ def _key_value(config: TaskConfig, random: np.random.Generator, row: TaskBatch) 
     row.tokens[: num_pairs * size] = pairs.reshape(-1)
     which = int(random.integers(num_pairs))
     key, value = content[which, :n], content[which, n:]
-    # A key that occurs twice would have two values: the others give up one token.
+    # A key that occurs twice would have two values: the others change one token.
     for other in np.flatnonzero((content[:, :n] == key).all(axis=1)):
         if other != which:
             place = other * size + 1

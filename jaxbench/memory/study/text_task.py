@@ -1,8 +1,8 @@
-"""Language modelling of bytes as a task: bits by the number of bytes before them in a row (S file).
+"""Byte-level language modelling as a task: bits per byte by the number of bytes before it in a row (S file).
 
-A row is a piece of the text that starts anywhere, end tokens between documents included; it is a function of (text,
-length, seed, step, row) alone. The last part of the text is held out: its first half is rows of the seed HELD_OUT, its
-second half of the seed TEST, and no other seed's rows reach into it.
+A row is a piece of the text from a random start, with end tokens between documents; it depends only on (text, length,
+seed, step, row). The last part of the text is held out: its first half gives the rows of seed HELD_OUT, its second half
+those of seed TEST, and no other seed's rows overlap it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TextConfig(Base):
     """A text and the length of its rows."""
 
     task: Literal["text"]
-    length: int = Field(gt=0)  # bytes of a row that are read; as many are predicted
+    length: int = Field(gt=0)  # bytes read per row; as many are predicted
     path: str | None = None  # a .txt, .jsonl or .jsonl.gz file; None = the default text
-    held_out_share: float = Field(default=0.1, gt=0, lt=1)  # the last part of the text, that is not trained on
+    held_out_share: float = Field(default=0.1, gt=0, lt=1)  # the last part of the text, which is not trained on
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size: the bytes and the token that ends a document."""
+        """Vocabulary size: the bytes and the end-of-document token."""
         return ByteTokenizer.vocab_size
 
     def at_length(self, factor: int) -> TextConfig:
@@ -57,14 +57,14 @@ def sha256(config: TextConfig) -> str:
 
 @functools.lru_cache
 def _parts(path: str | None, share: float) -> dict[int | None, np.ndarray]:
-    """Ids [N] of the part to train on (None), and of the parts HELD_OUT and TEST."""
+    """Ids [N] by part: training (None), HELD_OUT and TEST."""
     train, held_out = dataset.split(_corpus(path), share)
     half = len(held_out.ids) // 2
     return {None: train.ids, HELD_OUT: held_out.ids[:half], TEST: held_out.ids[half:]}
 
 
 def check(config: TextConfig, factors: Iterable[int]) -> None:
-    """Check that the text is long enough for rows to train on, to select by, and to test on at every factor.
+    """Check that the text is long enough for rows of training, selection and test at every factor.
 
     Raises:
       ValueError: as `batch`.

@@ -1,10 +1,10 @@
-"""Compile decoders with memory for TPU slices that are not attached, and say what the compiler says.
+"""Compile decoders with memory for TPU slices that are not attached, and report what the compiler says.
 
     python -m jaxbench.memory.study.tpu --topology=v5e:2x2 --config=configs/ltm/mac.yaml --config=configs/ltm/bank.yaml
 
-Prefill and decode with the batch split over the chips and the training step with weights split too (fsdp), in bfloat16;
-one JSON line a program: bytes per chip, collectives by kind, seconds to compile. A program that does not fit is a line
-with the compiler's sentence, and the exit code is 1.
+Prefill and decode are compiled with the batch sharded over the chips, the training step with weights sharded too
+(fsdp), in bfloat16. One JSON line per program: bytes per chip, collectives by kind, seconds to compile. A program that
+does not fit gives a line with the compiler's message, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxbench.measure import chips, tpu_compile
 from jaxbench.memory.decoder_config import MemoryTransformerConfig
 from jaxbench.memory.train_config import MemoryTrainConfig
 
-VOCAB_SIZE = 257  # of the byte tokenizer, where a configuration leaves it open
+VOCAB_SIZE = 257  # of the byte tokenizer, if a configuration leaves it unset
 
 
 def compile_programs(
@@ -29,7 +29,7 @@ def compile_programs(
 ) -> Iterator[dict[str, Any]]:
     """Yield what the compiler says about prefill, decode and the training step of a decoder, per chip.
 
-    A program that does not fit has no bytes: `does_not_fit` is what the compiler says.
+    A program that does not fit has no `bytes` but `does_not_fit`, the compiler's message.
 
     Args:
       batch: rows, over all chips; a multiple of their number.

@@ -1,1 +1,1 @@
-"""Oracles for what all backends share, which no comparison between them can show: answers that no code here wrote."""
+"""Oracles for code that all backends share, whose bugs no comparison between them shows: answers from other code."""

@@ -1,4 +1,4 @@
-"""Every family of checkpoints beside transformers: its random models through folders both ways, and GGUF files."""
+"""Every checkpoint family versus transformers: its random models through folders both ways, and GGUF files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = {
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
-# Beside one plain model of every family: what families leave off by default.
+# In addition to one plain model of every family: options that families turn off by default.
 VARIANTS = {
     "llama, llama3 rotary, tied": ("llama", GROUPED | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama, biases, linear rotary": (
@@ -34,15 +34,15 @@ VARIANTS = {
     ),
     "mistral, window": ("mistral", GROUPED | {"sliding_window": 9}),
 }
-# Their files add 1 to norms, and transformers reads them in part; tests/pretrained/test_gguf_file.py reads back what it
-# wrote by the formulas instead.
+# Their files add 1 to norms, and transformers reads them only in part; tests/pretrained/test_gguf_file.py reads back
+# what it wrote by the formulas instead.
 WITHOUT_GGUF = {"gemma", "gemma2", "gemma3"}
 LENGTH = 40
-NORM_EPS = 2.0**-10  # so large that another one shows; a GGUF file holds it exactly
+NORM_EPS = 2.0**-10  # large enough that a different value shows; a GGUF file holds it exactly
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Two gates a model of a folder, read and written, and one a family of GGUF files that transformers reads too."""
+    """Two gates per model of a folder (read, written), and one per family of GGUF files that transformers reads."""
     plain = {name: (name, GROUPED if name != "gpt2" else {}) for name in families.HF_FAMILIES}
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def tokens(vocab_size: int, *, length: int = LENGTH) -> np.ndarray:
 
 
 def our_logits(path: Any, ids: np.ndarray) -> tuple[np.ndarray, weights.Checkpoint]:
-    """Logits of torch_ref's model of a file or folder in float64, and what was read of it."""
+    """Logits of torch_ref's model of a file or folder in float64, and the checkpoint read from it."""
     checkpoint = weights.load_checkpoint(path)
     model = torch_ref.transformer.build(checkpoint.config, checkpoint.params, dtype="float64")
     positions = torch.arange(ids.shape[1]).expand(*ids.shape)
@@ -70,7 +70,7 @@ def our_logits(path: Any, ids: np.ndarray) -> tuple[np.ndarray, weights.Checkpoi
 
 
 def _folder(name: str, theirs: torch.nn.Module, folder: Path) -> list[gates.Gate]:
-    """Gates of a folder that transformers wrote, and of one that jaxbench wrote of what it read."""
+    """Gates of a folder that transformers wrote, and of one that jaxbench wrote from it."""
     transformers_model.save(theirs, folder / "theirs")
     ids = tokens(SHAPE["vocab_size"])
     wanted = transformers_model.logits(theirs, ids)
@@ -86,7 +86,7 @@ def _folder(name: str, theirs: torch.nn.Module, folder: Path) -> list[gates.Gate
 
 def _gguf(arch: str, path: Path) -> gates.Gate:
     """Gate of a GGUF file of random tensors under llama.cpp's names, as transformers and jaxbench read it."""
-    # What transformers does not read of a GGUF file has its default: head_dim, and GPT-2's context.
+    # Settings that transformers does not read from a GGUF file keep its defaults: head_dim, and GPT-2's context.
     own = {"max_position_embeddings": 1024} if arch == "gpt2" else {"num_key_value_heads": 2}
     config = transformers.AutoConfig.for_model(arch, **SHAPE | own, tie_word_embeddings=arch == "gpt2")
     _write_gguf(arch, transformers_model.random_model(config), path)

@@ -1,4 +1,4 @@
-"""Shapes and first values of parameters beside those of transformers' own models, through a folder that it reads."""
+"""Shapes and initial values of parameters versus those of transformers' models, through a folder that it reads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ THEIRS = {
         vocab_size=251, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
     ),
 }
-# transformers draws the kernels that end a residual branch narrower, by 1 / sqrt(2 layers), as GPT-2's authors did.
+# transformers scales the initial kernels at the end of a residual branch by 1 / sqrt(2 layers), as GPT-2's authors did.
 NARROWER = (".c_proj.weight",)
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Gates of number, distribution and independence of the parameters of each family."""
+    """Gates of the number, distribution and independence of each family's parameters."""
     found = []
     for name, settings in THEIRS.items():
         with torch.random.fork_rng(devices=[]):
@@ -52,7 +52,7 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
 
 
 def _distributions(name: str, ours: dict, theirs: dict, source: str) -> list[gates.Gate]:
-    """Gates of constants, equal to theirs, and of random tensors, as if drawn from theirs (Kolmogorov and Smirnov)."""
+    """Gates of constants (equal to theirs) and of random tensors (same distribution by Kolmogorov and Smirnov)."""
     constants, wanted, p_values = {}, {}, {}
     for key, value in theirs.items():
         mine, other = ours[key].numpy().ravel(), value.numpy().ravel()
@@ -67,7 +67,7 @@ def _distributions(name: str, ours: dict, theirs: dict, source: str) -> list[gat
 
 
 def _independence(name: str, params: dict[str, np.ndarray]) -> gates.Gate:
-    """Gate of the correlation of any two random tensors' first values."""
+    """Gate of the correlation between the first values of any two random tensors."""
     drawn = {key: value.ravel()[:1000] for key, value in params.items() if np.ptp(value) > 0}
     p_values = {
         f"{a} and {b}": float(scipy.stats.pearsonr(drawn[a], drawn[b]).pvalue)

@@ -1,4 +1,4 @@
-"""Packed rows beside transformers' padding-free collator, its logits and loss on them; texts as pyarrow reads them."""
+"""Packed rows versus transformers' padding-free collator, its logits and loss; texts versus pyarrow's reader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLLATOR = "transformers.DataCollatorWithFlattening"
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Gates of texts, prompts, rows, their order, and of what a model makes of them."""
+    """Gates of texts, prompts, rows, their order, and a model's logits and loss on them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "texts.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
@@ -56,25 +56,25 @@ def _codes(texts: dict[str, str]) -> dict[str, np.ndarray]:
 
 
 def _decoded(documents: list[np.ndarray]) -> str:
-    """Texts of documents of byte ids, whose last one ends them."""
+    """Decode documents of byte ids, whose last id marks the end."""
     return "\f".join(bytes(ids[:-1].astype(np.uint8)).decode() for ids in documents)
 
 
 def _prompts(prompts: list[list[int]], texts: list[str]) -> dict[str, np.ndarray]:
-    """1 for each prompt that is the first bytes of the texts from the start of some paragraph on, read round."""
+    """1 for each prompt that is the first bytes from the start of some paragraph on, the texts read cyclically."""
     paragraphs = "\n\n".join(texts).split("\n\n")
     turns = ["\n\n".join(paragraphs[i:] + paragraphs[:i]).encode() for i in range(len(paragraphs))]
     return {"start a paragraph": np.array([any(turn.startswith(bytes(ids)) for turn in turns) for ids in prompts])}
 
 
 def _collated(parts: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs, labels, positions and number of the document of each token, arrays [tokens]; -100 = no label."""
+    """Inputs, labels, positions and document numbers by token, arrays [tokens]; -100 = no label."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="np", return_seq_idx=True)
     return {name: value[0] for name, value in collator([{"input_ids": part.tolist()} for part in parts]).items()}
 
 
 def _rows(batch: dataset.Batch, documents: list[np.ndarray]) -> list[gates.Gate]:
-    """Gates of unshuffled rows: tokens and targets end to end, positions and documents within each row."""
+    """Gates of unshuffled rows: concatenated tokens and targets, and positions and documents within each row."""
     stream = _collated(documents)
     count = len(stream["input_ids"])
     flat = {name: value.reshape(-1)[:count] for name, value in batch._asdict().items()}
@@ -99,12 +99,12 @@ def _rows(batch: dataset.Batch, documents: list[np.ndarray]) -> list[gates.Gate]
 
 
 def _seed(epoch: int) -> int:
-    """Seed under which XLA's Philox draws the order of documents of an epoch: its counter ends with the key."""
+    """Seed with which XLA's Philox draws an epoch's document order: its counter ends with the key."""
     return (philox.site_id("dataset.documents") << 32) | epoch
 
 
 def _order(corpus: dataset.Corpus) -> gates.Gate:
-    """Gate of the order of documents in two epochs, out of XLA's random words; rows are cut from all of them."""
+    """Gate of the document order in two epochs, from XLA's random words; rows are cut from all documents."""
     ours, wanted, count = {}, {}, len(corpus.starts) - 1
     for epoch in (0, 1):
         rows = dataset.PackedDataset(corpus, len(corpus.ids), seed=_seed(epoch))  # one row an epoch
@@ -116,7 +116,7 @@ def _order(corpus: dataset.Corpus) -> gates.Gate:
 
 
 def _model(documents: list[np.ndarray]) -> list[gates.Gate]:
-    """Gates of logits and loss of a packed row, beside transformers' Llama given the same positions and labels."""
+    """Gates of a packed row's logits and loss versus transformers' Llama with the same positions and labels."""
     config = transformers.LlamaConfig(
         vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=1,

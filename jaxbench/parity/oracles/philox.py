@@ -1,4 +1,4 @@
-"""The random streams against Random123's known answers, XLA's own Philox, and scipy's distributions."""
+"""The random streams versus Random123's known answers, XLA's own Philox, and scipy's distributions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
 
 
 def _answers() -> dict[str, np.ndarray]:
-    """Words of the known answers' counters and keys by each of the three forms, [words answers]."""
+    """Words for the known answers' counters and keys by each of the three implementations, [words answers]."""
     counters, keys = (np.array(part, np.uint32).T for part in list(zip(*KNOWN_ANSWERS, strict=True))[:2])
     in_numpy = philox.philox4x32(tuple(counters), tuple(keys))
     in_jax = jax.jit(lambda counter, key: prng.philox4x32(counter, key))(
@@ -69,7 +69,7 @@ def _answers() -> dict[str, np.ndarray]:
 
 
 def _streams() -> dict[str, np.ndarray]:
-    """Words of a seed, step, site and rows by each of the three forms, [rows COUNT]."""
+    """Words of a seed, step, site and rows by each of the three implementations, [rows COUNT]."""
     how, site = {"step": STEP, "num_elements": COUNT}, philox.site_id(SITE)
     in_numpy = philox.words(SEED, site=SITE, rows=np.array(ROWS), **how)
     in_jax = jax.jit(lambda key, rows: prng.words(key, site=site, rows=rows, **how))(
@@ -80,7 +80,7 @@ def _streams() -> dict[str, np.ndarray]:
 
 
 def xla_words(seed: int, row: int, count: int) -> np.ndarray:
-    """Words by XLA, whose counter is (block, row, the key's two halves)."""
+    """Words from XLA, whose counter is (block, row, the key's two halves)."""
     with jax.enable_x64(True):
         state = jnp.array([seed, row << 32], jnp.uint64)
         blocks = -(-count // 4) * 4

@@ -30,7 +30,7 @@ SHAPES = ((8, 1e4), (64, 5e5), (128, 1e6))  # width of a head, base
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """One gate a kind of scaling."""
+    """One gate per kind of scaling."""
     found = []
     for kind, (scaling, settings) in SCALINGS.items():
         ours = {f"head_dim {d}, theta {t:g}": np.array(rotary.frequencies(d, t, scaling)) for d, t in SHAPES}

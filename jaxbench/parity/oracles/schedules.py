@@ -22,13 +22,13 @@ PEAKS = {"linear": (0.1, 256, 8192, 3.2), "sqrt": (5 / 8000, 512, 32768, 5 / 100
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """One gate a kind of schedule, each with and without warm-up, and one of the scaled peaks."""
+    """One gate per kind of schedule, each with and without warm-up, and one of the scaled peaks."""
     found = []
     for kind in ("constant", "cosine", "linear", "wsd", "relative"):
         ours, wanted = {}, {}
         for warmup in (0, 7) if kind != "relative" else (0,):
             config = ScheduleConfig(kind=kind, warmup_steps=warmup, final_fraction=FALL.get(kind, 0.1))
-            peak = PEAK if kind != "relative" else 1e-2  # the peak that transformers' Adafactor has built in
+            peak = PEAK if kind != "relative" else 1e-2  # the peak built into transformers' Adafactor
             rates = [schedules.learning_rate(config, step, peak=peak, steps=STEPS) for step in range(STEPS)]
             ours |= {f"warm-up {warmup}, step {step}": rate for step, rate in enumerate(rates)}
             theirs = np.asarray(THEIRS[kind](warmup)(np.arange(STEPS)))
@@ -45,7 +45,7 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
 
 
 def _after_warmup(rise: int, rest: Callable) -> Schedule:
-    """Schedule that rises evenly over `rise` steps, from one part of rise + 1, and goes on with `rest`."""
+    """Schedule that rises linearly over `rise` steps, from 1 / (rise + 1), and continues with `rest`."""
     warmup = optax.linear_schedule(PEAK / (rise + 1), PEAK, rise)
     return optax.join_schedules([warmup, rest], [rise])
 

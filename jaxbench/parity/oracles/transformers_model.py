@@ -17,7 +17,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 @contextlib.contextmanager
 def wide() -> Iterator[None]:
-    """Let transformers compute norms, softmax and rotary angles in float64, which it narrows to float32 by name."""
+    """Make transformers compute norms, softmax and rotary angles in float64; it casts them to float32 explicitly."""
     with contextlib.ExitStack() as stack:
         for name in ("float", "float32"):
             stack.enter_context(mock.patch.object(torch, name, torch.float64))
@@ -41,11 +41,11 @@ def quiet() -> Iterator[None]:
 
 
 def random_model(config: Any, *, seed: int = 0) -> torch.nn.Module:
-    """transformers' own random model in float64, none of whose parameters is one or zero throughout."""
+    """Make transformers' random model in float64, with no parameter that is all ones or all zeros."""
     with torch.random.fork_rng(devices=[]), wide():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-        with torch.no_grad():  # norms and biases start at one and zero; a swapped or forgotten one must show
+        with torch.no_grad():  # norms and biases start at one and zero; a swapped or omitted one must show
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
@@ -53,12 +53,12 @@ def random_model(config: Any, *, seed: int = 0) -> torch.nn.Module:
 
 
 def name_of(model: torch.nn.Module) -> str:
-    """What answers: the library's version and the model's class."""
+    """Name of the oracle: the library's version and the model's class."""
     return f"transformers {transformers.__version__}: {type(model).__name__}"
 
 
 def why_unread(path: Path) -> str:
-    """Why transformers cannot read the model of a folder or GGUF file; empty where it can."""
+    """Return why transformers cannot read the model of a folder or GGUF file; empty if it can."""
     try:
         with quiet():
             if path.is_file():
@@ -78,7 +78,7 @@ def why_unread(path: Path) -> str:
 
 
 def _why_inexact(config: Any) -> str:
-    """Why the numbers of a quantised folder are not transformers' to the last bit; empty where they are no integers."""
+    """Why a quantised folder's numbers are not bit-identical to transformers'; empty if it is not quantised."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return ""
@@ -96,23 +96,23 @@ def save(model: torch.nn.Module, folder: Any) -> None:
 
 
 def load(path: Path) -> torch.nn.Module:
-    """Model of a folder or GGUF file, in float64, of which every tensor was found and used.
+    """Load the model of a folder or GGUF file in float64, with every tensor found and used.
 
     Raises:
-      ValueError: tensors are missing, unused or misshapen in transformers' eyes.
+      ValueError: transformers finds tensors missing, unused or misshapen.
     """
     if path.is_file():
         return _of_gguf(path)
     try:
         return _of_folder(path)
-    except (RuntimeError, KeyError, TypeError, AttributeError) as error:  # of PyTorch's loading, and its own
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:  # from PyTorch's loading, and its own
         reason = " ".join(str(error).split())[:300] or "no reason given"
         raise ValueError(f"transformers: {path} cannot be loaded: {type(error).__name__}: {reason}") from error
 
 
 def _of_folder(path: Path) -> torch.nn.Module:
     """Model of a Hugging Face folder, with every tensor in its place."""
-    with quiet():  # not wide: the file's types go by their names too
+    with quiet():  # not wide: types of the file are also looked up by name
         read, report = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float64, output_loading_info=True
         )
@@ -126,7 +126,7 @@ def _of_folder(path: Path) -> torch.nn.Module:
 
 
 def _of_gguf(path: Path) -> torch.nn.Module:
-    """Model of a GGUF file, without the accelerate package that transformers' from_pretrained asks for."""
+    """Model of a GGUF file, without the accelerate package that transformers' from_pretrained requires."""
     read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     with quiet():
         config = transformers.AutoConfig.for_model(**read(path)["config"])
@@ -144,14 +144,14 @@ def _of_gguf(path: Path) -> torch.nn.Module:
 def logits(
     model: torch.nn.Module, tokens: Int[np.ndarray, "B T"], positions: Int[np.ndarray, "B T"] | None = None
 ) -> Float[np.ndarray, "B T V"]:
-    """Logits in float64; with positions that start again in a row, as transformers packs documents."""
+    """Logits in float64; positions may restart within a row, as in transformers' packed documents."""
     packed = {} if positions is None else {"position_ids": torch.from_numpy(positions).long()}
     with wide(), torch.no_grad():
         return model(torch.from_numpy(tokens).long(), use_cache=False, **packed).logits.numpy()
 
 
 def module_outputs(model: torch.nn.Module, tokens: Int[np.ndarray, "B T"]) -> dict[str, np.ndarray]:
-    """First tensor that every module returns, by its path, as they complete; the model's own is its logits."""
+    """First tensor that every module returns, by its path, in order of completion; for the model, its logits."""
     found: dict[str, np.ndarray] = {}
 
     def keep(name: str) -> Any:

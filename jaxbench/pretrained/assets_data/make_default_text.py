@@ -1,4 +1,4 @@
-"""Make default_text.txt.gz out of this Python's `pydoc_data.topics`: readable paragraphs only, RST markup taken away.
+"""Make default_text.txt.gz from this Python's `pydoc_data.topics`: readable paragraphs only, RST markup removed.
 
 Run once, with Python 3.11.7; other versions give other text, which is why the result is committed with its checksum.
     python jaxbench/pretrained/assets_data/make_default_text.py   # prints the sha256 for jaxbench/pretrained/assets.py
@@ -17,7 +17,7 @@ CODE_MARKS = ("::=", ">>>", "...  ", "->", "==", "{", "}", "def ", "return ", " 
 
 
 def paragraph(block: str) -> str:
-    """One line of prose out of a block of lines, nothing where it is not prose."""
+    """Join a block of lines to one line of prose; empty if it is not prose."""
     text = " ".join(textwrap.dedent(block).split())
     text = re.sub(r"^(\*|\d+\.|-) ", "", text)  # list bullets
     text = re.sub(r"(?<![\w*])\*{1,2}(?=\S)([^*]+?)(?<=\S)\*{1,2}(?![\w*])", r"\1", text)  # emphasis
@@ -31,7 +31,7 @@ def paragraph(block: str) -> str:
 
 
 def main() -> None:
-    """Write the file beside this one and print its checksum."""
+    """Write the file next to this one and print its checksum."""
     documents, seen = [], set()
     for _, topic in sorted(pydoc_data.topics.topics.items()):
         kept = [p for p in map(paragraph, re.split(r"\n\s*\n", topic)) if p and p not in seen]

@@ -1,1 +1,1 @@
-"""What quantisation costs: every method on one model, one table."""
+"""The quality cost of quantisation: every method on one model, in one table."""

@@ -1,4 +1,4 @@
-"""Figures of a model on windows of text, beside those of the float model it stands for: Flax."""
+"""Figures of a model on windows of text versus those of its float model: Flax."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax import Array
 
 from jaxbench.quantization.study.windows import Windows
 
-ROWS = 4  # windows of one call: their logits are held for both models
+ROWS = 4  # windows per call: their logits are held for both models
 
 
 def figures(
     model: Any, reference: Any, texts: dict[str, Windows], *, progress: Callable[[int], None] = lambda count: None
 ) -> dict[str, dict[str, list[float]]]:
-    """Figures of every window by text.
+    """Compute the figures of every window by text.
 
-    nll: mean negative log-likelihood, nats a token; kl: mean Kullback-Leibler divergence from the reference's
-    distribution, nats a token; agreement: share of positions whose most probable token is the reference's; recall:
-    share of the second half of a window that repeats itself whose token is the most probable one.
+    nll: mean negative log-likelihood, nats per token; kl: mean Kullback-Leibler divergence from the reference's
+    distribution, nats per token; agreement: share of positions whose most probable token is the reference's; recall: in
+    a window that repeats itself, share of the second half's tokens that are the most probable one.
 
     Args:
       progress: called with the number of windows done.
@@ -47,7 +47,7 @@ def figures(
 
 
 def _padded(tokens: np.ndarray) -> Array:
-    """Rows filled up to ROWS by the first one."""
+    """Pad rows to ROWS with copies of the first one."""
     return jnp.asarray(np.concatenate([tokens, np.repeat(tokens[:1], ROWS - len(tokens), axis=0)]))
 
 
@@ -58,7 +58,7 @@ def _logits(graph: Any, state: Any, tokens: Array) -> Array:
     return model.logits(hidden[:, :-1]).astype(jnp.float32)
 
 
-# No argmax below: over a vocabulary it takes XLA:CPU longer than all the rest (docs/xla_cpu.md), a maximum does not.
+# No argmax below: over a vocabulary it takes XLA:CPU longer than all the rest (docs/xla_cpu.md); a maximum does not.
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""The models of the quality table: a checkpoint after each method, in Flax."""
+"""The models of the quality table: a checkpoint quantised by each method, in Flax."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Made(NamedTuple):
     """A model after a method."""
 
     model: Any
-    bits_per_weight: float  # of the layers' matrices, scales counted
+    bits_per_weight: float  # of the layers' matrices, including scales
     bytes: int  # of all parameters
 
 
 def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, "B T"]]) -> Made:
-    """The model of one row.
+    """Make the model of one row.
 
     Args:
-      tokens: of calibration; called where they are needed.
+      tokens: returns calibration tokens; called only if they are needed.
 
     Raises:
       ValueError: groups do not divide a matrix, or a peer is not installed.
@@ -57,7 +57,7 @@ def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, 
 
 
 def _bytes(params: dict[str, np.ndarray], bits: float, embedding_bits: float) -> int:
-    """Of the layers' matrices, embedding and head at so many bits, and the rest in float32."""
+    """Bytes of the layers' matrices, embedding and head at so many bits, and the rest in float32."""
     each = {name: bits if name.startswith("layers.") else embedding_bits for name in _matrices(params)}
     return round(sum(value.size * each.get(name, 32) for name, value in params.items()) / 8)
 
@@ -84,7 +84,7 @@ def _matrices(params: dict[str, np.ndarray]) -> list[str]:
 def _of_peer(
     peer: Callable[[str], Callable[[np.ndarray], np.ndarray]], kind: str, params: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], float]:
-    """The layers' matrices as a peer rounds them, and bits a weight; the embedding stays.
+    """Round the layers' matrices as a peer does; return parameters and bits per weight; the embedding is unchanged.
 
     Raises:
       ValueError: the peer is not installed.
@@ -96,7 +96,7 @@ def _of_peer(
         raise ValueError(f"{name}={kind}: {error}; install {name}, or leave the method out") from error
     kernels = [key for key in _matrices(params) if key.startswith("layers.")]
     made = {key: rounded(np.ascontiguousarray(params[key].T)).T for key in kernels}
-    return params | made, {"int8": 8.0, "int4": 5.0}[kind]  # int4: a scale in float32 here for 32 weights, zeros aside
+    return params | made, {"int8": 8.0, "int4": 5.0}[kind]  # int4: a float32 scale per 32 weights here, without zeros
 
 
 def _torchao(kind: str) -> Callable[[np.ndarray], np.ndarray]:

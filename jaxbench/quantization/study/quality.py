@@ -1,6 +1,6 @@
-"""What every method of quantisation costs in quality: settings, figures by window, intervals (S file).
+"""The quality cost of every quantisation method: settings, figures by window, intervals (S file).
 
-Data's way: settings -> for each method a model (methods.py) -> figures of every window of every text (measure.py),
+Data flow: settings -> for each method a model (methods.py) -> figures of every window of every text (measure.py),
 kept as a part of the run -> means with intervals over windows, and differences between methods on the same windows
 (report.py).
 """
@@ -21,8 +21,8 @@ from jaxbench.quantization.recipe import Recipe
 FIGURES = ("nll", "kl", "agreement", "recall")  # of a window: means over its tokens, nats or shares
 
 
-WHOLE = "float32"  # name of the model itself among the methods' figures
-PEERS = ("torchao", "qwix")  # who rounds in place of recipes and ggml
+WHOLE = "float32"  # name of the unquantised model among the methods' figures
+PEERS = ("torchao", "qwix")  # other libraries that round instead of recipes and ggml
 
 
 class Native(Base):
@@ -33,12 +33,12 @@ class Native(Base):
 
 
 class Method(Base):
-    """One row of the table: exactly one way to make the model, and who runs it."""
+    """One row of the table: exactly one way to make the model, and what runs it."""
 
     recipe: Recipe | None = None
     rounded: Literal["bfloat16", "q8_0", "q4_0", "q4_1"] | None = None  # as ggml rounds, or to bfloat16
     torchao: Literal["int8", "int4"] | None = None  # torchao's weight-only configurations, int4 in groups of 32
-    qwix: Literal["int8", "int4"] | None = None  # the same of qwix
+    qwix: Literal["int8", "int4"] | None = None  # the same for qwix
     native: Native | None = None  # null = XLA in float32
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class Method(Base):
 
 
 class Calibration(Base):
-    """Text that calibrated methods see."""
+    """Text for methods that calibrate."""
 
     data: str | None = None  # file; null = the first half of the default text
     rows: int = Field(128, ge=1)
@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and t-interval; windows are the units. NaN where a value is not finite: the method broke the model."""
+    """Mean and t-interval over windows. NaN if a value is not finite: the method broke the model."""
     if not np.isfinite(values).all():
         return Estimate(math.nan, math.nan, math.nan)
     found = verdicts.t_interval(values)
@@ -117,7 +117,7 @@ def row(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any
 
 
 def difference(found: Mapping[str, Any], other: Mapping[str, Any], figure: str = "kl") -> dict[str, Estimate]:
-    """By text, how much larger a figure is with `found` than with `other`, on the same windows."""
+    """Difference of a figure, `found` minus `other`, by text, on the same windows."""
     return {
         name: estimate(np.array(own[figure]) - np.array(other["texts"][name][figure]))
         for name, own in found["texts"].items()

@@ -12,11 +12,11 @@ from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.quantization.study import quality
 from jaxbench.quantization.study.quality import Estimate, Quality
 
-# One for each way of rounding there is (_family).
+# One for each way of rounding (_family).
 COLORS = (
     "#8b8f98", "#3b82f6", "#e5722a", "#0d9f8c", "#9061d6", "#c2568f", "#b08d1a", "#5b8c2a", "#d84c4c",
 )  # fmt: skip
-FIGURES = {  # titles of the columns, and how a number stands there
+FIGURES = {  # titles of the columns, and their number formats
     "kl": ("KL to float32, nats/token", "{:.3g}"),
     "bits_added": ("bits per byte more", "{:+.4f}"),
     "agreement": ("same top token", "{:.2%}"),
@@ -27,7 +27,7 @@ FIGURES = {  # titles of the columns, and how a number stands there
 def write(
     settings: Quality, found: Mapping[str, Any], reference: Mapping[str, Any], workdir: Path, about: Mapping[str, Any]
 ) -> list[Any]:
-    """Write summary.json, results.csv, report.html and report.svg, and return tables to be shown."""
+    """Write summary.json, results.csv, report.html and report.svg, and return tables for the terminal."""
     rows = {name: quality.row(found[name], reference) for name in settings.methods if name in found}
     pairs = [
         {"better": first, "worse": second, "text": text, **estimate._asdict()}
@@ -51,7 +51,7 @@ def write(
 
 
 def flat(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A line a method and text."""
+    """One row per method and text."""
     return [
         {"method": name, "text": text, "bits_per_weight": row["bits_per_weight"], "bytes": row["bytes"]}
         | {f"{figure}{end}": getattr(value, part) for figure, value in values.items()
@@ -61,7 +61,7 @@ def flat(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def shown(value: Estimate, form: str) -> str:
-    """A mean with its interval, or alone where there is none."""
+    """Format a mean with its interval, or alone if there is none."""
     middle = form.format(value.mean)
     return middle if value.low == value.high else f"{middle} [{form.format(value.low)}, {form.format(value.high)}]"
 
@@ -97,9 +97,9 @@ def pair_table(pairs: list[dict[str, Any]]) -> Any:
 
 
 def picture(settings: Quality, rows: Mapping[str, Any]) -> str:
-    """KL against bits a weight, a line for each way of rounding, a panel for each text.
+    """Plot KL versus bits per weight, with a line for each way of rounding and a panel for each text.
 
-    Of weights alone, run by XLA, with scales that span the whole range: what else there is stands in the table.
+    Weight-only methods, run by XLA, with scales that span the whole range; other methods are only in the table.
     """
     panels = []
     for text in settings.texts:

@@ -22,7 +22,7 @@ class Windows(NamedTuple):
 
 
 def documents(path: str | None, *, second_half: bool) -> list[str]:
-    """Documents of a file; of the default text the first half of its paragraphs, or the second."""
+    """Documents of a file; for the default text, the first or the second half of its paragraphs."""
     if path is not None:
         return packing.load_text(path)
     paragraphs = [part for text in packing.load_text() for part in text.split("\n\n") if part.strip()]
@@ -40,10 +40,10 @@ def calibration(tokenizer: Any, path: str | None, rows: int, length: int) -> Int
 
 
 def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Windows:
-    """Evenly spread windows of a text.
+    """Take evenly spread windows of a text.
 
     Raises:
-      ValueError: the text has fewer tokens than the windows: most of what one counts would be another's.
+      ValueError: the text has fewer tokens than the windows, which would overlap for the most part.
     """
     texts = documents(path, second_half=True)
     if (size := _count(tokenizer, texts, count * length)) < count * length:
@@ -58,21 +58,21 @@ def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Window
 
 
 def rows_of(tokenizer: Any, texts: Sequence[str], count: int, length: int) -> Int[np.ndarray, "B T"]:
-    """Evenly spread rows of texts, each from a paragraph's start on; of texts of fewer paragraphs, from anywhere.
+    """Take evenly spread rows of texts, each from a paragraph's start; with too few paragraphs, from anywhere.
 
     Raises:
       ValueError: the texts have fewer tokens than a row.
     """
     paragraphs = [part for text in texts for part in text.split("\n\n") if part.strip()]
     ids = tokenizer.encode("\n\n".join(paragraphs)) if len(paragraphs) < count else []
-    if len(ids) < length:  # enough paragraphs, or too little text: that is said there
+    if len(ids) < length:  # enough paragraphs, or too little text: raised there
         return np.array(packing.real_prompts(tokenizer, [length] * count, paragraphs), np.int32)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return np.array([ids[start : start + length] for start in starts], np.int32)
 
 
 def _count(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
-    """Number of tokens of texts, of which no more are read than that takes."""
+    """Count the tokens of texts, up to `enough`."""
     count = 0
     for part in (part for text in texts for part in text.split("\n\n") if part.strip()):
         count += len(tokenizer.encode(part))
@@ -82,6 +82,6 @@ def _count(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
 
 
 def digest(parts: Mapping[str, Any]) -> str:
-    """Hash of windows or rows by name: finished work goes on with the texts that it began with."""
+    """Hash windows or rows by name: a resumed run must have the same texts."""
     content = {name: [np.asarray(array).tolist() for array in part] for name, part in parts.items()}
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

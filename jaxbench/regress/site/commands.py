@@ -33,7 +33,7 @@ def _define_parity() -> None:
 
 
 def _layers(heat_map: HeatMap) -> list[dict[str, Any]]:
-    """Results whose layers are shown, each with its figure."""
+    """Return the parity results whose layers are shown, each with its figure."""
     layers = []
     for path in VALUES.parity:
         if not Path(path).is_file():
@@ -49,7 +49,7 @@ def site(heat_map: HeatMap) -> int:
     """Write the history as pages that open from a folder and from any web host.
 
     Args:
-      heat_map: figure of a parity result's layers.
+      heat_map: draws the figure of a parity result's layers.
     """
     from jaxbench.regress.site import write
 
@@ -113,10 +113,10 @@ def dashboard(heat_map: HeatMap) -> int:
 
 
 def _listening(host: str, port: int) -> Any:
-    """A socket that listens.
+    """Return a listening socket.
 
     Raises:
-      ValueError: the address is none, or is taken.
+      ValueError: the address is invalid or in use.
     """
     import socket
 

@@ -1,7 +1,7 @@
-"""What the pages show of a history, as plain values (S file).
+"""Gather what the pages show of a history, as plain values (S file).
 
-Every run is read once. A series is one metric of one case on one machine and device; where the case or the model was
-changed it is another series (run_file.work_of).
+Every run is read once. A series is one metric of one case on one machine and device; a change of the case or the model
+starts a new series (run_file.work_of).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxbench.regress.run_file import read, work_of
 from jaxbench.regress.site import primary
 from jaxbench.regress.site.primary import Spread, Tile
 
-MOST_NOTES, MOST_CHARACTERS = 5, 300  # of a run, and of a note, that a mark of the trends shows
+MOST_NOTES, MOST_CHARACTERS = 5, 300  # notes of a run, and characters of a note, in a marker of the trends
 
 
 class Run(NamedTuple):
-    """A run as lists show it."""
+    """A run as shown in lists."""
 
     id: str
     time_utc: str
@@ -37,18 +37,18 @@ class Run(NamedTuple):
     suite: str
     launches: int
     num_series: int
-    counts: dict[str, int]  # verdict -> series
+    counts: dict[str, int]  # verdict -> number of series
     critical: int
     tag: str
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Machine, device and suite: the newest run of each stands on the overview."""
+        """Machine, device and suite: the overview shows the newest run of each group."""
         return (self.host, self.device, self.suite)
 
 
 class Series(NamedTuple):
-    """A series over the runs of one machine, and the name of its file."""
+    """A series over the runs on one machine, and the name of its file."""
 
     file: str
     name: str
@@ -62,17 +62,17 @@ class Series(NamedTuple):
 
 
 class Content(NamedTuple):
-    """All that the pages show."""
+    """Everything that the pages show."""
 
     runs: list[Run]  # newest first
     newest: list[tuple[Run, dict[str, Any]]]  # of each group: the run and its record
     tiles: dict[str, list[Tile]]  # id of a newest run -> its primary series
-    spreads: dict[str, list[Spread]]  # the same: how far their launches differ
-    notes: dict[str, dict[str, Any]]  # ids of runs with a tag or notes -> these
+    spreads: dict[str, list[Spread]]  # the same keys -> how far launches differ
+    notes: dict[str, dict[str, Any]]  # id of a run with a tag or notes -> these
     compared: list[str]  # ids of runs with findings, newest first
     series: list[Series]
     points: dict[str, dict[str, list[Any]]]  # file of a series -> columns
-    records: dict[str, dict[str, Any]]  # of runs with findings: what a page shows of them
+    records: dict[str, dict[str, Any]]  # id of a run with findings -> what its page shows
     alerts: list[Alert]  # newest first
     parity: list[dict[str, Any]]  # gates of the newest comparison of each machine
     qualified: list[dict[str, Any]]  # what `qualify` wrote
@@ -83,7 +83,7 @@ def gather(history: History) -> Content:
     """Read a history.
 
     Raises:
-      ValueError: it holds no run that can be read.
+      ValueError: it contains no readable run.
     """
     runs, damaged, records, newest, notes = [], {}, {}, {}, {}
     points: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
@@ -114,7 +114,7 @@ def gather(history: History) -> Content:
             f"history: {history.folder} holds no run that can be read; `run` makes one, `import` brings some"
         )
     made = [_series(key, units[key], rows) for key, rows in points.items()]
-    made.sort(key=lambda each: (-each[0].num_points, each[0].name, each[0].host))  # the longest first
+    made.sort(key=lambda each: (-each[0].num_points, each[0].name, each[0].host))  # longest series first
     by_age = sorted(newest.values(), key=lambda each: each[0].time_utc, reverse=True)
     runs.sort(key=lambda run: (run.time_utc, run.id), reverse=True)
     return Content(
@@ -137,7 +137,7 @@ def _run(id: str, record: Mapping[str, Any]) -> Run:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a page shows of a run beside its base."""
+    """Return what a page shows of a run against its base."""
     margins = record["suite"].get("margins", {})
     rows = []
     for each in report.findings_of(record):
@@ -151,7 +151,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _margin(margins: Mapping[str, Mapping[str, float]], series: str) -> Mapping[str, float]:
-    """As Suite.margin says, also for a suite with keys that are not known here."""
+    """Return the margin as Suite.margin does, also for a suite with keys that are unknown here."""
     name, kind = series.rpartition(".")[2], metrics.metric_of(series).kind
     own = {key: margin.model_dump() for key, margin in metrics.OWN_MARGINS.items()}
     found = margins.get(series) or margins.get(name) or own.get(name) or margins.get(kind)
@@ -159,7 +159,7 @@ def _margin(margins: Mapping[str, Mapping[str, float]], series: str) -> Mapping[
 
 
 def _short(notes: Sequence[object]) -> list[str]:
-    """Notes as a mark shows them: few, and none long."""
+    """Shorten notes for a marker: few, and none long."""
     texts = [str(note) for note in notes]
     shown = [text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..." for text in texts[:MOST_NOTES]]
     return shown + [f"{len(texts) - MOST_NOTES} more"] * (len(texts) > MOST_NOTES)
@@ -170,7 +170,7 @@ def _finite(value: float) -> float | None:
 
 
 def _interval(side: Mapping[str, Any]) -> tuple[float, float | None, float | None]:
-    """Median of a run's launches, and a 95 % interval of their geometric mean; None where there are too few."""
+    """Return the median of a run's launches and a 95 % interval of their geometric mean, None for too few launches."""
     launches = side.get("launches", ())
     if len(launches) < 3 or min(launches) <= 0 or min(launches) == max(launches):
         return side["median"], None, None
@@ -179,7 +179,7 @@ def _interval(side: Mapping[str, Any]) -> tuple[float, float | None, float | Non
 
 
 def _series(key: tuple[str, ...], metric: metrics.Metric, rows: Sequence[tuple[Any, ...]]) -> tuple[Series, dict]:
-    """A series and its columns, oldest first."""
+    """Build a series and its columns, oldest first."""
     host, device, work, name = key
     rows = sorted(rows)
     time, run, commit, median, low, high = (list(column) for column in zip(*rows))

@@ -1,4 +1,4 @@
-"""What the pages say of a run's primary series: a tile each, and how far its launches differ (S file)."""
+"""What the pages show of a run's primary series: a tile each, and how far its launches differ (S file)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ CLASSES = {"regression": "slower", "improvement": "faster"}
 
 
 class Tile(NamedTuple):
-    """A primary series of a run, in words."""
+    """A primary series of a run, as text."""
 
     series: str
     value: str  # median of head's launches
-    said: str  # by how much it is worse with its interval; without a base, the spread of its launches
+    said: str  # how much worse it is, with interval; without a base, the range of its launches
     verdict: str  # "" = no base
-    shade: str  # class of the style sheet; "" = plain
+    shade: str  # CSS class; "" = plain
 
 
 class Spread(NamedTuple):
-    """How far the launches of a series differ: standard deviations of their logarithms."""
+    """How far the launches of a series differ, as standard deviations of their logarithms."""
 
     series: str
     num_launches: int  # of head
-    head: float | None  # None = fewer than two launches are kept
+    head: float | None  # None = fewer than two launches are stored
     base: float | None
 
 
 def primaries(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The series that a run's looks wait for; of a suite with keys that are not known here, those that were measured.
+    """Return the series that a run's looks wait for; for a suite with keys unknown here, those that were measured.
 
     A run of another tool has none.
     """
@@ -45,14 +45,14 @@ def primaries(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tiles(record: Mapping[str, Any]) -> list[Tile]:
-    """A tile of each primary series, regressions first."""
+    """Return a tile for each primary series, regressions first."""
     found = {each.series: each for each in report.findings_of(record)}
     made = [_tile(record, name, found.get(name)) for name in primaries(record)]
     return sorted(made, key=lambda each: each.shade != CLASSES["regression"])
 
 
 def spreads(record: Mapping[str, Any]) -> list[Spread]:
-    """How far the launches of each primary series differ, the widest first."""
+    """Return how far the launches of each primary series differ, the widest spread first."""
     made = []
     for name in primaries(record):
         sides = record["series"].get(name, {})
@@ -75,7 +75,7 @@ def _tile(record: Mapping[str, Any], name: str, finding: Finding | None) -> Tile
 
 
 def _range(side: Mapping[str, Any], unit: str) -> str:
-    """The least and the most of a side's launches."""
+    """Format the least and the most of a side's launches."""
     launches = side.get("launches", ())
     if len(launches) < 2:
         return "one launch" if launches else "its launches are no longer kept"

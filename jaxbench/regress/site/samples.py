@@ -1,4 +1,4 @@
-"""What this machine does now: processor, memory, devices, power, and which runs are at work (S file)."""
+"""Sample this machine's current state: processor, memory, devices, power, and active runs (S file)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxbench.measure import energy, environment
 from jaxbench.measure.records import now_utc
 from jaxbench.regress import pairs
 
-FRESH_S = 120.0  # a run whose file changed since is at work
-MAIN = ("experiments/", "case_worker.py", "jaxbench")  # in a process' command: one of ours
+FRESH_S = 120.0  # a run whose file changed within this time is active
+MAIN = ("experiments/", "case_worker.py", "jaxbench")  # in a process's command line: one of ours
 
 
 class Sampler:
-    """Samples one after another; rates are between two of them."""
+    """Takes samples one after another; rates are computed between two of them."""
 
     def __init__(self, runs: Path):
-        """Args: runs: folder of the runs at work."""
+        """Args: runs: folder of the active runs."""
         self._runs, self._host, self._cores = runs, environment.fingerprint(), environment.usable_cores()
         self._before, self._at, self._times = energy.readings(), time.monotonic(), psutil.cpu_times()
 
     def sample(self) -> dict[str, Any]:
-        """The machine since the last sample; JSON. Power is None where no counter can be read."""
+        """Sample the machine since the last sample, as JSON values. Power is None if no counter can be read."""
         memory, now = psutil.virtual_memory(), time.monotonic()
         readings = energy.readings()
         joules = energy.spent(self._before, readings) if self._before else None
@@ -45,15 +45,15 @@ class Sampler:
 
 
 def busy_percent(before: Any, after: Any) -> float:
-    """Share of the processor's time between two counts of psutil.cpu_times that was not idle, 0 to 100."""
+    """Return the percentage of CPU time that was not idle between two values of psutil.cpu_times, 0 to 100."""
     total = sum(after) - sum(before)
     idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
-    # The sums round, and Linux lets iowait fall: what is idle may seem more than all, or less than nothing.
+    # Sums are rounded and iowait may decrease on Linux: idle time may appear above the total or below zero.
     return min(max(100 * (1 - idle / total), 0.0), 100.0) if total > 0 else 0.0
 
 
 def own_bytes() -> int:
-    """Resident memory of jaxbench's processes."""
+    """Return the resident memory of jaxbench's processes in bytes."""
     total = 0
     for process in psutil.process_iter():
         try:
@@ -61,12 +61,12 @@ def own_bytes() -> int:
             if len(command) > 1 and any(each in word for word in command[1:3] for each in MAIN):
                 total += process.memory_info().rss
         except psutil.Error:
-            continue  # it ended meanwhile, or is another user's
+            continue  # it has ended, or belongs to another user
     return total
 
 
 def devices() -> list[dict[str, Any]]:
-    """NVIDIA GPUs: utilisation and memory in use; none where there is no driver."""
+    """Return NVIDIA GPUs with utilisation and memory in use; empty if there is no driver."""
     try:
         import pynvml
 
@@ -84,7 +84,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def at_work(runs: Path) -> list[str]:
-    """A line for each run whose file is still written: its last row."""
+    """Return a line, from its last row, for each run whose file is still being written."""
     found = []
     for path in sorted(runs.glob(f"*/{pairs.SAMPLES}")):
         try:
@@ -93,5 +93,5 @@ def at_work(runs: Path) -> list[str]:
             last = json.loads(store.rows(path)[-1])
             found.append(f"{path.parent.name}: launch {last['launch']}, {last['series']} of {last['side']}")
         except (OSError, ValueError, KeyError, TypeError, IndexError):
-            continue  # it is only just begun, or no run's
+            continue  # just started, or not a run's file
     return found

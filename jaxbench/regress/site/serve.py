@@ -1,7 +1,7 @@
-"""The same pages as `write` makes, served, with samples of this machine as server-sent events (S file).
+"""Serve the pages that `write` makes, with samples of this machine as server-sent events (S file).
 
-Read-only: GET and HEAD alone, of paths that are in a table made in advance, so that no path reaches the disk. Pages are
-made again where a run was added. Bound to another address than the machine's own it wants a token.
+Read-only: only GET and HEAD, only of paths in a table built in advance, so that no path reaches the disk. Pages are
+rebuilt when a run was added. Bound to an address that is reachable from elsewhere it requires a token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("jaxbench.dashboard")
 
 COOKIE = "jaxbench_token"
 MOST_LISTENERS = 64
-MOST_REQUESTS = 512  # at once; more are answered with 503
+MOST_REQUESTS = 512  # concurrent; further ones get 503
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'; "
 HEADERS = {
     "Content-Security-Policy": POLICY + "form-action 'none'; base-uri 'none'", "X-Content-Type-Options": "nosniff",
@@ -44,7 +44,7 @@ HEADERS = {
 
 
 class Pages:
-    """Every file of the site, made again where the history changed."""
+    """Every file of the site, rebuilt when the history changed."""
 
     def __init__(self, history: History, layers: Sequence[dict[str, Any]]):
         self._history, self._layers, self._state, self._lock = history, layers, None, asyncio.Lock()
@@ -53,7 +53,7 @@ class Pages:
         self.files: dict[str, bytes] = {}
 
     async def get(self, name: str) -> bytes | None:
-        """A file's bytes; None where there is none of this name."""
+        """Return a file's bytes; None if there is no file of this name."""
         if name in self._static:
             return self._static[name]
         async with self._lock:
@@ -64,7 +64,7 @@ class Pages:
         return self.files.get(name)
 
     def made(self) -> dict[str, bytes]:
-        """All files that the history makes."""
+        """Build all files that come from the history."""
         try:
             texts = write.texts(content.gather(self._history), self._layers)
         except ValueError as error:  # no run yet
@@ -72,7 +72,7 @@ class Pages:
         return {name: text.encode() for name, text in texts.items()}
 
     def _now(self) -> list[tuple[str, int, int]]:
-        """What is there: files of runs, alerts and qualifications with their sizes and times."""
+        """Return the state of the history: files of runs, alerts and qualifications with sizes and times."""
         paths = [path for path in self._history.folder.rglob("*.json*") if path.is_file()]
         found = []
         for path in paths:
@@ -82,27 +82,27 @@ class Pages:
 
 
 class Live:
-    """One sampler for all who listen."""
+    """One sampler shared by all listeners."""
 
     def __init__(self, sampler: Sampler, interval_s: float):
         self._sampler, self._interval_s, self._listeners = sampler, interval_s, set()
 
     async def run(self) -> None:
-        """Sample for ever; nothing is sampled while nobody listens."""
+        """Sample for ever, but only while somebody listens."""
         while True:
             await asyncio.sleep(self._interval_s)
             if self._listeners:
                 try:
                     sample = await run_in_threadpool(self._sampler.sample)
-                except Exception:  # a counter that fails once: the next sample may be there again
+                except Exception:  # a counter may fail once; the next sample may work
                     log.exception("no sample")
                     continue
                 for queue in self._listeners:
-                    if queue.qsize() < 8:  # who does not read loses samples, not memory
+                    if queue.qsize() < 8:  # a listener that does not read loses samples instead of filling memory
                         queue.put_nowait(sample)
 
     async def events(self, request: Request) -> Response:
-        """Samples as server-sent events."""
+        """Stream samples as server-sent events."""
         if len(self._listeners) >= MOST_LISTENERS:
             return PlainTextResponse(f"{MOST_LISTENERS} listen already\n", 503)
 
@@ -120,7 +120,7 @@ class Live:
 
 
 class Guard:
-    """Refuses other methods, and who does not know the token; adds the headers of every answer."""
+    """Middleware that refuses other methods and requests without the token, and adds headers to every response."""
 
     def __init__(self, app: ASGIApp, token: str | None):
         self._app, self._token = app, token
@@ -146,7 +146,7 @@ class Guard:
         if self._token is None:
             return None
         given = request.query_params.get("token")
-        if given is not None and self._is_right(given):  # once in the address, then in a cookie
+        if given is not None and self._is_right(given):  # first in the URL, then in a cookie
             answer = RedirectResponse(quote(request.url.path), 303)
             answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
             return answer
@@ -163,11 +163,11 @@ def make_app(
     history: History, runs: Path, *, layers: Sequence[dict[str, Any]] = (), token: str | None = None,
     interval_s: float = 1.0,
 ) -> Starlette:  # fmt: skip
-    """The application.
+    """Build the application.
 
     Args:
-      runs: folder of the runs at work.
-      token: what a request has to bring; None = nothing, for this machine alone.
+      runs: folder of the active runs.
+      token: token that a request must carry; None = no token, for this machine only.
       interval_s: seconds between samples.
     """
     pages, live = Pages(history, layers), Live(Sampler(runs), interval_s)
@@ -190,7 +190,7 @@ def make_app(
 
 
 def is_own(host: str) -> bool:
-    """True where an address is reached from this machine alone."""
+    """True if an address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
-"""A history as a folder of pages that opens from a disk and from any web host, without a network (S file).
+"""Write a history as a folder of pages that opens from disk and from any web host, without a network (S file).
 
-Data's way: runs -> content -> pages by templates, and data as scripts of one series or one run each, which a page loads
-when it shows them: what is painted first does not grow with the history.
+Data flow: runs -> content -> pages by templates, and data as scripts of one series or one run each, which a page loads
+when it shows them, so that the first paint does not grow with the history.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PAGES = {
 }  # fmt: skip
 TITLES = {"overview": "Performance over time", "compare": "Head against base", "live": "This machine now"}
 STATIC = (HERE / "site.css", HERE / "site.js", page.SHELL.with_name("page.css"), page.SHELL.with_name("page.js"))
-MARK = "jaxbench-site"  # the file by which a folder is known to be one of ours
+MARK = "jaxbench-site"  # the file that marks a folder as a site of ours
 
 
 def write(folder: Path, history: History, *, layers: Sequence[dict[str, Any]] = ()) -> contents.Content:
-    """Write the site, whole or not at all; a site that was there is replaced.
+    """Write the site, whole or not at all; an existing site is replaced.
 
     Args:
       layers: results of the parity command (case, backend, passed), each with the `figure` of its layers.
 
     Raises:
-      ValueError: the history holds no run, or something else than a site is in the folder's place.
+      ValueError: the history contains no run, or something other than a site is in the folder's place.
     """
     check(folder)
     found = contents.gather(history)
@@ -62,7 +62,7 @@ def check(folder: Path) -> None:
     """Check that a folder may become a site.
 
     Raises:
-      ValueError: something else is there.
+      ValueError: something other than a site is there.
     """
     is_free = not folder.exists() or (folder.is_dir() and ((folder / MARK).exists() or not any(folder.iterdir())))
     if not is_free:
@@ -70,7 +70,7 @@ def check(folder: Path) -> None:
 
 
 def texts(found: contents.Content, layers: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
-    """Every file of a site that the history makes, by its path."""
+    """Return every file of a site that comes from the history, by its path."""
     loader = jinja2.FileSystemLoader([HERE, page.SHELL.parent])
     pages = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -99,7 +99,7 @@ def _assigned(name: str, value: Any) -> str:
 
 
 def plotly() -> str:
-    """The script that draws charts."""
+    """Return the script that draws charts."""
     from plotly import offline
 
     return offline.get_plotlyjs()

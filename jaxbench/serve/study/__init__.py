@@ -1,1 +1,1 @@
-"""What serving costs, and what it withstands."""
+"""Studies of serving: what it costs, and what load and faults it withstands."""

@@ -1,10 +1,9 @@
-"""What a narrow cache costs in answers: loss of right answers to questions over passages, by the engine's own steps.
+"""Measure the quality cost of a narrow cache: loss on right answers to questions over passages, by engine steps.
 
     python -m jaxbench.serve.study.answers --data=questions.jsonl.gz --output=FILE
 
-The first of a question's answers is asked for. Prompts are read by the steps that
-serve them, keys and values through the cache's number type; ratios are over the first cache, with 95 % intervals over
-questions.
+The loss is that of the first of a question's answers. Prompts are read by the steps that serve them, with keys and
+values in the cache's number type. Ratios are versus the first cache, with 95 % intervals over questions.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Question(NamedTuple):
 
 
 def chosen(path: str, tokenizer: Any, count: int, most: int) -> list[Question]:
-    """The first questions of a file that have an answer and whose prompts have at most so many tokens.
+    """Return the first `count` questions of a file that have an answer and at most `most` tokens in their prompt.
 
     Raises:
       ValueError: as text/questions.read raises, or there is no such question.
@@ -53,7 +52,7 @@ def chosen(path: str, tokenizer: Any, count: int, most: int) -> list[Question]:
 
 
 def loss(runner: Runner, question: Question) -> float:
-    """Sum of the losses of an answer's tokens, nats."""
+    """Return the sum of the losses of an answer's tokens, nats."""
     tokens, num_wanted = question.prompt + question.answer[:-1], len(question.answer)
     blocks = range(1, 2 + len(tokens) // runner.block_size)
     logits, size = [], runner.sizes[-1]
@@ -68,7 +67,7 @@ def loss(runner: Runner, question: Question) -> float:
 
 
 def ratio(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Losses over those of another cache, with a 95 % bootstrap interval over questions."""
+    """Return losses over those of another cache, with a 95 % bootstrap interval over questions."""
 
     def of(mine: np.ndarray, other: np.ndarray, axis: int = -1) -> Any:
         return mine.sum(axis=axis) / other.sum(axis=axis)
@@ -82,7 +81,7 @@ def ratio(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float,
 
 
 def main() -> int:
-    """Measure every cache, and show; return the exit code."""
+    """Measure every cache, and show the results; return the exit code."""
     from jaxbench.pretrained import tokenizer
     from jaxbench.serve.settings import EngineConfig, load_engine
 

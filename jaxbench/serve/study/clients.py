@@ -1,9 +1,9 @@
-"""Servers under the same clients: tokens a second and what each client waits, in fresh processes by turns (S file).
+"""Compare servers under the same clients: tokens a second and each client's waits, in fresh processes (S file).
 
     python -m jaxbench.serve.study.clients --arms=jaxbench,jaxbench_int8 --clients=1,8,32 --launches=3 --output=FILE
 
-A launch starts every arm's server once, in an order that turns from launch to launch, and plays the same requests for
-each number of clients. Ratios are over the first arm, with intervals over launches. llama_server is llama.cpp's own
+A launch starts every arm's server once, in alternating order from launch to launch, and sends the same requests for
+each number of clients. Ratios are versus the first arm, with intervals over launches. llama_server is llama.cpp's own
 server, as `make peers` builds it.
 """
 
@@ -49,7 +49,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench_one_thread": (*OWN, "--set=port={port}", *BITS, "--set=engine.threads=1"),
     "jaxbench_by_rank": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.short_prompt_share=0"),
     "jaxbench_lookup": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.max_guessed=8"),
-    # the ladder: the framework's own programs, native kernels, 8 bits, the file's 4 or 5, guesses
+    # the ladder: the framework's own programs, native kernels, 8 bits, the file's 4 or 5 bits, guesses
     "ladder_1_xla": (*OWN, "--set=port={port}", *SLOTS, "--set=engine.limits.max_running=1"),
     "ladder_2_native": (*OWN, "--set=port={port}", "--set=engine.weights=float32"),
     "ladder_3_int8": (*OWN, "--set=port={port}", "--set=engine.weights=q8_0", *BITS),
@@ -64,7 +64,7 @@ READY = {"llama_server": "/health", "llama_server_long": "/health"}
 
 
 class Server(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     port: int
     pid: int
@@ -72,7 +72,7 @@ class Server(NamedTuple):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
@@ -80,7 +80,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(name: str, model: Path, log: Path, *, settings: Sequence[str] = ()) -> Iterator[Server]:
-    """An arm's server in a fresh process, with more settings of its config.
+    """Run an arm's server in a fresh process; settings: further ones of its config.
 
     Raises:
       ValueError: it does not start.
@@ -98,15 +98,15 @@ def started(
     name: str, command: Sequence[str], log: Path, *, port: int, path: str = "/ready", limit_s: float = 300.0,
     grace_s: float = 60.0,
 ) -> Iterator[Server]:  # fmt: skip
-    """A server in a fresh process, once its path answers; it is ended whatever happens.
+    """Run a server in a fresh process, ready once its path answers; it is always ended.
 
-    limit_s: that it has to start. grace_s: from asking it to end until it is killed.
+    limit_s: for its start. grace_s: from asking it to end until it is killed.
 
     Raises:
       ValueError: it does not start; the last lines of its log are in the message.
     """
     began = time.monotonic()
-    tuned = {TUNABLES: process_environment.environment("cpu")[TUNABLES]}  # jaxbench's own start with it by themselves
+    tuned = {TUNABLES: process_environment.environment("cpu")[TUNABLES]}  # jaxbench's own servers set it by themselves
     how = {"cwd": process.ROOT, "env": os.environ | tuned}
     with open(log, "ab") as file, subprocess.Popen(command, stdout=file, stderr=file, **how) as server:
         try:
@@ -123,12 +123,12 @@ def started(
                 server.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
-            finally:  # also where the wait is interrupted; nothing where it has ended
+            finally:  # also if the wait is interrupted; no effect if it has ended
                 server.kill()
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """The last lines of a log that are neither blank nor of a request, such as whether it is ready."""
+    """Return the last lines of a log that are neither blank nor of a request, readiness checks included."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     told = [line[:300] for line in lines if line and '"event": "http"' not in line]
     return " | ".join(told[-count:]) or "nothing was written"
@@ -146,7 +146,7 @@ def measured(
     name: str, port: int, asks: Sequence[load.Ask], clients: int, *, warm: Sequence[load.Ask],
     temperature: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """What so many clients see of a server that has answered a few requests before."""
+    """Measure what so many clients see of a server that has answered a few requests before."""
     asyncio.run(load.closed(HOST, port, "model", warm, clients=min(clients, 4)))
     with terminal.progress(len(asks)) as advance:
         play = load.closed(
@@ -157,7 +157,7 @@ def measured(
 
 
 def check_arms(given: Sequence[str], known: Iterable[str]) -> None:
-    """Check the names that --arms has.
+    """Check the names given as --arms.
 
     Raises:
       ValueError: there is none, or one is unknown.
@@ -168,13 +168,13 @@ def check_arms(given: Sequence[str], known: Iterable[str]) -> None:
 
 
 def ratio(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Rates over those of the same launches of another arm, with a 95 % interval."""
+    """Return rates over those of the same launches of another arm, with a 95 % interval."""
     ratios = [verdicts.log_ratio([mine], [other], higher_is_better=True) for mine, other in zip(rates, base)]
     return verdicts.t_interval(ratios).ratio()
 
 
 def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Sequence[int]) -> list[dict[str, Any]]:
-    """Medians over launches, and tokens a second over those of the first arm."""
+    """Return medians over launches, and tokens a second over those of the first arm."""
     found = []
     for count in clients:
         by_arm = {
@@ -195,7 +195,7 @@ def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Seque
 
 
 def picture(table: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
-    """Tokens a second and waits over the number of clients, as SVG."""
+    """Draw tokens a second and waits versus the number of clients, as SVG."""
     arms, counts = list(dict.fromkeys(row["arm"] for row in table)), sorted({row["clients"] for row in table})
     across = Axis("clients", {float(count): str(count) for count in counts}, is_log=len(counts) > 1)
     panels = []
@@ -216,7 +216,7 @@ def picture(table: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure every arm, and show; return the exit code."""
+    """Measure every arm, and show the results; return the exit code."""
     from jaxbench.pretrained import assets, tokenizer
 
     check_arms(VALUES.arms, ARMS)
@@ -225,7 +225,7 @@ def main() -> int:
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
     text = tokenizer.load_tokenizer(str(model))
     draw = {"drawn": load.drawn, "copying": load.copying}[VALUES.asks]
-    # others for each number of clients: nobody finds in a cache what an earlier one has asked
+    # other requests for each number of clients, so that none finds an earlier client's prompt in the cache
     asks = {
         count: draw(text, max(VALUES.least, VALUES.requests * count // max(clients)), seed=count) for count in clients
     }

@@ -1,10 +1,10 @@
-"""Every answer of a busy engine is the answer of the request alone: random requests, seeded faults, no end (S file).
+"""Fuzz a busy engine: every answer is that of the request alone, under random requests and seeded faults (S file).
 
     python -m jaxbench.serve.study.fuzz --steps=1000000
 
-Requests join, share beginnings, are cancelled, preempted, late, spoilt; the runner fails. Behind every action the books
-of the blocks are checked, and every answer that ends is compared with that of a model without a cache. Of the engines
-a third has slots in place of blocks, and a model that remembers where its text was cut.
+Requests join, share beginnings, are cancelled, preempted, late, or get NaN logits; the runner fails. After every action
+the invariants of the blocks are checked; every token of an answer is compared with that of a model without a cache. A
+third of the engines has slots instead of blocks, and a model that remembers where its text was cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIONS = {
 
 
 class Fuzz:
-    """An engine, and what each of its requests has to answer."""
+    """An engine, and the answers that its requests must get."""
 
     def __init__(self, seed: int):
         self.random, self.now = random.Random(seed), 0.0
@@ -53,15 +53,15 @@ class Fuzz:
         else:
             self.model = HashModel(VOCAB_SIZE)
             self.runner, draft = self._block_runners(longest, budget)
-            self.draft = draft if guessed and draw((True, False)) else None  # right wherever it has read everything
+            self.draft = draft if guessed and draw((True, False)) else None  # right where it has read everything
         self.engine = Engine(self.runner, limits, draft=self.draft, clock=lambda: self.now)
         self.stems = [self._tokens(longest // 2) for _ in range(3)]  # that prompts share
         self.requests: dict[str, Request] = {}  # in the engine
-        self.answers: dict[str, list[int]] = {}  # what came of each so far
+        self.answers: dict[str, list[int]] = {}  # tokens of each so far
         self.counts: collections.Counter[str] = collections.Counter()
 
     def _block_runners(self, longest: int, budget: int) -> list[HashRunner]:
-        """A runner and one of the same sizes for a draft."""
+        """Make a runner, and one of the same sizes for a draft."""
         draw = self.random.choice
         block_size = draw((1, 2, 4, 8))
         blocks = -(-longest // block_size) + 1 + draw((0, 1, 3, 12))
@@ -77,20 +77,20 @@ class Fuzz:
         return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
 
     def act(self, name: str) -> None:
-        """Do one thing, and check the books and what ended."""
+        """Do one action; check the invariants, and that the engine is busy exactly while requests have not ended."""
         self.counts[name] += 1
         getattr(self, name)()
         self.engine.scheduler.check()
         assert self.engine.is_busy == bool(self.requests)
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         spoilt = bool(self.runner.spoilt)
         for event in self.engine.step():
             self._happened(event, is_spoilt=spoilt)
 
     def add(self) -> None:
-        """A request, which may share its beginning with others, also with their answers."""
+        """Add a request, which may share its beginning with other prompts or with answers."""
         stem = self.random.choice([*self.stems, *list(self.answers.values())[-2:]])
         prompt = [*stem[: self.random.randint(0, len(stem))], *self._tokens(self.random.randint(1, 4))]
         longest = self.runner.max_seq_len
@@ -115,37 +115,37 @@ class Fuzz:
         self.engine.sequence(name).lookup = Knowing(self, request)
 
     def cancel(self) -> None:
-        """Somebody goes."""
+        """Cancel a request."""
         if self.requests:
             event = self.engine.cancel(self.random.choice(list(self.requests)))
             assert event is not None
             self._happened(event)
 
     def cancel_unknown(self) -> None:
-        """Somebody who is not there goes."""
+        """Cancel a request that does not exist."""
         assert self.engine.cancel("nobody") is None
 
     def preempt(self) -> None:
-        """A running request loses its blocks."""
+        """Take a running request's blocks."""
         if running := self.engine.scheduler.running:
             self.engine.scheduler.preempt(self.random.choice(running))
 
     def fail(self) -> None:
-        """The runner raises at the next step, and now and then the draft's."""
+        """Let the runner raise at the next step, and sometimes the draft's."""
         self.runner.fails = 1
         if self.draft is not None and self.random.random() < 0.2:
             self.draft.fails = 1
 
     def spoil(self) -> None:
-        """The next step has logits that are NaN."""
+        """Let the next step have logits that are NaN."""
         self.runner.spoilt = {0}
 
     def pass_time(self) -> None:
-        """Deadlines come nearer; sometimes the clock goes back."""
+        """Advance the clock towards deadlines; sometimes set it back."""
         self.now += self.random.choice((-3.0, 1.0, 4.0))
 
     def drain(self) -> None:
-        """Let all end, and check that no block is held."""
+        """Run until all requests have ended, and check that no block is held."""
         for _ in range(100_000):
             if not self.engine.is_busy:
                 break
@@ -174,14 +174,14 @@ class Fuzz:
         del self.requests[event.id]
 
     def next_token(self, request: Request, answer: list[int]) -> int:
-        """The token that the request gets when it is alone."""
+        """Return the token that the request gets when it is alone."""
         alone = Sequence(request, 0)
         alone.tokens += answer
         return sampler.choose(alone, self.model.logits(alone.tokens, len(request.prompt)))[0]
 
 
 class Knowing:
-    """Guesses that are often right, as the text's own would hardly be: the model repeats nothing."""
+    """Guesses that are often right; lookup's would hardly ever be, as the model repeats nothing."""
 
     def __init__(self, fuzz: Fuzz, request: Request):
         self._fuzz, self._request = fuzz, request
@@ -208,7 +208,7 @@ class Knowing:
 
 
 def main() -> int:
-    """Act until there were as many steps as wanted; return the exit code."""
+    """Act until the wanted number of steps is reached; return the exit code."""
     started, steps, seed = time.monotonic(), 0, VALUES.seed
     total: collections.Counter[str] = collections.Counter()
     names, weights = list(ACTIONS), list(ACTIONS.values())

@@ -1,7 +1,7 @@
-"""A load of requests on any server with OpenAI's /v1/completions: what clients see, from one light process (S file).
+"""Load any server with OpenAI's /v1/completions, and record what clients see, from one light process (S file).
 
-Closed: so many clients, each with one request in flight. Open: requests at random times (Poisson), whatever is in
-flight. Streams are read line by line from the socket; a token's time is when its event arrives.
+Closed loop: so many clients, each with one request in flight. Open loop: requests at random times (Poisson), however
+many are in flight. Streams are read line by line from the socket; a token's time is when its event arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ask(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a client saw of it, seconds from its sending."""
+    """What a client saw of a request; times are seconds from its sending."""
 
     status: int  # of HTTP; 0 = the connection failed
     tokens: int  # that the server counted
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 def drawn(
     tokenizer: Any, count: int, *, prompt: tuple[int, int] = (64, 512), new: tuple[int, int] = (32, 128), seed: int = 0
 ) -> list[Ask]:
-    """Requests whose prompts are pieces of the default text, lengths drawn evenly between bounds, in tokens."""
+    """Draw requests whose prompts are pieces of the default text; lengths, in tokens, are uniform between bounds."""
     ids = tokenizer.encode(assets.default_text(), add_special=False)
     draw, found = random.Random(seed), []
     while len(found) < count:
@@ -52,7 +52,7 @@ def drawn(
 
 
 def copying(tokenizer: Any, count: int, *, passage: int = 256, new: int = 128, seed: int = 0) -> list[Ask]:
-    """Requests whose answers copy: a passage of the default text, and the beginning of its repetition."""
+    """Draw requests whose answers copy: each has a passage of the default text, and the beginning of its repetition."""
     found = []
     for ask in drawn(tokenizer, count, prompt=(passage, passage), new=(new, new), seed=seed):
         words = ask.prompt.split(" ")
@@ -101,7 +101,7 @@ async def closed(
     host: str, port: int, model: str, asks: Sequence[Ask], *, clients: int, timeout_s: float = 600.0,
     temperature: float = 0.0, progress: Callable[[int], Any] = lambda count: None,
 ) -> tuple[list[Seen], float]:  # fmt: skip
-    """All requests by so many clients, each with one in flight; what was seen, and seconds in all."""
+    """Send all requests by so many clients, each with one in flight; return what was seen, and total seconds."""
     waiting, found = iter(asks), []
 
     async def client() -> None:
@@ -118,7 +118,7 @@ async def poisson(
     host: str, port: int, model: str, asks: Sequence[Ask], *, rate: float, seconds: float, seed: int = 0,
     timeout_s: float = 600.0,
 ) -> list[Seen]:  # fmt: skip
-    """Requests at random times, `rate` a second on average, for so many seconds; what was seen when all have ended."""
+    """Send requests at random times, `rate` a second on average, for `seconds`; return what was seen of all."""
     draw, tasks, until = random.Random(seed), [], time.perf_counter() + seconds
     number = 0
     while (now := time.perf_counter()) < until:
@@ -129,7 +129,7 @@ async def poisson(
 
 
 def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
-    """Tokens a second, percentiles of first token, time between events and whole answers: of those that ended well."""
+    """Count requests; of whole answers, return tokens a second and percentiles of first, between and total times."""
     good = [each for each in seen if each.is_whole]
 
     def percentiles(values: Sequence[float]) -> dict[str, float]:

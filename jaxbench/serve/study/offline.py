@@ -1,9 +1,9 @@
-"""A file's worth of requests handed over at once: this engine and transformers' continuous batching, by turns.
+"""Compare this engine with transformers' continuous batching on a file's worth of requests, handed over at once.
 
     python -m jaxbench.serve.study.offline --arms=transformers_bfloat16,jaxbench_int8 --running=8,32 --output=FILE
 
 No server and no clients: each arm gets token ids in a fresh process, answers a few requests to warm up, and then all
-of them, so many at once. Ratios are over the first arm, with intervals over launches.
+others, --running at once. Arms alternate. Ratios are versus the first arm, with intervals over launches.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ WARM = 4  # requests before the clock starts
 
 
 class Work(NamedTuple):
-    """Token ids of a prompt, and how many are to follow."""
+    """Token ids of a prompt, and the number of tokens to generate."""
 
     prompt: list[int]
     new_tokens: int
 
 
 def answered(arm: str, model: Path, work: Sequence[Work], running: int) -> tuple[float, int]:
-    """Seconds for all of it, and tokens that came.
+    """Return seconds for all requests after the warm-up, and the number of generated tokens.
 
     Raises:
-      ValueError: an answer is not as long as it was to be.
+      ValueError: an answer has the wrong length.
     """
     run = _transformers(arm, model, running) if arm.startswith("transformers") else _engine(arm, model, running)
     run(work[:WARM])
@@ -58,7 +58,7 @@ def answered(arm: str, model: Path, work: Sequence[Work], running: int) -> tuple
 
 
 def _engine(arm: str, model: Path, running: int) -> Any:
-    """An engine of this package as a function of requests."""
+    """Return an engine of this package as a function of requests."""
     from jaxbench.serve.request import Request
     from jaxbench.serve.scheduler import Limits
     from jaxbench.serve.settings import EngineConfig, load_engine
@@ -83,7 +83,7 @@ def _engine(arm: str, model: Path, running: int) -> Any:
 
 
 def _transformers(arm: str, model: Path, running: int) -> Any:
-    """Continuous batching of transformers as a function of requests."""
+    """Return the continuous batching of transformers as a function of requests."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
     from transformers.utils import logging
@@ -91,11 +91,11 @@ def _transformers(arm: str, model: Path, running: int) -> Any:
     logging.disable_progress_bar()
     torch.set_num_threads(environment.usable_cores())
     dtype = getattr(torch, arm.removeprefix("transformers_"))
-    with tempfile.TemporaryDirectory() as place:  # floats: of a GGUF file it keeps packed weights, which are no faster
+    with tempfile.TemporaryDirectory() as place:  # floats: from GGUF it would keep packed weights, no faster
         held = weights.load_checkpoint(model)
         folder = weights.save_checkpoint(Path(place) / "model", held.config, held.params)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    # the fastest of what was tried by hand: steps of 256 and 1024 tokens, pages of 64, eager attention, torch.compile
+    # the fastest of those tried by hand: steps of 256 and 1024 tokens, pages of 64, eager attention, torch.compile
     batching = ContinuousBatchingConfig(
         max_requests_per_batch=running, max_batch_tokens=1024, num_blocks=4 * running, auto_switch_to_flash=False
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _transformers(arm: str, model: Path, running: int) -> Any:
 
 
 def main() -> int:
-    """Measure every arm, and show; return the exit code."""
+    """Measure every arm, and show the results; return the exit code."""
     from jaxbench.pretrained import tokenizer
 
     process_environment.ensure("cpu")

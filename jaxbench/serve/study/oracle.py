@@ -1,7 +1,7 @@
 """A model whose next token is a hash of everything that it sees, with its cache and without (S file).
 
-What a block holds of a token is a hash of the token and of what the blocks hold of all tokens before it, as keys and
-values of a deep decoder depend on them. One wrong block, position or order, and the next token is another.
+For each token, a block holds a hash of the token and of what the blocks hold for all tokens before it, just as keys and
+values of a deep decoder depend on these. One wrong block, position or order gives a different next token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MASK = 2**61 - 1
 
 
 def mixed(hash: int, value: int) -> int:
-    """Hash of what came before and of one more number."""
+    """Return the hash of what came before and of one more number."""
     return (hash * 6364136223846793005 + value * 2862933555777941757 + 1442695040888963407) % MASK
 
 
 def logits_of(hash: int, vocab_size: int) -> np.ndarray:
-    """Float32 logits that the hash decides."""
+    """Return float32 logits that the hash determines."""
     return np.random.default_rng(hash).standard_normal(vocab_size).astype(np.float32)
 
 
@@ -30,7 +30,7 @@ class HashModel:
         self.vocab_size = vocab_size
 
     def logits(self, tokens: list[int], num_prompt: int = 0) -> np.ndarray:
-        """Logits behind a text; which of it is the prompt makes no difference."""
+        """Return the logits after a text; num_prompt makes no difference."""
         held: list[int] = []
         for token in tokens:
             held.append(_held(held, token))
@@ -38,7 +38,7 @@ class HashModel:
 
 
 class HashRunner:
-    """The same as an engine's Runner; it can be told to fail."""
+    """The same model as an engine's Runner; it can be told to fail."""
 
     segment = None
 
@@ -49,7 +49,7 @@ class HashRunner:
         self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
         self.vocab_size, self.sizes, self.max_wanted = vocab_size, sizes, max_wanted
         self.cells: dict[tuple[int, int], int] = {}
-        self.fails = 0  # of the next steps
+        self.fails = 0  # number of next steps that fail
         self.spoilt: set[int] = set()  # of the next step's wanted rows, those whose logits are NaN
 
     def reset(self) -> None:
@@ -57,10 +57,10 @@ class HashRunner:
         self.cells.clear()
 
     def run(self, batch: Batch) -> np.ndarray:
-        """Logits of the wanted rows.
+        """Return the logits of the wanted rows.
 
         Raises:
-          RuntimeError: it was told to fail; half of what it was to compute is computed.
+          RuntimeError: it was told to fail; half of the work is done by then.
         """
         copied = [
             {(to, i): self.cells[from_, i] for i in range(self.block_size) if (from_, i) in self.cells}
@@ -97,7 +97,7 @@ class SegmentModel:
         self.vocab_size, self.segment = vocab_size, segment
 
     def logits(self, tokens: list[int], num_prompt: int) -> np.ndarray:
-        """Logits behind a text, the first num_prompt tokens of which are a prompt: cut at multiples of the segment."""
+        """Return the logits after a text; its prompt of num_prompt tokens is cut at multiples of the segment."""
         cuts = [*range(0, num_prompt, self.segment), *range(num_prompt, len(tokens) + 1)]
         state = 0
         for start, end in zip(cuts, cuts[1:]):
@@ -106,7 +106,7 @@ class SegmentModel:
 
 
 class SlotRunner:
-    """The same as an engine's Runner with slots; it can be told to fail, as HashRunner."""
+    """SegmentModel as an engine's Runner with slots; it can be told to fail, as HashRunner."""
 
     def __init__(self, *, num_slots: int, segment: int, max_seq_len: int, vocab_size: int, max_rows: int):
         self.num_blocks, self.block_size, self.max_seq_len = num_slots + 1, max_seq_len, max_seq_len
@@ -119,10 +119,10 @@ class SlotRunner:
         self.slots.clear()
 
     def run(self, batch: Batch) -> np.ndarray:
-        """Logits of the wanted rows.
+        """Return the logits of the wanted rows.
 
         Raises:
-          RuntimeError: it was told to fail; half of what it was to compute is computed.
+          RuntimeError: it was told to fail; half of the work is done by then.
         """
         found, cut = {}, pieces(batch, self.segment)
         for piece in cut[: len(cut) // 2] if self.fails else cut:
@@ -139,7 +139,7 @@ class SlotRunner:
 
 
 def _read(state: int, tokens: list[int]) -> int:
-    """State behind a piece of text, which tells where it was cut."""
+    """Return the state after a piece of text, which depends on where the text was cut."""
     for token in tokens:
         state = mixed(state, token)
     return mixed(state, -1 - len(tokens))

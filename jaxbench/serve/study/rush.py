@@ -1,9 +1,9 @@
-"""Requests at random times, fewer and more than a server can answer: what is answered, refused, lost (S file).
+"""Send requests at random times, below and above a server's capacity: what is answered, refused, lost (S file).
 
     python -m jaxbench.serve.study.rush --arm=jaxbench_int8 --seconds=600 --output=FILE
 
-Capacity is what as many clients as run at once get answered in a minute; then requests come at the shares of it that
---shares says.
+Capacity is the rate at which the server answers 160 requests of 32 clients; then requests come at the shares of it
+that --shares gives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUES = flags.FLAGS
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process and of those that it started."""
+    """Return the resident memory, MB, of a process and of those that it started."""
     import psutil
 
     whole = psutil.Process(pid)
@@ -35,12 +35,12 @@ def memory_mb(pid: int) -> float:
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[float]]:
-    """Memory of a server, MB, every second."""
+    """Record the memory of a server, MB, every second."""
     found, ended = [], threading.Event()
 
     def watch() -> None:
         while not ended.wait(1.0):
-            with contextlib.suppress(Exception):  # a process that ends as it is looked at
+            with contextlib.suppress(Exception):  # a process that ends while it is read
                 found.append(memory_mb(pid))
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -53,7 +53,7 @@ def watched(pid: int) -> Iterator[list[float]]:
 
 
 def main() -> int:
-    """Measure, and show; return the exit code."""
+    """Measure, and show the results; return the exit code."""
     from jaxbench.pretrained import assets, tokenizer
 
     if VALUES.arm not in clients.ARMS:
@@ -69,7 +69,7 @@ def main() -> int:
         print(f"capacity: {capacity:.2f} requests a second", flush=True)
         for number, share in enumerate(shares):
             rate, length = share * capacity, VALUES.seconds
-            # no prompt comes twice: its beginning would be in the cache, and the capacity another one
+            # no prompt comes twice: its beginning would be in the cache, and the capacity would change
             mine = load.drawn(text, 100 + round(1.2 * rate * length), seed=number + 1)
             started = time.monotonic()
             with watched(server.pid) as memory:

@@ -1,12 +1,13 @@
-"""What a client waits for, by server: fresh processes by turns (S file).
+"""Measure a client's latencies by server, in fresh processes in alternating order (S file).
 
     python -m jaxbench.serve.study.waits --arms=jaxbench_int8,llama_server --launches=3 --output=FILE
 
-busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. behind: the
-first token of prompts of 64 tokens, each 0 to 1 s after the answer before, while one client sends prompts of 2,000 one
-after another, and of those. known: the first token behind 2,000 tokens that the server has not seen, and behind the
-same 2,000 with another end. stream: from one token to the next of one client, and the engine's own steps for the same
-request in a process without a server, by turns while both are there; the medians of a turn are a pair.
+busy: time to first token for prompts of 512 tokens, one after another, while 8 clients keep the server busy. behind:
+time to first token for prompts of 64 tokens, each 0 to 1 s after the previous answer, while one client sends prompts of
+2,000 tokens one after another; and for those. known: time to first token after 2,000 tokens that the server has not
+seen, and after the same 2,000 with another end. stream: time between tokens of one client, and of the engine's own
+steps for the same request in a process without a server; both processes are up throughout and measured alternately;
+the medians of a turn are a pair.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
 BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 16
-SHORT, LONG, BEHIND = 64, 2000, 32  # tokens, tokens, probes behind long prompts
+SHORT, LONG, BEHIND = 64, 2000, 32  # tokens, tokens, probes during long prompts
 OWN = ("jaxbench", "jaxbench_int8", "jaxbench_one_thread", "jaxbench_lookup")  # arms whose engine runs alone, too
 PHASES = ("busy", "behind", "known", "stream")
-# of the table: which times, and which percentile of them
+# columns of the table: which times, and which percentile of them
 FIGURES = {
     "busy_first_p50_s": ("busy_first_s", 50),
     "busy_first_p90_s": ("busy_first_s", 90),
@@ -49,7 +50,7 @@ FIGURES = {
 
 
 async def busy(port: int, text: Any, *, seed: int) -> list[float]:
-    """Seconds to the first token of prompts of 512 tokens beside busy clients."""
+    """Return seconds to first token for prompts of 512 tokens, next to busy clients."""
     probes = load.drawn(text, PROBES, prompt=(512, 512), new=(8, 8), seed=seed)
     asks = load.drawn(text, 1000, seed=seed + 1)
     found, _ = await probed(port, probes, [asks[i::BUSY] for i in range(BUSY)], [0.0] * PROBES)
@@ -57,7 +58,7 @@ async def busy(port: int, text: Any, *, seed: int) -> list[float]:
 
 
 async def behind(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of short prompts, with random pauses, beside long ones, and of the long ones."""
+    """Return seconds to first token for short prompts, with random pauses, next to long ones, and for the long ones."""
     probes = load.drawn(text, BEHIND, prompt=(SHORT, SHORT), new=(8, 8), seed=seed)
     asks = load.drawn(text, 1000, prompt=(LONG, LONG), new=(8, 8), seed=seed + 1)
     draw = random.Random(seed)
@@ -67,9 +68,9 @@ async def behind(port: int, text: Any, *, seed: int) -> tuple[list[float], list[
 async def probed(
     port: int, probes: Sequence[load.Ask], asks: Sequence[Sequence[load.Ask]], pauses_s: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """Seconds to first tokens of probes, one after another, and of other clients' requests meanwhile.
+    """Return seconds to first token for probes, one after another, and for other clients' concurrent requests.
 
-    asks: of each other client, more than it will send. pauses_s: in front of each probe.
+    asks: of each other client, more than it will send. pauses_s: before each probe.
 
     Raises:
       ValueError: one was not answered.
@@ -94,7 +95,7 @@ async def probed(
 
 
 async def first_token(port: int, ask: load.Ask) -> float:
-    """Seconds to the first token of an answer that comes to its end.
+    """Return seconds to first token for an answer that comes to its end.
 
     Raises:
       ValueError: it does not.
@@ -106,7 +107,7 @@ async def first_token(port: int, ask: load.Ask) -> float:
 
 
 async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds to the first token behind beginnings that are new, and behind the same ones again."""
+    """Return seconds to first token after beginnings that are new, and after the same ones again."""
     ids, draw = text.encode(assets.default_text(), add_special=False), random.Random(seed)
     cold, warm = [], []
     for _ in range(ROUNDS):
@@ -119,7 +120,7 @@ async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[f
 
 
 async def stream(server: clients.Server, ask: load.Ask) -> tuple[float, float]:
-    """Median seconds from an event with text to the next, and of the server's processor a token, without its engine."""
+    """Return median seconds between events with text, and CPU seconds per token of the server without its engine."""
     import psutil
 
     process = psutil.Process(server.pid)
@@ -128,7 +129,7 @@ async def stream(server: clients.Server, ask: load.Ask) -> tuple[float, float]:
     return statistics.median(seen.between), (sum(process.cpu_times()[:2]) - before) / ask.new_tokens
 
 
-_ENGINE: dict[str, Any] = {}  # of a process without a server
+_ENGINE: dict[str, Any] = {}  # the engine of a process without a server
 
 
 def _load_alone(arm: str, model: Path, ask: load.Ask) -> None:
@@ -144,7 +145,7 @@ def _load_alone(arm: str, model: Path, ask: load.Ask) -> None:
 
 
 def _alone(new_tokens: int) -> float:
-    """Median seconds of a step of the engine without a server, for the same request."""
+    """Return median seconds of a step of the engine without a server, for the same request."""
     from jaxbench.serve.request import Request
 
     engine, times = _ENGINE["engine"], []
@@ -159,7 +160,7 @@ def _alone(new_tokens: int) -> float:
 
 
 def beside(arm: str, model: Path, server: clients.Server, ask: load.Ask) -> dict[str, Any]:
-    """Tokens of a server and of an engine alone by turns, the first of each not counted."""
+    """Measure tokens of a server and of an engine alone alternately; the first turn is not counted."""
     found: dict[str, Any] = {"turn_between_s": [], "turn_alone_s": [], "processor_s": []}
     how = {"mp_context": multiprocessing.get_context("spawn"), "initializer": _load_alone}
     with concurrent.futures.ProcessPoolExecutor(1, initargs=(arm, model, ask), **how) as pool:
@@ -176,7 +177,7 @@ def beside(arm: str, model: Path, server: clients.Server, ask: load.Ask) -> dict
 
 
 def measured(arm: str, model: Path, server: clients.Server, text: Any, launch: int) -> dict[str, Any]:
-    """Waits of one server that runs, of the phases that were asked for."""
+    """Measure the waits of a running server, in the phases that were asked for."""
     port, found = server.port, {}
     asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
     if "busy" in VALUES.phases:
@@ -195,7 +196,7 @@ def measured(arm: str, model: Path, server: clients.Server, text: Any, launch: i
 
 
 def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over launches, of what was measured."""
+    """Return medians over launches, of what was measured."""
     made: dict[str, Any] = {"arm": arm}
     for name, (times, percentile) in FIGURES.items():
         if times in launches[0]:
@@ -211,7 +212,7 @@ def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def said(found: dict[str, Any]) -> str:
-    """A row in words."""
+    """Return a row in words."""
     ms = {name: f"{1e3 * value:.1f} ms" for name, value in found.items() if name.endswith("_s")}
     parts = []
     if "busy_first_p50_s" in ms:
@@ -235,9 +236,9 @@ def said(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure every arm, and show; return the exit code."""
+    """Measure every arm, and show the results; return the exit code."""
     clients.check_arms(VALUES.arms, clients.ARMS)
-    process_environment.ensure("cpu")  # for the engine alone: servers see to it themselves
+    process_environment.ensure("cpu")  # for the engine alone: servers do it themselves
     from jaxbench.pretrained import tokenizer
 
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)

@@ -1,8 +1,8 @@
 """Attacks on watermarked text: seeded, composable, each with a strength (S file).
 
-An attack is a frozen configuration; `apply` runs it on texts. The result is a function of (seed, index of the text,
-place in a chain) through Philox, whatever the batch. word_level.py, character_level.py and document_level.py have
-the edits; rewriting by a language model is a callable in `Tools` (rewrite.py).
+An attack is a frozen configuration; `apply` runs it on texts. Its random numbers are Philox of (seed, index of the
+text, place in a chain), independent of the batch. word_level.py, character_level.py and document_level.py have the
+edits; rewriting by a language model is a callable in `Tools` (rewrite.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WordEdit(Base):
     """Edits of words or tokens at random places."""
 
     attack: Literal["delete", "insert", "substitute", "swap"]
-    strength: float = Field(ge=0, le=1)  # probability of each word; swap: of each pair of neighbours
+    strength: float = Field(ge=0, le=1)  # probability per word; swap: per pair of neighbours
     unit: Literal["word", "token"] = "word"
 
 
@@ -35,37 +35,37 @@ class Synonym(Base):
     """Replaces words by WordNet synonyms, in the same inflection and case."""
 
     attack: Literal["synonym"] = "synonym"
-    strength: float = Field(ge=0, le=1)  # probability of each word that has a synonym
+    strength: float = Field(ge=0, le=1)  # probability per word that has a synonym
 
 
 class CharacterEdit(Base):
-    """Edits of characters: typos and case by word, look-alikes and invisible characters by character, emoji by gap."""
+    """Edits of characters: typos, case and emoji per word, look-alikes and invisible characters per character."""
 
     attack: Literal["typo", "case", "homoglyph", "zero_width", "emoji"]
-    strength: float = Field(ge=0, le=1)  # probability of each place where the edit can happen
+    strength: float = Field(ge=0, le=1)  # probability per place where the edit is possible
 
 
 class Truncate(Base):
-    """Cuts words off."""
+    """Cuts off words."""
 
     attack: Literal["truncate"] = "truncate"
     strength: float = Field(ge=0, le=1)  # share of the words cut off
-    side: Literal["end", "start", "both"] = "end"  # both: a window at a random place is left
+    side: Literal["end", "start", "both"] = "end"  # both: keep a window at a random place
 
 
 class CopyPaste(Base):
-    """Hides the marked text, whole, in human text."""
+    """Hides the whole marked text in human text."""
 
     attack: Literal["copy_paste"] = "copy_paste"
     strength: float = Field(ge=0, lt=1)  # share of human words in the result: 0.9 leaves 10 % marked
-    spans: int = Field(default=1, ge=1, le=16)  # pieces the marked text is cut into
+    spans: int = Field(default=1, ge=1, le=16)  # pieces that the marked text is cut into
 
 
 class Rewrite(Base):
-    """Rewriting by a language model, block by block."""
+    """Rewrites by a language model, block by block."""
 
     attack: Literal["paraphrase", "back_translate"]
-    strength: float = Field(default=1.0, ge=0, le=1)  # probability of each block of sentences
+    strength: float = Field(default=1.0, ge=0, le=1)  # probability per block of sentences
     pivot: str = "French"  # back_translate: the language in between
     temperature: float = Field(default=0.7, ge=0)
     block_words: int = Field(default=48, ge=8, le=400)  # words rewritten at once
@@ -75,7 +75,7 @@ Step = Annotated[WordEdit | Synonym | CharacterEdit | Truncate | CopyPaste | Rew
 
 
 class Chain(Base):
-    """Several attacks, one after the other; not nested, so that a configuration has finitely many keys."""
+    """Several attacks in sequence; not nested, so that a configuration has finitely many keys."""
 
     attack: Literal["chain"] = "chain"
     steps: tuple[Step, ...] = Field(min_length=1)
@@ -103,18 +103,18 @@ class Tools(NamedTuple):
 
 
 class Attacked(NamedTuple):
-    """Attacked texts and the share that was really changed [N]: edit distance over the original's length."""
+    """Attacked texts and the realised edit rates [N]: edit distance over the original's length."""
 
     texts: list[str]
     word_edits: np.ndarray
-    character_edits: np.ndarray  # nan where nobody asked for them
+    character_edits: np.ndarray  # nan if not counted
 
 
 def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
-    """Attack of a name with its strength (`delete:0.3`), a mapping or an attack.
+    """Parse an attack from a name with its strength (`delete:0.3`), a mapping or an attack.
 
     Raises:
-      ValueError: unknown attack (the nearest name is given), a strength outside its range, or an unknown key.
+      ValueError: unknown attack (the message gives the nearest name), a strength outside its range, or an unknown key.
     """
     if isinstance(value, KINDS):
         return value
@@ -138,7 +138,7 @@ def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
 
 
 def compose(attacks: Sequence[Any]) -> Chain:
-    """One attack that runs several in order (each as parse_attack takes it; a chain gives its steps).
+    """Return one attack that runs several in order (each as parse_attack takes it; a chain contributes its steps).
 
     Raises:
       ValueError: as parse_attack, or there is no attack.
@@ -152,13 +152,13 @@ def compose(attacks: Sequence[Any]) -> Chain:
 
 
 def rewrites(attack: Any) -> bool:
-    """Whether an attack needs a language model."""
+    """Return whether an attack needs a language model."""
     steps = attack.steps if isinstance(attack, Chain) else (attack,)
     return any(isinstance(step, Rewrite) for step in steps)
 
 
 def label(attack: Any) -> str:
-    """How an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
+    """Return an attack's name in reports, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
     if isinstance(attack, Chain):
         return " + ".join(label(step) for step in attack.steps)
     name = attack.attack.replace("_", " ")
@@ -174,12 +174,12 @@ def apply(
     attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None,
     counts_characters: bool = True,
 ) -> Attacked:  # fmt: skip
-    """Attack texts, each with the same attack (as parse_attack takes it), and measure what changed; an empty one stays.
+    """Run one attack (as parse_attack takes it) on every text and measure what changed; empty texts stay.
 
     Args:
-      tools: tokenizer, human texts and rewriter where the attack needs them.
+      tools: tokenizer, human texts and rewriter, if the attack needs them.
       indices: the texts' numbers in the random stream, 0, 1, ... by default.
-      counts_characters: measure the characters that changed too, in time that grows with the square of a text's length.
+      counts_characters: also measure character edits, in time quadratic in the length of a text.
 
     Raises:
       ValueError: the attack needs a tool that is not given, or indices do not fit.
@@ -198,11 +198,11 @@ def apply(
 
 
 def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place: int, tools: Tools) -> list[str]:
-    """Run one attack of a chain."""
+    """Run one step of a chain."""
     if isinstance(attack, Rewrite):
         if tools.rewrite is None:
             raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")
-        own = (seed + (place << 32)) % 2**64  # 32 bits apart, as a rewriter counts its own steps on from a seed
+        own = (seed + (place << 32)) % 2**64  # 2**32 apart: a rewriter adds its own step numbers to the seed
         return tools.rewrite(attack, texts, seed=own, indices=numbers)
     out = []
     for text, row in zip(texts, numbers):
@@ -230,7 +230,7 @@ def _edit(attack: Any, text: str, draws: Draws, tools: Tools) -> str:
 
 
 def edit_rate(original: Sequence, changed: Sequence) -> float:
-    """Levenshtein's distance over the original's length; by hand, as no dependency has it (difflib's is no distance).
+    """Return the Levenshtein distance over the original's length; no dependency has it (difflib's is not a distance).
 
     0 for an empty original. Source: Wagner and Fischer 1974, one row at a time.
     """
@@ -252,12 +252,12 @@ def edit_rate(original: Sequence, changed: Sequence) -> float:
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """How many leading items are equal."""
+    """Count the leading items that are equal."""
     size = min(len(first), len(second))
     differs = np.flatnonzero(first[:size] != second[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def slug(attack: Any) -> str:
-    """An attack as a part of a file name, e.g. `delete-30`."""
+    """Return an attack's name as part of a file name, e.g. `delete-30`."""
     return re.sub(r"[^a-z0-9.]+", "-", label(attack).lower()).strip("-")

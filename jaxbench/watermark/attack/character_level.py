@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxbench.watermark.attack.random_draws import Draws, replace_matches
 
-KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # each row is half a key right of the one above
+KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # each row starts half a key further right than the one above
 # Latin letters and their Cyrillic or Greek look-alikes; Unicode Technical Standard 39, confusables.txt
 HOMOGLYPHS = {
     "a": "\u0430", "c": "\u0441", "e": "\u0435", "i": "\u0456", "j": "\u0458", "o": "\u043e", "p": "\u0440",
@@ -21,7 +21,7 @@ EMOJI = "\U0001f600\U0001f44d\u2728\U0001f389\U0001f525\U0001f680\U0001f4a1\U000
 
 
 def neighbours() -> dict[str, str]:
-    """Keys beside each letter's key on a QWERTY keyboard."""
+    """Return the keys next to each letter's key on a QWERTY keyboard."""
     found: dict[str, str] = {}
     places = {key: (x + y / 2, y) for y, row in enumerate(KEY_ROWS) for x, key in enumerate(row)}
     for key, (x, y) in places.items():
@@ -35,9 +35,10 @@ NEIGHBOURS = neighbours()
 
 
 def typo(text: str, strength: float, draws: Draws) -> str:
-    """Give each word of three letters or more, with probability `strength`, one slip of the keyboard.
+    """Make one typing error in each word of three letters or more, with probability `strength`.
 
-    A slip is one of: a neighbouring key instead of the right one, a letter left out, doubled, or swapped with the next.
+    The error is one of: a neighbouring key instead of the right one, a letter omitted, doubled, or swapped with the
+    next.
     """
     return replace_matches(r"[A-Za-z]{3,}", text, strength, draws, _slip, num_picks=3)
 
@@ -57,7 +58,7 @@ def _slip(word: str, kind: float, place: float, pick: float) -> str:
 
 
 def case(text: str, strength: float, draws: Draws) -> str:
-    """Change the case of each word with probability `strength`: to lower, upper or swapped, whichever changes it."""
+    """Change the case of each word with probability `strength`: to one of lower, upper or swapped that differs."""
 
     def changed(word: str, pick: float) -> str:
         forms = [form for form in dict.fromkeys((word.lower(), word.upper(), word.swapcase())) if form != word]
@@ -67,7 +68,7 @@ def case(text: str, strength: float, draws: Draws) -> str:
 
 
 def homoglyph(text: str, strength: float, draws: Draws) -> str:
-    """Replace each letter that has a look-alike by it with probability `strength`."""
+    """Replace each letter that has a look-alike by that look-alike with probability `strength`."""
     chosen = draws.uniform(len(text)) < strength
     return "".join(HOMOGLYPHS.get(letter, letter) if is_chosen else letter for letter, is_chosen in zip(text, chosen))
 

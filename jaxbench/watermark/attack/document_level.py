@@ -11,7 +11,7 @@ from jaxbench.watermark.attack.word_level import WORD
 
 
 def truncate(text: str, strength: float, draws: Draws, *, side: str) -> str:
-    """Cut off the share `strength` of the words (rounded) at the end, at the start, or on both sides of a window."""
+    """Cut off a share `strength` of the words (rounded) at the end, at the start, or on both sides of a window."""
     units = [space + word for space, word in WORD.findall(text)]
     kept = len(units) - round(strength * len(units))
     start = {"end": 0, "start": len(units) - kept}.get(side)
@@ -23,8 +23,8 @@ def truncate(text: str, strength: float, draws: Draws, *, side: str) -> str:
 def copy_paste(text: str, strength: float, draws: Draws, *, human: Sequence[str], spans: int) -> str:
     """Put the marked text, cut into `spans` pieces of whole words, at random places of human text.
 
-    `strength` is the share of human words in the result. The carrier begins with a human text drawn at random and reads
-    on, from the last text to the first, until it has enough words.
+    `strength` is the share of human words in the result. The carrier starts with a random human text and continues with
+    the following ones, wrapping around after the last, until it has enough words.
 
     Raises:
       ValueError: there is no human text, or it has too few words.
@@ -47,7 +47,7 @@ def copy_paste(text: str, strength: float, draws: Draws, *, human: Sequence[str]
 
 
 def _carrier(human: Sequence[str], wanted: int, first: int) -> list[str]:
-    """Words with the white space before them."""
+    """Return words of human texts, each with the white space before it."""
     words: list[str] = []
     for i in range(len(human)):
         text = human[(first + i) % len(human)].strip()

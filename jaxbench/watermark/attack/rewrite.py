@@ -1,8 +1,8 @@
-"""Rewriting by a language model: paraphrase, and translation there and back.
+"""Rewriting by a language model: paraphrase and back-translation.
 
 A text is cut into blocks of sentences; each block is one prompt in the model's chat format, and all blocks of all texts
-run in batches. A block's draw depends on (seed, text index, block), not on its batch. Small models rewrite loosely: the
-realised edit rate, which every attack reports, says how much. No twin: an attack is no part of a model.
+run in batches. A block's draw depends on (seed, text index, block), not on its batch. Small models rewrite loosely; the
+realised edit rate, which every attack reports, shows how much. No twin: an attack is not part of a model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from jaxbench.watermark.attack.random_draws import Draws
 
 PARAPHRASE = "Rewrite the following text in other words. Keep its meaning. Answer with the new text only.\n\n{text}"
 TRANSLATE = "Translate the following text into {language}. Answer with the translation only.\n\n{text}"
-MAX_BLOCKS = 4096  # of one text: row ids are text * MAX_BLOCKS + block
-LONGEST = 400  # words of a sentence that is one block whatever was asked for: the largest block_words
+MAX_BLOCKS = 4096  # per text: row ids are text * MAX_BLOCKS + block
+LONGEST = 400  # words, the largest block_words; a sentence up to this length is never split
 GROWTH = 1.5  # a reply may have this many times the tokens of its block
 
 
 class Rewriter:
-    """A model that rewrites texts; loaded at its first use and kept."""
+    """A model that rewrites texts; loaded at first use and kept."""
 
     def __init__(self, model: str | Path | None, *, choice: decoder.Choice = decoder.XLA, batch_size: int = 16):
-        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once.
+        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks to rewrite at once.
 
         Raises:
-          ValueError: the kernels do not take so many blocks.
+          ValueError: the kernels do not support batch_size rows.
         """
         decoder.check_rows(choice, batch_size, "rewriting.batch_size")
         self._spec, self._choice, self._batch_size = model, choice, batch_size
@@ -42,7 +42,7 @@ class Rewriter:
     def __call__(
         self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
     ) -> list[str]:
-        """Texts with a share `attack.strength` of their blocks rewritten; a block without reply stays.
+        """Rewrite each block of the texts with probability `attack.strength`; a block without a reply stays.
 
         Raises:
           ValueError: the model's context does not take a block and its reply.
@@ -70,7 +70,7 @@ class Rewriter:
     def _answer(
         self, prompts: list[str], originals: list[str], row_ids: list[int], *, seed: int, temperature: float
     ) -> list[str]:
-        """The model's replies, cleaned; prompts of like length share a batch."""
+        """Return the model's cleaned replies; prompts of similar length share a batch."""
         generator = self._generator(temperature)
         messages = [self._tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ids = [self._tokenizer.encode(message, add_special=False) for message in messages]
@@ -94,7 +94,7 @@ class Rewriter:
                 row_ids=[row_ids[i] & 0x7FFFFFFF for i in batch],
             )
             for i, tokens, length in zip(batch, made.tokens, made.lengths):
-                own = tokens[: min(length, limits[i])]  # a longer block beside it lengthens no reply
+                own = tokens[: min(length, limits[i])]  # a longer block in the batch lengthens no reply
                 replies[i] = clean(self._tokenizer.decode(own, skip_special=True))
         return replies
 
@@ -112,7 +112,7 @@ class Rewriter:
 
 
 def blocks(text: str, words: int) -> list[str]:
-    """A text cut after sentences into blocks of about `words` words; joined they are the text again.
+    """Cut a text at sentence ends into blocks of about `words` words; joined, they are the text again.
 
     A sentence of more than LONGEST words, such as a list without a full stop, is cut into pieces of `words` words.
     """
@@ -140,7 +140,7 @@ def _pieces(sentence: str, words: int) -> list[str]:
 
 
 def clean(reply: str) -> str:
-    """A reply without the quotation marks and the lead-in that chat models like to add."""
+    """Strip the quotation marks and the lead-in that chat models tend to add to a reply."""
     reply = re.sub(r"^\s*(sure|certainly|of course|here)[^\n:]{0,80}:\s+", "", reply.strip(), flags=re.IGNORECASE)
     if len(reply) > 1 and reply[0] == reply[-1] == '"':
         reply = reply[1:-1]

@@ -1,8 +1,8 @@
 """Attacks on the key itself: guessing it, and forging marked text from samples of it (S file).
 
-Neither needs the key. A forger learns which n-grams a marked source favours and chains them; the detector then calls
-text marked that the key's owner never made. Source: Jovanovic et al. 2024, "Watermark stealing in large language
-models", arXiv:2402.19361, section 4; differs from the paper: no language model smooths the forged text.
+Neither needs the key. A forger learns which n-grams a marked source favours and chains them, so that the detector finds
+a mark in text that the key's owner never generated. Source: Jovanovic et al. 2024, "Watermark stealing in large
+language models", arXiv:2402.19361, section 4; unlike the paper, no language model smooths the forged text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Guess(NamedTuple):
 
 
 def guessed_keys() -> list[tuple[str, keys.Key]]:
-    """(name, key) of keys that people choose: small and famous numbers, published defaults, weak passphrases."""
+    """Return (name, key) of keys that people choose: small and famous numbers, published defaults, weak passphrases."""
     found = [(f"number {value}", keys.Key(value)) for value in NUMBERS]
     return found + [(f"passphrase {text!r}", keys.Key.from_passphrase(text)) for text in PASSPHRASES if text]
 
@@ -40,7 +40,7 @@ def guess(
 ) -> list[Guess]:
     """Try keys on texts and return all guesses, the most significant first; a corrected p below 0.01 is a hit.
 
-    p_values(key) gives the p-value of each text [N]. Bonferroni over guesses and texts.
+    p_values(key) returns the p-value of each text [N]. The correction is Bonferroni over guesses and texts.
     """
     guesses = guessed_keys() if guesses is None else guesses
     found = []
@@ -52,19 +52,20 @@ def guess(
 
 
 class Learnt(NamedTuple):
-    """What a forger knows: contexts of `width` tokens, and how much the marked source favours each next token."""
+    """A forger's knowledge: contexts of `width` tokens, and how much the marked source favours each next token."""
 
     width: int
     following: dict[tuple[int, ...], list[tuple[int, float]]]  # context -> (token, score), best first
 
 
 def learn(marked: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], *, width: int) -> Learnt:
-    """Count n-grams of marked samples against plain text of the same kind.
+    """Compare n-gram counts of marked samples with plain text of the same kind.
 
-    A token's score after a context is the log ratio of its smoothed frequencies in marked and in plain text.
+    A token's score after a context is the log ratio of its smoothed frequencies in marked and in plain text, plus 0.1
+    times the log of its count in marked text.
 
     Raises:
-      ValueError: width below 1, or no sample is longer than it.
+      ValueError: width below 1, or no marked sample is longer than it.
     """
     if width < 1:
         raise ValueError(f"learn: width={width}, wanted at least 1")
@@ -83,9 +84,9 @@ def learn(marked: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], *, wi
 
 
 def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list[int]:
-    """Token ids that chain learnt n-grams, each used once, preferring those the marked source favours.
+    """Chain learnt n-grams into token ids, each used once, preferring those that the marked source favours.
 
-    Where a chain ends, another begins at a random context.
+    When a chain ends, another begins at a random context.
     """
     draws = Draws(seed, step=0, site="watermark/attack/forge", row=index)
     starts = sorted(learnt.following)
@@ -103,7 +104,7 @@ def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list
 
 
 def _count(samples: Sequence[Sequence[int]], width: int) -> tuple[Counter, Counter]:
-    """Occurrences of each context with its next token, and of each context that has one."""
+    """Count each context with its next token, and each context that has a next token."""
     grams: Counter = Counter()
     contexts: Counter = Counter()
     for ids in samples:

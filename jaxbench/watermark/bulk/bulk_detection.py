@@ -1,8 +1,8 @@
 """Detection in files larger than memory: chunks to part files to one output, resumable, on several processes.
 
 Every chunk's scores are written under a temporary name and renamed, then its report likewise: a chunk is done when its
-report is there. A run that died, by kill -9 too, is started again with the same command and does what is missing.
-(S file: the backend's detector comes in with the job.)
+report exists. After a crash, even by kill -9, the same command resumes the run and does what is missing.
+(S file: the job passes in the backend's detector.)
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is done with every text; one candidate is tested alone, several as a family."""
+    """What to do with every text; one candidate is tested alone, several as a family."""
 
     candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
     make_detector: Callable[..., Any] = detection.NumpyDetector  # or a backend's detect.Detector; pickled
-    model: str | None = None  # whose tokenizer splits the texts
-    vocab_size: int | None = None  # unset: that of the model
+    model: str | None = None  # the model whose tokenizer is used
+    vocab_size: int | None = None  # unset: that of the model's tokenizer
     canonicalize: bool = True
     correction: str = "holm"
     field: str = "text"
     prompt_field: str | None = None
-    cache: ResultCacheConfig | None = None  # of scores; decides none of them
-    neural: str | None = None  # folder of a trained detector, whose p-values stand beside the one candidate's
+    cache: ResultCacheConfig | None = None  # of scores; does not affect them
+    neural: str | None = None  # folder of a trained detector, whose p-values are added to the only candidate's
 
 
 class Worker:
-    """Scores chunks; each process works with a copy of its own."""
+    """Scores chunks; each process works with its own copy."""
 
     def __init__(self, job: Job, folder: Path, kind: str):
         self.job, self.folder, self.kind = job, folder, kind
@@ -57,7 +57,7 @@ class Worker:
         self._encoder: TextEncoder | None = None
         self._cache = None  # opened where the chunks are scored: a connection is not pickled
         self._detectors: dict[str, Any] = {}
-        if job.neural is not None:  # what is wrong with it is said before anything is scored
+        if job.neural is not None:  # raises before anything is scored
             self._neural_test()
         self._judge: Any = None  # compiled where the chunks are scored: programs are not pickled
 
@@ -89,7 +89,7 @@ class Worker:
         return report
 
     def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
-        """Records with ids inside the vocabulary, the others as bad lines, and the ids."""
+        """Return the records with ids inside the vocabulary, the others as bad lines, and the ids of the former."""
         texts = [i for i, record in enumerate(records) if isinstance(record.content, str)]
         contents: list[Any] = [record.content for record in records]
         changed = np.zeros(len(records), np.int64)
@@ -128,7 +128,7 @@ class Worker:
         return judge
 
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """Columns of scores, and how many of them the cache had."""
+        """Return the columns of scores, and how many scores were not computed (cached or duplicates)."""
         candidates = self.job.candidates
         if self.job.cache is not None and self._cache is None:
             self._cache = self.job.cache.open()
@@ -170,19 +170,19 @@ def run(
     """Score every text of the files that a pattern names into one file; return the run's report.
 
     Args:
-      output: a .parquet, .jsonl or .csv file. Beside it: `OUTPUT.parts` while the run lasts, `OUTPUT.report.json`.
+      output: a .parquet, .jsonl or .csv file. Next to it: `OUTPUT.parts` during the run, and `OUTPUT.report.json`.
       processes: on this machine, each with one thread.
-      overwrite: replace an output, or parts of another run, that are there already; never an input.
-      say: called with each chunk's report as it is done, and the bytes of all files.
-      engine: runs a Worker over files in another way, see ray_engine.py.
+      overwrite: replace an existing output, or parts of another run; never an input.
+      say: called with the report of each finished chunk, and the bytes of all files.
+      engine: another way to run a Worker over files, see ray_engine.py.
 
     Raises:
       ValueError: bad input, an output that exists, is an input or is being written by another process, parts of another
         run, or no usable text at all.
     """
     out, parts = Path(output), part_files.parts_of(Path(output)).absolute()
-    part_files.kind_of(out)  # or an unknown suffix is named
-    # a pattern such as **/*.jsonl finds the parts of the run that it goes on with
+    part_files.kind_of(out)  # raises for an unknown suffix
+    # a pattern such as **/*.jsonl also matches the parts of an unfinished run
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
 
     def check() -> None:
@@ -191,7 +191,7 @@ def run(
 
     check()
     with store.alone(out):
-        check()  # again: another command may have ended since
+        check()  # again: another command may have finished in between
         return _run(pattern, paths, out, job, processes, overwrite, say, engine)
 
 
@@ -199,7 +199,7 @@ def _run(
     pattern: str, paths: list[str], out: Path, job: Job, processes: int, overwrite: bool,
     say: Callable[[dict[str, Any], int], None], engine: Callable[..., Iterable[dict[str, Any]]] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Do what `run` does, alone."""
+    """Do the work of `run`, under its lock."""
     start, kind = time.monotonic(), part_files.kind_of(out)
     keys = [candidate.key for candidate in job.candidates]
     folder = part_files.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
@@ -213,7 +213,7 @@ def _run(
             done[report["name"]] = report
             say(report, total_bytes)
     except BaseException:
-        if not done:  # nothing to go on with
+        if not done:  # nothing to resume from
             shutil.rmtree(folder)
         raise
     reports = [done[name] for name in sorted(done)]
@@ -240,30 +240,30 @@ def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) ->
 
 
 def serial_engine(worker: Worker, paths: list[str], *, processes: int, skip: frozenset[str]) -> Iterable[dict]:
-    """Reports of all chunks, done in this process one after the other."""
+    """Return the reports of all chunks, processed serially in this process."""
     return map(worker, todo(paths, skip))
 
 
 def local_engine(worker: Worker, paths: list[str], *, processes: int, skip: frozenset[str]) -> Iterator[dict]:
-    """Yield the reports of all chunks, done by processes of one thread each on this machine."""
+    """Yield the reports of all chunks, processed on this machine by processes of one thread each."""
     return worker_pool.results(worker, todo(paths, skip), processes=processes)
 
 
 def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
-    """Yield the chunks of all files that are not done yet."""
+    """Yield the unfinished chunks of all files."""
     for file, path in enumerate(paths):
         yield from (chunk for chunk in lines.chunks(path, file) if chunk.name not in skip)
 
 
 def describe(job: Job) -> str:
-    """Part of a job that decides its scores, without keys, as canonical JSON; a model by its tokenizer's content."""
+    """Describe what decides a job's scores, without keys, as canonical JSON; a model by its tokenizer's content."""
     fields = {
         field.name: getattr(job, field.name)
         for field in dataclasses.fields(job)
         if field.name not in ("make_detector", "cache", "neural")
     }
     fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
-    if job.model is not None:  # another model may lie at the same place when the run goes on
+    if job.model is not None:  # another model may be at the same path when the run resumes
         content = load_tokenizer(job.model).core.to_str()
         fields["tokenizer"] = hashlib.sha256(content.encode()).hexdigest()
     if job.neural is not None:

@@ -1,4 +1,4 @@
-"""Part files, their manifest, and the one file they become: .parquet, .jsonl or .csv (S file)."""
+"""Part files, their manifest, and the file that they are merged into: .parquet, .jsonl or .csv (S file)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxbench.watermark import identity
 from jaxbench.watermark.keys import Key
 
 KINDS = ("parquet", "jsonl", "csv")
-LISTED = 100  # bad lines that a report spells out
+LISTED = 100  # maximum bad lines in a report
 MANIFEST = "manifest.json"
-FORMAT = 5  # of the columns, reports and scores: parts of another one are not gone on with
+FORMAT = 5  # version of columns, reports and scores: a run does not resume from parts of another version
 
 
 def kind_of(output: Path) -> str:
-    """Kind of an output file by its suffix.
+    """Return the kind of an output file by its suffix.
 
     Raises:
       ValueError: an unknown suffix.
@@ -35,7 +35,7 @@ def kind_of(output: Path) -> str:
 
 
 def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
-    """Write the columns of one chunk, whole or not at all."""
+    """Write the columns of one chunk atomically."""
     with outputs.whole(path) as temporary:
         if kind == "parquet":
             import pyarrow as pa
@@ -54,13 +54,13 @@ def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Reports of the chunks that are done, by name."""
+    """Return the reports of the finished chunks, by name."""
     found = (outputs.read_json(path) for path in sorted(folder.glob("[0-9]*.json")))
     return {report["name"]: report for report in found}
 
 
 def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
-    """Put the parts together in order, into a file that is there whole or not at all."""
+    """Merge the parts in order into one file, atomically."""
     parts = [folder / f"{name}.{kind}" for name in names]
     with outputs.whole(output) as temporary:
         if kind == "parquet":
@@ -79,14 +79,14 @@ def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
 
 
 def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *, overwrite: bool) -> Path:
-    """Folder of the parts: a new one, or that of the same run, to go on with.
+    """Return the folder of the parts: a new one, or that of the same run, to resume from.
 
     Args:
-      job: what decides the scores, keys apart.
-      overwrite: drop the parts of another run; those of this one are gone on with all the same.
+      job: what decides the scores, except keys.
+      overwrite: drop the parts of another run; those of this run are kept in any case.
 
     Raises:
-      ValueError: the folder belongs to a run with other files, settings or keys, or is no folder of parts.
+      ValueError: the folder belongs to a run with other files, settings or keys, or is not a folder of parts.
     """
     folder = parts_of(output)
     manifest = folder / MANIFEST
@@ -110,7 +110,7 @@ def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *,
 
 
 def parts_of(output: Path) -> Path:
-    """Folder beside an output that its parts lie in while the run lasts."""
+    """Return the folder, next to an output, that holds its parts during the run."""
     return Path(f"{output}.parts")
 
 

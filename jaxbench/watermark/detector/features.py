@@ -1,13 +1,13 @@
-"""What the neural detector sees: evidence on one scale for every scheme, its parameters, its batches (S file).
+"""Inputs, parameters and batches of the neural detector; evidence has one scale for all schemes (S file).
 
-Evidence e lies in (0, 1), larger means more marked, and its mean is 1/2 without a mark, whatever the scheme:
+For every scheme, evidence e lies in (0, 1), is larger the more a token looks marked, and has mean 1/2 in unmarked text:
 
-    kgw, unigram, lists   1 - gamma/2 where green, (1 - gamma)/2 where red: the middle of what the token's word can say
-    dip                   the same with gamma = 1/2
-    gumbel                the word's uniform; of a dual key the first key's
-    synthid               Phi(z), z = the weighted sum of the word's bits, standardised
+    green-list schemes  1 - gamma/2 if green, (1 - gamma)/2 if red: midpoint of the uniform range that the colour leaves
+    dip                 the same with gamma = 1/2
+    gumbel              uniform of the word; with two keys, of the first key's word
+    synthid             Phi(z), z = standardised weighted sum of the word's bits
 
-So a detector trained on some schemes can be asked about others. F = 3 numbers a token (`FEATURES`).
+So a detector trained on some schemes can be applied to others. F = 3 numbers per token (`FEATURES`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jaxbench.watermark.reference import Evidence
 from jaxbench.watermark.schemes.contract import Scheme
 
 FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
-NO_EVIDENCE = 0.5  # of a token that is not scored
-SMALLEST = 2.0**-24  # evidence stays this far from 0 and 1: float32 has nothing between 1 and 1 - 2**-24
+NO_EVIDENCE = 0.5  # for a token that is not scored
+SMALLEST = 2.0**-24  # evidence stays this far from 0 and 1: float32 has no number between 1 - 2**-24 and 1
 
 
 class NeuralConfig(Base):
@@ -38,11 +38,11 @@ class NeuralConfig(Base):
 
     num_rows: int = Field(
         default=4096, ge=2, le=2**24
-    )  # rows of the token table; half of them belong to one token each
+    )  # rows of the token table; half of them serve one token each, the others are shared
     d_model: int = Field(default=32, ge=1, le=2**14)  # width of a token's vector
-    dilations: tuple[Count, ...] = (1, 2, 4)  # tokens between a convolution's three taps, one for each layer
-    num_pooled: int = Field(default=16, ge=1, le=2**14)  # numbers a token hands to the pooling
-    d_hidden: int = Field(default=32, ge=1, le=2**14)  # width of the layer behind the pooling
+    dilations: tuple[Count, ...] = (1, 2, 4)  # distance in tokens between a convolution's three taps, per layer
+    num_pooled: int = Field(default=16, ge=1, le=2**14)  # numbers per token that enter the pooling
+    d_hidden: int = Field(default=32, ge=1, le=2**14)  # width of the layer after the pooling
     norm_eps: float = Field(default=1e-5, gt=0)
 
 
@@ -62,7 +62,7 @@ class Arrays(NamedTuple):
 
 
 def evidence(scheme: Scheme, found: Evidence) -> Float[np.ndarray, "B T"]:
-    """Evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
+    """Convert the result of `reference.evidence` or of a Detector to evidence e; 1/2 where not scored."""
     value = scheme.neural_evidence(found.words)
     return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
 
@@ -87,7 +87,7 @@ def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -
     """Float64 initial values by name, drawn from Philox with the parameter's name as site.
 
     Kernels have variance 1 / fan-in, the token table standard deviation 0.1, scales are 1 and biases 0; with
-    distinct=True these two are random as well (scales 1 +- 0.1, biases +- 0.1), so that a swapped one shows.
+    distinct=True these two are random as well (standard deviation 0.1), so that a test notices swapped ones.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():
@@ -99,13 +99,13 @@ def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -
 
 
 def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Random data of one step for the parity engine: every second row ends in a quarter of padding."""
+    """Random data of one step for the parity engine: in every second row, the last quarter is padding."""
     random = np.random.default_rng((seed, step))
     tokens = random.integers(0, 4 * config.num_rows, (batch, length), dtype=np.int32)
     tokens[1::2, length - length // 4 :] = -1
     scored = (tokens >= 0) & (random.random(tokens.shape) < 0.8)
     labels = (np.arange(batch) % 2).astype(np.float64)
-    value = random.random(tokens.shape) ** np.where(labels, 0.5, 1.0)[:, None]  # marked rows lean to 1
+    value = random.random(tokens.shape) ** np.where(labels, 0.5, 1.0)[:, None]  # higher in marked rows
     return Arrays(tokens, np.where(scored, value, NO_EVIDENCE), scored, labels)
 
 
@@ -133,7 +133,7 @@ def save(
 
 
 def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[str, Any]]:
-    """Shape, parameters and record of a detector that `save` wrote.
+    """Load the shape, parameters and record of a detector that `save` wrote.
 
     Raises:
       ValueError: a file is missing or damaged, the checksum differs, or parameters are missing, unused or misshapen.
@@ -157,7 +157,7 @@ def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[
 
 
 def calibration_file(folder: str | Path) -> Path:
-    """Where a detector's human passages lie.
+    """Return the path of a detector's human passages.
 
     Raises:
       ValueError: there is no such file.
@@ -169,7 +169,7 @@ def calibration_file(folder: str | Path) -> Path:
 
 
 def load_calibration(folder: str | Path) -> np.ndarray:
-    """Human passages [N T] that were saved with a detector.
+    """Load the human passages [N T] that were saved with a detector.
 
     Raises:
       ValueError: there are none, or the file is damaged.

@@ -1,11 +1,11 @@
 """A small trained detector on per-token evidence and token ids, in Flax NNX.
 
 Twin: torch_ref/watermark/detector/neural.py.
-Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
-GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
-hidden layer -> logit, large for marked text. The sum over sqrt(n) is what a z-score is; the log-mean-exp, a soft
-maximum, finds a marked passage inside human text. The logit is no p-value: neural_detection.py calibrates it on human
-text. Axis letters: P numbers pooled.
+Data flow: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
+GELU) -> P numbers per token -> their sum over the n scored tokens divided by sqrt(n), their mean and their log-mean-exp
+-> one hidden layer -> logit, large for marked text. The sum over sqrt(n) is the form of a z-score; the log-mean-exp, a
+soft maximum, finds a marked passage inside human text. The logit is not a p-value: neural_detection.py calibrates it on
+human text. Axis letters: P pooled numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxbench.watermark.detector.features import FEATURES, NeuralConfig
 
 
 class Batch(NamedTuple):
-    """One step's data."""
+    """The data of one step."""
 
     tokens: Int[Array, "B T"]  # -1 = padding
     evidence: Float[Array, "B T"]  # in (0, 1), larger = more marked; features.py says how
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class NeuralDetector(nnx.Module):
-    """Evidence and tokens in, one logit a text out."""
+    """Maps evidence and tokens to one logit per text."""
 
     def __init__(self, *, num_rows: int, d_model: int, dilations: Sequence[int], num_pooled: int, d_hidden: int,
                  norm_eps: float, dtype: str):  # fmt: skip
@@ -61,16 +61,16 @@ class NeuralDetector(nnx.Module):
 
 
 def table_rows(tokens: Int[Array, "B T"], num_rows: int) -> Int[Array, "B T"]:
-    """Row of the token table that each token reads: below num_rows / 2 its own, above one it shares; padding row 0.
+    """Return each token's row of the token table: its own if the id is below num_rows / 2, else shared; padding row 0.
 
-    Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
+    Ids of a byte-pair vocabulary follow its merge order, so frequent tokens have small ids.
     """
     half, tokens = num_rows // 2, jnp.maximum(tokens, 0)
     return jnp.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
 
 def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *, dtype: str) -> Float[Array, "B T F"]:
-    """2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    """Compute 2 e - 1, -log(1 - e) - 1 (both with mean 0 for uniform e, and 0 where not scored) and `scored`."""
     evidence = evidence.astype(jnp.promote_types(evidence.dtype, jnp.float32))
     parts = (2.0 * evidence - 1.0, -jnp.log1p(-evidence) - 1.0, jnp.ones_like(evidence))
     zero = jnp.zeros((), evidence.dtype)
@@ -78,13 +78,13 @@ def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *,
 
 
 def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "B Q"]:
-    """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    """Compute sum / sqrt(n), mean and log-mean-exp over each text's n scored tokens, Q = 3 P; zeros if n = 0."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     zero = jnp.zeros((), wide.dtype)
     is_scored = scored[:, :, None]
     count = jnp.maximum(jnp.sum(scored, axis=1), 1).astype(wide.dtype)[:, None]
     total = jnp.sum(jnp.where(is_scored, wide, zero), axis=1)
-    # Where nothing is scored all values are 0, so that no infinity enters a gradient.
+    # In a text without scored tokens, all values are 0, so that no infinity enters a gradient.
     is_open = is_scored | ~jnp.any(scored, axis=1)[:, None, None]
     highest = jnp.where(is_open, jnp.where(is_scored, wide, zero), zero - jnp.inf)
     highest = jax.nn.logsumexp(highest, axis=1) - jnp.log(count)
@@ -110,10 +110,10 @@ def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Floa
 
 
 def build(config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralDetector:
-    """Detector of a configuration holding `params`, cast to dtype.
+    """Build a detector with `params`, cast to dtype.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+      ValueError: a parameter is missing, unused or misshapen; the message lists all names.
     """
     model = NeuralDetector(**dict(config), dtype=dtype)
     return nn.load_params(model, params)

@@ -1,9 +1,9 @@
-"""A trained detector's p-values of texts, to be read beside the exact test's.
+"""P-values of a trained detector, to be reported next to those of the exact test.
 
 The p-value is conformal (Vovk et al. 2005, chapter 2): with n null scores, of held-out human passages of the text's
-length under random keys, it is (1 + number of null scores >= the text's) / (n + 1), so that it cannot be below
-1 / (n + 1). It promises its level on average over texts and keys; the exact test promises it for every text, and to any
-level. The passages are those that train-detector kept for this (`calibration.npy`).
+length under random keys, it is (1 + number of null scores >= the text's) / (n + 1), and hence at least 1 / (n + 1). Its
+level holds on average over texts and keys; that of the exact test holds for every text, at any level. train-detector
+saved the passages for this purpose (`calibration.npy`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged
 
 NUM_NULL = 4000
-VERSION = 1  # of kept null scores: a change of the network, the evidence or the draws is another number
-SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
-STEP = 32  # tokens: texts are filled up to multiples, each a program
+VERSION = 1  # of cached null scores: a change of the network, the evidence or the draws needs a new number
+SCORING_ROWS = 64  # texts per call, which fit the cache; fewer are padded
+STEP = 32  # tokens: texts are padded to multiples, each of which is one program
 
 
 class Scorer:
@@ -45,7 +45,7 @@ class Scorer:
         return neural.predict(nnx.merge(self._graph, state), batch)
 
     def __call__(self, arrays: features.Arrays) -> np.ndarray:
-        """Logits [N] (float64) of texts, SCORING_ROWS at a time."""
+        """Compute logits [N] (float64) of texts, SCORING_ROWS at a time."""
         arrays, found = arrays._replace(evidence=arrays.evidence.astype(np.float32)), [np.zeros(0)]
         for start in range(0, len(arrays.tokens), SCORING_ROWS):
             parts = [field[start : start + SCORING_ROWS] for field in arrays]
@@ -56,7 +56,7 @@ class Scorer:
 
 
 def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
-    """(1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
+    """Return (1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
     ordered = np.sort(null)
     return (1.0 + len(ordered) - np.searchsorted(ordered, scores, side="left")) / (len(ordered) + 1.0)
 
@@ -70,21 +70,21 @@ def null_scores(
     seed: int,
     start: int = 0,
 ) -> np.ndarray:
-    """Scores [count] of human passages, cut to a length from token `start` on, under random keys of their scheme."""
+    """Score `count` human passages, cut to `length` tokens from token `start`, under random keys of their scheme."""
     random, rows = np.random.default_rng((seed, length)), np.arange(count) % len(pool.tokens)
     return scorer(training_data.null_arrays(pool, rows, length, random, start=start))
 
 
 class NeuralVerdicts(NamedTuple):
-    """What the neural detector says of N texts."""
+    """Results of the neural detector for N texts."""
 
     p_value: Float[np.ndarray, " N"]  # >= 1 / (num_null + 1)
-    num_null: Int[np.ndarray, " N"]  # null scores that it is ranked among; 0 = no token of the text is scored, p = 1
-    num_tokens: Int[np.ndarray, " N"]  # tokens read behind the prompt, at most as many as the human passages have
+    num_null: Int[np.ndarray, " N"]  # null scores that the text is ranked among; 0 = it has no scored token, p = 1
+    num_tokens: Int[np.ndarray, " N"]  # tokens read after the prompt, at most as many as the human passages have
 
 
 class NeuralTest:
-    """A detector that train-detector wrote, with the human passages that calibrate it."""
+    """A detector written by train-detector, with the human passages that calibrate it."""
 
     def __init__(self, folder: str | Path, *, vocab_size: int):
         """Read the detector.
@@ -99,16 +99,16 @@ class NeuralTest:
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
         sums = record["sha256"], assets.sha256_file(features.calibration_file(folder))
-        # what null scores depend on, beside a scheme, a length and a start
+        # what null scores depend on, besides scheme, length and start
         self._about = f"{VERSION} {NUM_NULL} {vocab_size} {' '.join(sums)}"
         self._pools: dict[str, training_data.Pool] = {}  # by scheme
         self._null: dict[tuple[str, int, int], np.ndarray] = {}  # scores by scheme, length and start
 
     def check(self, scheme: Scheme) -> None:
-        """Raise where the detector cannot judge a scheme.
+        """Raise if the detector cannot judge a scheme.
 
         Raises:
-          ValueError: the scheme carries a payload: evidence of the likeliest of many messages is not that of one key.
+          ValueError: the scheme carries a payload: the likeliest of many messages has other evidence than a single one.
         """
         if config.num_payloads(scheme) > 1:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
@@ -121,10 +121,11 @@ class NeuralTest:
         *,
         prompt_lengths: Int[np.ndarray, " N"] | int | None = None,
     ) -> NeuralVerdicts:
-        """Judge N texts by the evidence that a Detector finds under their key, or one each.
+        """Judge N texts by the evidence that a Detector finds under one key, or one key per text.
 
-        Texts are read from behind their prompts on. A prompt is the first tokens' context, so that they are scored;
-        the null passages then begin behind as many tokens. A verdict does not depend on the others.
+        A text is read from the end of its prompt. The prompt serves as context, so that the first tokens are scored
+        too; null passages then skip as many leading tokens, up to the context length. Each verdict is independent of
+        the other texts.
 
         Raises:
           ValueError: as `check`, or keys or prompt lengths do not fit the texts.
@@ -152,13 +153,13 @@ class NeuralTest:
         return found
 
     def _widths(self, counts: np.ndarray, is_scored: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (width, rows) of texts that are scored: few widths are few programs."""
+        """Yield (width, rows) of texts with scored tokens; few widths, so that few programs are compiled."""
         widths = np.minimum(-(-counts // STEP) * STEP, self._human.shape[1])
         for width in np.unique(widths[is_scored]):
             yield int(width), np.flatnonzero(is_scored & (widths == width))
 
     def _null_scores(self, detector: detection.NumpyDetector, length: int, start: int, width: int) -> np.ndarray:
-        """Scores of NUM_NULL human passages of a length, as the detector's scheme scores them from `start` on."""
+        """Return the scores of NUM_NULL human passages of a length from token `start`, under the detector's scheme."""
         scheme = detector.scheme.model_dump_json()
         name = scheme, length, start
         if name not in self._null:
@@ -176,7 +177,7 @@ class NeuralTest:
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """Null scores that were kept, None where there are none or they are damaged."""
+    """Read cached null scores; None if they are missing or damaged."""
     try:
         found = np.load(path, allow_pickle=False).astype(np.float64)
     except (OSError, EOFError, ValueError):
@@ -185,13 +186,13 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def _write(path: Path, scores: np.ndarray) -> None:
-    """Keep null scores, which are float32, for other processes and runs; a cache that cannot be written is none."""
+    """Cache null scores, which are float32, for other processes and runs; ignore a cache that cannot be written."""
     with contextlib.suppress(OSError), outputs.whole(path) as temporary, open(temporary, "wb") as file:
         np.save(file, scores.astype(np.float32))
 
 
 def _behind(prompt: np.ndarray, counts: np.ndarray, arrays: features.Arrays) -> features.Arrays:
-    """Arrays [B T] from each row's prompt on, `counts` tokens of it; what is behind is padding."""
+    """Take `counts` tokens of each row of arrays [B T] after its prompt; the rest is padding."""
     columns = np.arange(max(1, counts.max(initial=0)))
     inside, places = columns < counts[:, None], columns + prompt[:, None]
     fill = features.Arrays(-1, np.float32(features.NO_EVIDENCE), False, 0)
@@ -203,7 +204,7 @@ def _behind(prompt: np.ndarray, counts: np.ndarray, arrays: features.Arrays) -> 
 
 
 def _cut(arrays: features.Arrays, width: int) -> features.Arrays:
-    """Arrays of `width` columns: cut, or filled up with padding."""
+    """Cut or pad arrays to `width` columns."""
     short = max(0, width - arrays.tokens.shape[1])
     fill = {"tokens": -1, "evidence": features.NO_EVIDENCE, "scored": False}
     fields = {

@@ -1,8 +1,8 @@
-"""Train the neural detector, calibrate it on held-out human text, and report it beside the exact test.
+"""Train the neural detector, calibrate it on held-out human text, and compare it with the exact test.
 
-Marked texts come from the model (power.generate: no end token, a key for each text), human text from the packaged prose
-or --data, its documents split in three: training, calibration, test. Schemes and keys of the test are not those of the
-training. What the detector's p-value promises: neural_detection.py.
+Marked texts come from the model (power.generate: no end token, one key per text), human text from the packaged prose or
+--data, with its documents split in three: training, calibration, test. The test has other schemes and keys than the
+training. neural_detection.py says what the detector's p-value guarantees.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jaxbench.watermark.study import detectability, power
 
 
 class Training(Base):
-    """What trains the neural detector: configs/watermark/neural.yaml."""
+    """Settings of training the neural detector: configs/watermark/neural.yaml."""
 
     train_schemes: dict[str, config.Scheme] = Field(min_length=1)
     test_schemes: dict[str, config.Scheme] = Field(min_length=1)
     detector: features.NeuralConfig = features.NeuralConfig()
-    model: str = "default"  # writes the marked texts
+    model: str = "default"  # generates the marked texts
     num_train_texts: int = Field(default=256, ge=1)  # of each training scheme
     num_test_texts: int = Field(default=128, ge=1)  # of each test scheme
     prompt_tokens: int = Field(default=32, ge=1)
@@ -52,9 +52,9 @@ class Training(Base):
     weight_decay: float = Field(default=0.01, ge=0)
     min_tokens: int = Field(default=25, ge=1)  # shortest text shown in training
     max_edited: float = Field(default=0.4, ge=0, lt=1)  # largest share of replaced tokens in training
-    pasted_share: float = Field(default=0.25, ge=0, le=1)  # of training examples that are a passage in human text
+    pasted_share: float = Field(default=0.25, ge=0, le=1)  # share of training examples that are a passage in human text
     test_lengths: tuple[config.Count, ...] = Field(default=(25, 50, 100, 200), min_length=1)
-    test_edits: tuple[config.Level, ...] = (0.1, 0.3)  # shares of replaced tokens, at the greatest length
+    test_edits: tuple[config.Level, ...] = (0.1, 0.3)  # shares of replaced tokens, in texts of num_tokens
     test_pasted: tuple[config.Level, ...] = (0.5, 0.25)  # shares of marked tokens inside human text
     num_null: int = Field(default=4000, ge=100, le=10**6)  # null scores behind each conformal p-value
     levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3), min_length=1)
@@ -81,7 +81,7 @@ class Training(Base):
 
 
 class Corpus(NamedTuple):
-    """Human passages [N T] of the three parts."""
+    """Human passages [N T] of the three splits."""
 
     train: np.ndarray
     calibration: np.ndarray
@@ -108,7 +108,7 @@ def fit(
     settings: Training, marked: list[training_data.Pool], human: list[training_data.Pool],
     *, say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
-    """Trained parameters by name and the loss of every step, nats per text."""
+    """Train, and return the parameters by name and the loss of every step, nats per text."""
     params = features.initial_params(settings.detector, settings.seed)
     model = neural.build(settings.detector, params)
     adamw = OptimizerConfig(b1=0.9, b2=0.99, eps=1e-8, weight_decay=settings.weight_decay, decay="all")
@@ -156,7 +156,7 @@ def judge(
     *,
     vocab_size: int,
 ) -> list[dict[str, Any]]:
-    """Rows of true-positive rates of one test scheme, the neural detector beside the exact test."""
+    """Return rows of true-positive rates of one test scheme, of the neural detector and the exact test."""
     scheme, out, null = settings.test_schemes[name], [], {}
     calibration = training_data.human_pool(scheme, human.calibration, vocab_size=vocab_size)
     for condition, texts in conditions(settings, tokens, human.test, seed=len(name)):
@@ -184,7 +184,7 @@ def judge(
 def evidence(
     scheme: Scheme, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
 ) -> tuple[features.Arrays, np.ndarray]:
-    """Detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
+    """Return the detector's inputs for texts [N T] with one key each, and the exact test's p-values [N]."""
     found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
@@ -201,7 +201,7 @@ def run(
 ) -> dict[str, Any]:
     """Generate, train, save and test; write detector.safetensors, detector.json and neural.json into workdir.
 
-    Human texts, which also give the prompts, are in `path` (passages.read_texts); None = the packaged default text.
+    Human texts, which also supply the prompts, come from `path` (passages.read_texts); None = the packaged default.
 
     Raises:
       ValueError: a training scheme is also a test scheme, there are too few human documents, or workdir holds the texts
@@ -246,7 +246,7 @@ def run(
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One row as text."""
+    """Format one row as text."""
     shown = [f"{name} {_rate(row[name])}" for name in ("neural", "exact") if name in row]
     return f"{row['scheme']:<20} {row['condition']:<22} FPR {row['level']:<6g} " + "  ".join(shown)
 
@@ -256,7 +256,7 @@ def _rate(value: Mapping[str, float]) -> str:
 
 
 def _generation(settings: Training, part: str) -> power.Power:
-    """The marked texts of a part, train or test."""
+    """Return the settings that generate the marked texts of a part, train or test."""
     schemes, count = settings.train_schemes, settings.num_train_texts
     if part == "test":
         schemes, count = settings.test_schemes, settings.num_test_texts

@@ -1,1 +1,1 @@
-"""How each scheme marks logits, and reads the words of a text, in JAX; one file a scheme. Twin: torch_ref."""
+"""How each scheme marks logits and computes the words of a text, in JAX; one file per scheme. Twin: torch_ref."""

@@ -1,7 +1,7 @@
-"""What each scheme's file here and in torch_ref/watermark/device/ offers: a class `Mark` on a device (S file).
+"""The interface of each scheme's file here and in torch_ref/watermark/device/: a class `Mark` on a device (S file).
 
-Arrays are JAX's or PyTorch's; logits [B V] are those of the next token. A state has a row for each text: marked bool
-[B], keys of 32-bit words [B 4] (both halves of the first and of the second key), and what watermark_base.py and
+Arrays are JAX's or PyTorch's; logits [B V] are those of the next token. A state has one row per text: marked bool [B],
+keys of 32-bit words [B 4] (both halves of the first and of the second key), and what watermark_base.py and
 `first_state` add.
 """
 
@@ -21,24 +21,24 @@ class Position(NamedTuple):
 
     tokens: Int[Any, "B W"]
     length: Int[Any, " B"]
-    step: Any  # tokens generated, an integer
+    step: Any  # number of tokens generated so far
 
 
 class KeyedStep(NamedTuple):
-    """What the rows of a batch draw their next token with."""
+    """Keys and seeds for drawing the next token of each row of a batch."""
 
     key: tuple[Any, Any]  # words [B 1] each
-    seeds: Any  # of their contexts, words [B S]
-    is_active: Bool[Any, " B"]  # rows that are drawn with their key
+    seeds: Any  # seeds of the contexts, words [B S]
+    is_active: Bool[Any, " B"]  # rows that draw with their key at this step
 
 
 def first_key(state: State) -> tuple[Any, Any]:
-    """First key of each row, two words [B 1]."""
+    """Return the first key of each row, two words [B 1]."""
     return state["keys"][:, :1], state["keys"][:, 1:2]
 
 
 def active_rows(scheme: Scheme, state: State, at: Position) -> Bool[Any, " B"]:
-    """Which rows have a key and a full context."""
+    """Return which rows have a key and a full context."""
     return state["marked"] & (at.length >= scheme.context_length)
 
 
@@ -46,7 +46,7 @@ class BaseMark:
     """One scheme on a device, for one vocabulary.
 
     Attributes:
-      shared: arrays that all rows read, where the scheme has lists of its own; `apply` then gets (shared, state).
+      shared: arrays that all rows read, for kgw_markllm and kgw_transformers; their `apply` gets (shared, state).
     """
 
     shared: State | None = None
@@ -55,20 +55,20 @@ class BaseMark:
         self.scheme, self.vocab_size = scheme, vocab_size
 
     def first_state(self, state: State) -> State:
-        """State before the first token: with what this scheme carries from token to token."""
+        """Return the state before the first token, extended by what this scheme carries from token to token."""
         return state
 
     def green_tokens(self, state: State, at: Position) -> Bool[Any, "B V"]:
-        """Tokens that are green in rows that are marked here, none in other rows (schemes that do not draw)."""
+        """Return the green tokens of rows marked at this step, none in other rows (schemes that do not draw)."""
 
     def apply(self, state: Any, logits: Float[Any, "B V"], at: Position) -> tuple[State, Float[Any, "B V"]]:
-        """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
+        """Return the next state, and logits with green tokens made more likely (schemes that do not draw)."""
 
     def draw(self, state: State, logits: Float[Any, "B V"], at: Position, sample: Any) -> tuple[State, Int[Any, " B"]]:
-        """Next state, and tokens, -1 for rows that it leaves to others (schemes that draw); `sample`: OrdinaryDraw."""
+        """Return the next state and tokens, -1 for rows not drawn here (schemes that draw); `sample`: OrdinaryDraw."""
 
     def reweight(self, state: State, logits: Float[Any, "B V"], at: Position) -> tuple[State, Float[Any, "B V"]]:
-        """Next state, and logits whose ordinary draw is marked (schemes that draw)."""
+        """Return the next state, and logits whose ordinary draw is marked (schemes that draw)."""
 
     def text_words(self, key: tuple[Any, Any], text: Any) -> tuple[Any, Any]:
-        """Words and seeds of the tokens of texts (prf.Text); for schemes without lists of their own."""
+        """Return words and seeds of the tokens of texts (prf.Text); not for kgw_markllm and kgw_transformers."""

@@ -24,7 +24,7 @@ class Mark(ReweightingMark):
         return jnp.log(_moved(p, keys, self.scheme.alpha))
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words and seeds of the tokens of texts."""
+        """Return the words and seeds of the tokens of texts."""
         seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
         return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
@@ -40,8 +40,9 @@ def token_words(
 def _moved(p: Float[Array, "B V"], keys: UInt32[Array, "B 8"], alpha: float) -> Float[Array, "B V"]:
     """schemes.dip.reweight of each row, in the order that the round keys give.
 
-    A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
-    1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
+    A token gets p if it lies after the place where the cumulative mass of the order passes alpha, and p once more
+    after the place where it passes 1 - alpha. Both places are found bit by bit: one sum per bit is cheaper than sorting
+    the tokens.
     """
     bits = order_bits(p.shape[1])
     places = permute(jnp.arange(p.shape[1], dtype=jnp.uint32)[None, :], keys[:, None, :], bits)
@@ -65,7 +66,7 @@ def _moved(p: Float[Array, "B V"], keys: UInt32[Array, "B 8"], alpha: float) -> 
 
 
 def round_keys(key: prf.Halves, seeds: UInt32[Array, "*shape 2"]) -> UInt32[Array, "*shape 8"]:
-    """Round keys of seeds: two Philox blocks."""
+    """Round keys of each seed: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [prf.random_blocks((i, seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return jnp.stack(jnp.broadcast_arrays(*blocks[0], *blocks[1]), axis=-1)
@@ -79,7 +80,7 @@ def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def permute(values: Array, keys: UInt32[Array, "*shape 8"], bits: int) -> UInt32[Array, "*shape"]:
-    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Permute values in [0, 2**bits) by the Feistel network with these round keys."""
     half, mask = bits // 2, 2 ** (bits // 2) - 1
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

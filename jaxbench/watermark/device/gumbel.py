@@ -1,4 +1,4 @@
-"""Gumbel in JAX: keyed noise in place of random noise. Twin: torch_ref/watermark/device/gumbel.py."""
+"""Gumbel in JAX: sampling with keyed noise. Twin: torch_ref/watermark/device/gumbel.py."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ class Mark(marks.Mark):
     """Gumbel on a device."""
 
     def first_state(self, state: State) -> State:
-        """State, which remembers contexts where they are deduplicated."""
+        """Return the state, with a history of contexts if the scheme deduplicates."""
         return marks.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
-        """Next state and the token of each row with the largest sum of logit and keyed noise.
+        """Return the next state and the token of each row with the largest sum of logit and keyed noise.
 
-        Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
+        Rows that have a key but are not marked at this step get their ordinary token from the same draw (vLLM's
+        function: -1).
         """
         state, keyed = self._keyed_step(state, at)
-        # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
+        # Outside the branch: a branch's inputs are materialised, so that not every block recomputes this selection.
         stream = self._stream(state, keyed)
         stream = stream if self.scheme.is_vllm else stream.where(keyed.is_active, sample)
         noisy = marks.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
         return state, jnp.where(keyed.is_active if self.scheme.is_vllm else state["marked"], noisy, -1)
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Next state and logits that are -inf for all tokens but the drawn one."""
+        """Return the next state, and logits that are -inf for all tokens but the drawn one in active rows."""
         state, keyed = self._keyed_step(state, at)
         drawn = largest_sum(logits, self._noise(self._stream(state, keyed), str(logits.dtype)))
         alone = jnp.where(jnp.arange(logits.shape[1])[None, :] == drawn[:, None], 0.0, -jnp.inf)
         return state, jnp.where(keyed.is_active[:, None], alone, logits)
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        """Return the words and seeds of the tokens; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self.scheme.is_vllm:
             return super().text_words(key, text)
@@ -59,7 +60,7 @@ class Mark(marks.Mark):
         return vllm_token_words(states, tokens, key), states
 
     def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
-        """Next state and the step; a context is remembered by its seed under the first key."""
+        """Return the next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
         is_active = active_rows(self.scheme, state, at)
@@ -91,7 +92,7 @@ class Mark(marks.Mark):
         return jnp.where(use_second, keys[:, 2:3], keys[:, :1]), jnp.where(use_second, keys[:, 3:], keys[:, 1:2])
 
     def _stream(self, state: State, keyed: KeyedStep) -> Stream:
-        """Where each row's keyed words come from."""
+        """Return where each row's keyed words come from."""
         site = jnp.full((keyed.seeds.shape[0], 1), reference.site_of(self.scheme), jnp.uint32)
         return Stream(keyed.key, keyed.seeds, site, state.get("payload"))
 
@@ -111,7 +112,7 @@ class Mark(marks.Mark):
 
 
 class Stream(NamedTuple):
-    """Where the words of each row come from: the arguments of prf.lanes, and by how far they are shifted."""
+    """Where the words of each row come from: the arguments of prf.lanes, and the payload's shift."""
 
     key: prf.Halves  # [B 1]
     seeds: UInt32[Array, "B S"]
@@ -119,7 +120,7 @@ class Stream(NamedTuple):
     payload: Int[Array, " B"] | None
 
     def where(self, is_active: Bool[Array, " B"], sample: OrdinaryDraw) -> Stream:
-        """This stream for active rows, that of their ordinary draw for others."""
+        """Return this stream for active rows, that of the ordinary draw for others."""
         rows, chosen = sample.row_ids.astype(jnp.uint32), is_active[:, None]
         plain = jnp.stack([rows, jnp.full_like(rows, sample.step)], axis=-1)
         return Stream(
@@ -134,7 +135,7 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Array, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
+    """Return the states of contexts, whose places before the text's start are -1 (see schemes/gumbel.py)."""
     contexts, width = contexts.astype(jnp.uint32), contexts.shape[-1]
     words: Any = tuple(jnp.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
@@ -149,14 +150,14 @@ def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Arra
 def vllm_token_words(
     states: UInt32[Array, "*shape 4"], tokens: Int[Array, "*shape"], key: prf.Halves
 ) -> UInt32[Array, "*shape"]:
-    """Word of each token at its context's state."""
+    """Return the word of each token given its context's state."""
     tokens = tokens.astype(jnp.uint32)
     pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: UInt32[Array, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
-    """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
+    """Return the words of tokens 0..num_elements-1 given each row's state, in lanes."""
     pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     counter = (prf.block_numbers(num_elements), states[:, :1], states[:, 1:2], states[:, 2:3])
     return prf.random_blocks(counter, pair)

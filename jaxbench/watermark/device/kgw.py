@@ -17,13 +17,13 @@ class Mark(marks.Mark):
     """KGW on a device."""
 
     def first_state(self, state: State) -> State:
-        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """Return the state; under the rule `self` with the words P(v, v), which depend only on the key."""
         if self.scheme.context.kind != "self":
             return state
         return state | {"own": own_lanes(first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
-        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        """Return the green tokens, given their contexts, of rows marked at this step; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
         rule, key = self.scheme.context, first_key(state)
         contexts = marks.last_tokens(at, rule.length)
@@ -38,7 +38,7 @@ class Mark(marks.Mark):
             green = ((word < threshold).astype(jnp.uint32) << j for j, word in enumerate(words))
             return jnp.where(is_active[:, None], sum(green), 0).astype(jnp.uint8)
 
-        # The branch's result is stored: fused into the sum with the logits, every block would be computed four times.
+        # A branch materialises its result: fused into the sum with the logits, each block would be computed four times.
         shape = (at.tokens.shape[0], -(-self.vocab_size // 4))
         packed = lax.cond(jnp.any(is_active), bits, lambda: jnp.zeros(shape, jnp.uint8))
         green = (packed[:, :, None] >> jnp.arange(4, dtype=jnp.uint8)[None, None, :]) & 1
@@ -48,7 +48,7 @@ class Mark(marks.Mark):
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Array, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Words of all candidates under the rule `self`, in lanes."""
+        """Return the words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -62,7 +62,7 @@ class Mark(marks.Mark):
 def self_lanes(
     key: prf.Halves, contexts: Int[Array, "B n"], own: UInt32[Array, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].astype(jnp.uint32), 0, SELF_SITE), key)
@@ -72,6 +72,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> UInt32[Array, "B 4 C"]:
-    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """Return P(v, v) of all tokens v in lanes: the part of self_lanes that does not depend on the context."""
     tokens = jnp.arange(4 * -(-num_elements // 4), dtype=jnp.uint32)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

@@ -16,7 +16,7 @@ from jaxbench.watermark.schemes.contract import Scheme
 
 
 class Mark(marks.Mark):
-    """A scheme with lists of its own on a device."""
+    """A scheme with a toolkit's lists on a device."""
 
     def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: GreenLists):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
@@ -27,14 +27,14 @@ class Mark(marks.Mark):
     def apply(
         self, state: tuple[State, State], logits: Float[Array, "B V"], at: Position
     ) -> tuple[State, Float[Array, "B V"]]:
-        """State and the logits with the scheme's bias added to those of green tokens."""
+        """Return the state, and logits with the scheme's bias added to those of green tokens."""
         shared, state = state
         is_active = active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self._lists.rule.bias, logits.dtype)
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Array, "B V"]:
-        """Green list that the context of each row selects from the bit table."""
+        """Return the green list that each row's context selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
         contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":

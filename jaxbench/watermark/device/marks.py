@@ -1,7 +1,7 @@
-"""What a scheme's file in this folder leaves out: rows marked at a step, and the class `Mark`. Twin: torch_ref.
+"""Shared by the schemes' files in this folder: rows marked at a step, and the base class `Mark`. Twin: torch_ref.
 
-A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. A context
-that a row used before is drawn with ordinary randomness: drawn with its key again, it would repeat itself.
+A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. After a
+context that a row has used before, the draw is ordinary: with the key, it would repeat the earlier keyed draw.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from jaxbench.watermark import prf
 from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.contract import Scheme
 
-HISTORY = 1024  # contexts of a row that are remembered
+HISTORY = 1024  # number of recent steps whose contexts are remembered, per row
 
 
 def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
-    """Places of the last `width` tokens of each row; below 0 where there are fewer."""
+    """Return the places of the last `width` tokens of each row; negative before the start of the row."""
     return length[:, None] + jnp.arange(-width, 0)[None, :]
 
 
 def last_tokens(at: Position, width: int) -> Int[Array, "B n"]:
-    """Last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    """Return the last `width` tokens of each row; in shorter rows, the leading ones are undefined."""
     return jnp.take_along_axis(at.tokens, jnp.maximum(last_places(at.length, width), 0), axis=1)
 
 
 def with_history(state: State) -> State:
-    """A state that remembers which contexts each row was drawn after: none yet."""
+    """Return the state with an empty history of the contexts that each row was drawn after."""
     return state | {"used": jnp.zeros((state["marked"].shape[0], HISTORY, 2), jnp.uint32)}
 
 
 def remember(
     state: State, context_seeds: UInt32[Array, "B 2"], is_active: Bool[Array, " B"], step: Array
 ) -> tuple[State, Bool[Array, " B"]]:
-    """State that knows this step's contexts, and which active rows have a context that is new to them."""
+    """Record this step's contexts in the state; also return which active rows have a context that is new to them."""
     is_written = jnp.arange(HISTORY)[None, :] < step
     is_known = jnp.all(state["used"] == context_seeds[:, None, :], axis=-1) & is_written
     is_new = is_active & ~jnp.any(is_known, axis=1)
@@ -49,7 +49,7 @@ def remember(
 
 
 def keyed_step(scheme: Scheme, state: State, at: Position) -> tuple[State, KeyedStep]:
-    """Next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    """Return the next state and the step of a scheme with a context rule, one key per row and remembered contexts."""
     key, rule = first_key(state), scheme.context
     contexts = last_tokens(at, rule.width)
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
@@ -58,44 +58,44 @@ def keyed_step(scheme: Scheme, state: State, at: Position) -> tuple[State, Keyed
 
 
 def draw_if_any(is_active: Bool[Array, " B"], draw: Any) -> Int[Array, " B"]:
-    """Tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    """Return the tokens of `draw`; if no row is active, skip the draw and return -1 in every row."""
     return lax.cond(jnp.any(is_active), draw, lambda: jnp.full(is_active.shape, -1, jnp.int32))
 
 
 class Mark(BaseMark):
-    """One scheme on a device: what most schemes do."""
+    """One scheme on a device: the defaults of most schemes."""
 
     def apply(self, state: Any, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
+        """Return the next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
         is_green = self.green_tokens(state, at)
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words and seeds of the tokens of texts (schemes without lists of their own)."""
+        """Return the words and seeds of the tokens of texts (not for kgw_markllm and kgw_transformers)."""
         scheme, tokens = self.scheme, text.tokens
         seeds = prf.text_seeds(scheme.context, key, tokens)
         return prf.token_words(scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=text.payload), seeds
 
 
 class ReweightingMark(Mark):
-    """A scheme that draws from a distribution of its own, `reweighted`, unless the context was used before."""
+    """A scheme that draws from a keyed distribution, `reweighted`, unless the row has used the context before."""
 
     def first_state(self, state: State) -> State:
-        """State before the first token, which remembers contexts."""
+        """Return the state before the first token, with a history of contexts."""
         return with_history(state)
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logarithm of the scheme's distribution, up to a constant in each row."""
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Next state, and logits, those of active rows reweighted."""
+        """Return the next state, and logits, reweighted in active rows."""
         state, keyed = keyed_step(self.scheme, state, at)
         return state, jnp.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
-        """Next state, and the ordinary draw from such logits for all rows with a key, -1 for others."""
+        """Return the next state, and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
         state, keyed = keyed_step(self.scheme, state, at)
 
         def drawn_tokens() -> Int[Array, " B"]:
@@ -107,6 +107,6 @@ class ReweightingMark(Mark):
 
 
 def mark_of(scheme: Scheme, *, vocab_size: int, green_lists: Any = None) -> Mark:
-    """A scheme's Mark, from the file that the scheme names."""
+    """Build a scheme's Mark, from the file that the scheme names."""
     module = importlib.import_module(f"jaxbench.watermark.device.{scheme.device}")
     return module.Mark(scheme, vocab_size=vocab_size, green_lists=green_lists)

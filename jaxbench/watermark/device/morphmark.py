@@ -1,4 +1,4 @@
-"""MorphMark in JAX: probability moved to green tokens by a share that follows theirs. Twin: torch_ref."""
+"""MorphMark in JAX: moves probability to green tokens, the more the likelier they are. Twin: torch_ref."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Mark(kgw.Mark):
     """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        """Return state and logits of the marked distribution; logsumexp and the rows not marked stay the same."""
         is_green = self.green_tokens(state, at)
         green = jnp.sum(jnp.where(is_green, jax.nn.softmax(logits, axis=-1), 0), axis=-1, keepdims=True)
         green = jnp.minimum(green, 1)
@@ -26,7 +26,7 @@ class Mark(kgw.Mark):
 
 
 def strength(green_probability: Float[Array, "B 1"], scheme: Scheme) -> Float[Array, "B 1"]:
-    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """Return r, the share of the red tokens' probability that moves to the green ones (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": jnp.expm1, "log": jnp.log1p}[scheme.form](scaled)
     return jnp.where(green_probability < scheme.p_0, 0, jnp.minimum(r, 1))

@@ -15,7 +15,7 @@ from jaxbench.watermark.device.contract import KeyedStep, State
 from jaxbench.watermark.device.marks import ReweightingMark
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 
-LAYERS = 5  # of a tournament, computed from one stored distribution
+LAYERS = 5  # layers per loop iteration, all computed from one materialised distribution
 
 
 class Mark(ReweightingMark):
@@ -31,7 +31,7 @@ class Mark(ReweightingMark):
         return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
 
     def _played_by_head(self, keyed: KeyedStep, logits: Float[Array, "B V"], candidates: int) -> Float[Array, "B V"]:
-        """Logits after a tournament among the tokens of schemes.synthid.head."""
+        """Return logits after a tournament among the tokens of schemes.synthid.head."""
         size, rows = HEAD_BLOCK, jnp.arange(logits.shape[0])[:, None]
         padded = jnp.pad(logits, ((0, 0), (0, -self.vocab_size % size)), constant_values=-jnp.inf)
         blocks = padded.reshape(logits.shape[0], -1, size)
@@ -45,31 +45,31 @@ class Mark(ReweightingMark):
 def block_words(
     key: prf.Halves, seeds: UInt32[Array, "B 2"], blocks: Int[Array, "B n"], *, size: int, site: int
 ) -> UInt32[Array, "B C"]:
-    """Words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    """Return the words of tokens size * b .. size * b + size - 1 of each block b, in order; size is a multiple of 4."""
     counters = blocks.astype(jnp.uint32)[:, :, None] * jnp.uint32(size // 4) + prf.block_numbers(size)[:, None, :]
     words = prf.random_blocks((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
     return prf.interleave(words, blocks.shape[1] * size)
 
 
 def _stored(state: State, compute: Callable[[], Any]) -> Any:
-    """Result of `compute`, stored: as that of a branch, it is not computed anew by each of its readers."""
+    """Materialise the result of `compute` by returning it from a branch, so that its readers do not recompute it."""
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
     return lax.cond(jnp.any(state["marked"]), compute, lambda: empty)
 
 
 def _play(logits: Float[Array, "B C"], words: UInt32[Array, "B C"], depth: int) -> Float[Array, "B C"]:
-    """Logits after the tournament among them; their logsumexp stays."""
+    """Return logits after a tournament among all of them; their logsumexp stays the same."""
     p = jax.nn.softmax(logits, axis=-1)
     return logits + jnp.log(jnp.where(p > 0, _tournament(p, words, depth) / jnp.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Array, "B V"], words: UInt32[Array, "B V"], depth: int) -> Float[Array, "B V"]:
-    """schemes.synthid.tournament of each row."""
+    """Compute schemes.synthid.tournament of each row."""
 
     def layers(p: Array, bits: Array, count: int) -> Array:
         for i in range(count):
             is_one = (bits >> i) & 1 != 0
-            # Stored before it is added up: XLA:CPU adds vectors in a sum alone, single numbers in one fused with more.
+            # p is materialised before this sum: XLA:CPU vectorises a lone sum, but not one that is fused with more.
             share = jnp.minimum(jnp.sum(jnp.where(is_one, p, 0), axis=-1, keepdims=True), 1)
             p = p * jnp.where(is_one, 2 - share, 1 - share)
         return p

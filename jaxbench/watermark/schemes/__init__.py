@@ -1,1 +1,1 @@
-"""One file a scheme: its configuration, words, evidence and null distribution, in numpy; ../config.py has the table."""
+"""One file per scheme: configuration, words, evidence and null distribution, in numpy; ../config.py has the table."""

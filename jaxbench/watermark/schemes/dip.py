@@ -1,7 +1,7 @@
 """DiP: distribution-preserving reweighting along a keyed order (Wu et al. 2023, arXiv:2310.07710) (S file).
 
-A Feistel network over [0, 2^b) puts the tokens in an order that a context and a key give. Probability moves to the end
-of the order; detection counts tokens in the upper half of it. A token's word is its place in the order, shifted to the
+A Feistel network over [0, 2^b) permutes the tokens; context and key decide the order. Marking moves probability to the
+end of the order; detection counts tokens in its upper half. A token's word is its place in the order, shifted to the
 top of 32 bits.
 """
 
@@ -35,7 +35,7 @@ class Dip(GreenScheme):
     gamma: ClassVar[float] = 0.5  # the upper half is green
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words and seeds of the tokens of texts."""
+        """Return the words and seeds of the tokens of texts."""
         seeds = reference.context_seeds(self.context, key, text.tokens)
         return token_words(reference.halves(key, 2), seeds, text.tokens, vocab_size=text.vocab_size), seeds
 
@@ -55,7 +55,7 @@ def token_words(
 def reweight(
     probabilities: Float[np.ndarray, "*shape V"], positions: Int[np.ndarray, "*shape V"], *, alpha: float
 ) -> Float[np.ndarray, "*shape V"]:
-    """DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
+    """Return DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
     order = np.argsort(positions, axis=-1)
     mass = np.take_along_axis(probabilities.astype(np.float64), order, axis=-1)
     end = np.cumsum(mass, axis=-1)
@@ -76,7 +76,7 @@ def order_bits(vocab_size: int) -> int:
 
 
 def round_keys(key: Halves, seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt32[np.ndarray, "*shape 8"]:
-    """Round keys of seeds: two Philox blocks."""
+    """Round keys of each seed: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [philox.philox4x32((np.uint32(i), seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return np.stack(np.broadcast_arrays(*blocks[0], *blocks[1]), axis=-1)
@@ -92,7 +92,7 @@ def mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 def permute(
     values: UInt32[np.ndarray, "*shape"], keys: UInt32[np.ndarray, "*shape 8"], bits: int
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Permute values in [0, 2**bits) by the Feistel network with these round keys."""
     half, mask = np.uint32(bits // 2), np.uint32(2 ** (bits // 2) - 1)
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

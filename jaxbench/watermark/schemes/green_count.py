@@ -1,4 +1,4 @@
-"""What schemes that tell green tokens from red ones share: words, evidence, and the number of green tokens (S file)."""
+"""Shared by schemes with green and red tokens: words, evidence, and the number of green tokens (S file)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import RED, Evidence, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
-MAX_BIAS = 1000.0  # nats: red tokens are as good as banned from 100 on; float32 still tells green logits 1e-4 apart
+MAX_BIAS = 1000.0  # nats: from 100 on red tokens are practically banned; float32 still separates green logits by 1e-4
 
 
 class GreenScheme(Scheme):
-    """A scheme with a share `gamma` of green tokens, each green on its own: its word lies below a threshold."""
+    """A scheme with a share `gamma` of green tokens; each is green independently, if its word is below a threshold."""
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words make their token green."""
@@ -28,7 +28,7 @@ class GreenScheme(Scheme):
         return GreenCount(self.is_green, threshold(self.gamma) / 2**32)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """The middle of what a token's word can say: 1 - gamma/2 where green, (1 - gamma)/2 where not."""
+        """Midpoint of the uniform range that the colour leaves: 1 - gamma/2 for green tokens, (1 - gamma)/2 for red."""
         return np.where(self.is_green(words), 1.0 - self.gamma / 2, (1.0 - self.gamma) / 2)
 
     def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
@@ -37,7 +37,7 @@ class GreenScheme(Scheme):
 
 
 class ListScheme(GreenScheme):
-    """A scheme whose words say no more than whether a token is on a list: 0 and RED."""
+    """A scheme whose words say only whether a token is on a list: 0 or RED."""
 
     word_fields: ClassVar[tuple[str, ...]] = ()
     has_list_words: ClassVar[bool] = True
@@ -47,17 +47,17 @@ class ListScheme(GreenScheme):
         return words == 0
 
     def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
+        """Draw words of tokens under an unrelated key."""
         return list_words(super().null_words(random, shape) < threshold(self.gamma))
 
 
 class ToolkitScheme(ListScheme):
-    """A scheme with the lists of another toolkit (green_lists.py), which it describes by `list_rule(vocab_size)`."""
+    """A scheme with another toolkit's lists (green_lists.py), which it describes by `list_rule(vocab_size)`."""
 
     device: ClassVar[str] = "listed"
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words of the tokens of texts, and the seeds of the lists that decide them.
+        """Return the words of the tokens of texts, and the seeds of the lists that decide them.
 
         Raises:
           ValueError: the scheme's lists were not given.
@@ -81,7 +81,7 @@ class GreenCount(Statistic):
     counts_green: ClassVar[bool] = True
 
     def token_scores(self, evidence: Evidence) -> Int[np.ndarray, "N T"]:
-        """1 for a green token that is scored, 0 for others."""
+        """1 for a scored green token, 0 for others."""
         return (self.is_green(evidence.words) & evidence.scored).astype(np.int64)
 
     def total(self, evidence: Evidence) -> Int[np.ndarray, " N"]:
@@ -98,10 +98,10 @@ class GreenCount(Statistic):
 
 
 def threshold(gamma: float) -> int:
-    """The number that a green token's word lies below, where each token is green on its own."""
+    """Return the bound below which a word makes its token green, for schemes whose tokens are green independently."""
     return int(gamma * 2**32)
 
 
 def list_words(is_green: Bool[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
-    """Words that say whether a token is on a list: 0 and RED."""
+    """Return words that say whether a token is on a list: 0 if it is, else RED."""
     return np.where(is_green, np.uint32(0), np.uint32(RED))

@@ -1,8 +1,8 @@
-"""Gumbel: keyed noise in place of random noise (S file).
+"""Gumbel: sampling with keyed instead of random Gumbel noise (S file).
 
-A token is the argmax of logit - log(-log u) with the keyed uniform u of each token: the distribution of a token stays
-the model's own. Detection adds up -log(1 - u) of the tokens, standard exponentials under the null. Source: Aaronson
-2022, "My AI safety lecture for UT Effective Altruism".
+The next token is the argmax of logit - log(-log u), where u is each token's keyed uniform: on average over keys, its
+distribution is the model's. Detection sums -log(1 - u) of the tokens, standard exponentials under the null. Source:
+Aaronson 2022, "My AI safety lecture for UT Effective Altruism".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
-LEAST_SHARE = 1e-4  # of either key; the exact tail of a smaller one is a series of up to billions of terms
+LEAST_SHARE = 1e-4  # of either key; for a smaller share, the exact tail is a series of up to billions of terms
 CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B  # of vLLM's function
 
 
@@ -31,7 +31,7 @@ class Gumbel(Scheme):
     context: ContextRule = ContextRule(kind="left", width=4)
     prf: Literal["jaxbench", "vllm"] = "jaxbench"  # vllm: bit-compatible with vLLM's philox4x32-10-v1
     dual_key_alpha: float = Field(default=0.0, ge=0, le=1)  # share of steps with the second key, 0 = one key
-    deduplicate: bool = True  # a context used before in a row draws with ordinary randomness
+    deduplicate: bool = True  # draw with ordinary randomness after a context that the row has already used
     payload_bits: int = Field(default=0, ge=0, le=16)  # a message of this many bits, 0 = none
 
     draws: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class Gumbel(Scheme):
 
     @property
     def is_vllm(self) -> bool:
-        """Whether its words are those of vLLM's function."""
+        """Whether words come from vLLM's function."""
         return self.prf == "vllm"
 
     @property
@@ -63,7 +63,7 @@ class Gumbel(Scheme):
         return 0 if self.is_vllm else self.context.length
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        """Return the words and seeds of the tokens; contexts of vLLM's function start with the continuation."""
         if not self.is_vllm:
             return super().text_words(key, text)
         pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
@@ -73,7 +73,7 @@ class Gumbel(Scheme):
         return vllm_token_words(states, tokens, pair), states
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 - u of words, exact in float64, with u as the function `prf` defines it."""
+        """1 - u of each word, exact in float64, with u as the function `prf` defines it."""
         k = (words >> np.uint32(8)).astype(np.float64)
         if self.is_vllm:
             return (2.0**24 - k) / (2.0**24 + 1.0)
@@ -84,17 +84,17 @@ class Gumbel(Scheme):
         return ExponentialSum(self)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """The word's uniform, of a dual key the first key's."""
+        """Uniform of the word; with two keys, of the first key's word."""
         return philox.uniform(words)
 
     def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """The token's own uniform."""
+        """Uniform of the token's word."""
         return 1.0 - self.complements(words)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialSum(Statistic):
-    """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
+    """The sum of -log(1 - u); with two keys (1 - alpha) A + alpha B. Null: a gamma, or a weighted sum of two."""
 
     scheme: Gumbel
     is_continuous: ClassVar[bool] = True
@@ -116,13 +116,13 @@ class ExponentialSum(Statistic):
         return (1.0 - alpha) * total + alpha * self._sum(evidence.second_words, evidence.scored)
 
     def _sum(self, words: np.ndarray, scored: np.ndarray) -> np.ndarray:
-        """Sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
+        """Sum of -log(1 - u) over scored positions [N]; eight factors, a product > 2**-208, share one logarithm."""
         values = np.where(scored, self.scheme.complements(words), 1.0)
         values = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)), constant_values=1.0)
         return -np.log(values.reshape(len(values), -1, 8).prod(axis=2)).sum(axis=1)
 
     def moments(self) -> tuple[float, float]:
-        """1 and the variance, 1 with one key."""
+        """Mean 1, and the variance (1 - alpha)^2 + alpha^2, which is 1 with one key."""
         alpha = self.scheme.dual_key_alpha
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
@@ -131,13 +131,13 @@ class ExponentialSum(Statistic):
         return null_distributions.dual_gamma(total, num_scored, self.scheme.dual_key_alpha)
 
 
-# vLLM's function philox4x32-10-v1 (vLLM 0.33, vllm/v1/watermarking/prfs/philox.py): h tokens of context, -1 where the
-# text has not started, are folded, four at a time, into a state of four words that starts as (CONTEXT_DOMAIN, h, 0, 0);
-# a token's word comes from the block of four it lies in. The uniform of a word w is ((w >> 8) + 1) / (2**24 + 1).
+# vLLM's function philox4x32-10-v1 (vLLM 0.33, vllm/v1/watermarking/prfs/philox.py): h tokens of context, -1 before the
+# text's start, are folded, four at a time, into a state of four words that starts as (CONTEXT_DOMAIN, h, 0, 0); one
+# block gives the words of four consecutive tokens. The uniform of a word w is ((w >> 8) + 1) / (2**24 + 1).
 
 
 def vllm_state(contexts: np.ndarray, key: Halves) -> np.ndarray:
-    """State [.. 4] (uint32) of contexts [.. h], oldest token first, under a key's halves (broadcast)."""
+    """Fold contexts [.. h], oldest token first, into states [.. 4] (uint32) under a key's halves (broadcast)."""
     contexts = np.asarray(contexts).astype(np.uint32)
     width, (low, high) = contexts.shape[-1], key
     words = tuple(np.full(contexts.shape[:-1], word, np.uint32) for word in (CONTEXT_DOMAIN, width, 0, 0))
@@ -149,7 +149,7 @@ def vllm_state(contexts: np.ndarray, key: Halves) -> np.ndarray:
 
 
 def vllm_token_words(states: np.ndarray, tokens: np.ndarray, key: Halves) -> np.ndarray:
-    """Word (uint32) of each token [..] at its context's state [.. 4]."""
+    """Word (uint32) of each token [..] given its context's state [.. 4]."""
     tokens, (low, high) = np.asarray(tokens).astype(np.uint32), key
     counter = (tokens >> 2, states[..., 0], states[..., 1], states[..., 2])
     words = philox.philox4x32(counter, (low ^ states[..., 3], high ^ np.uint32(TOKEN_DOMAIN)))

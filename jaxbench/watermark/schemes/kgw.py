@@ -1,7 +1,7 @@
 """KGW: green lists and a bias on their logits (Kirchenbauer et al. 2023, arXiv:2301.10226), Bernoulli form (S file).
 
-A token is green after a context where its word lies below gamma 2^32, each token on its own: no permutation of the
-vocabulary, and the number of green tokens is exactly binomial.
+A token is green after a context if its word is below gamma 2^32, independently of other tokens: this needs no
+permutation of the vocabulary, and the number of green tokens is exactly binomial.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """KGW with the green lists of MarkLLM 0.1.5, bit for bit (markllm/watermark/kgw/kgw.py) (S file).
 
-A context is combined to one number below V (green_lists.py), whose image f under a permutation of the vocabulary,
-times the key, modulo V, is the seed of its list. The window scheme `self` multiplies by the candidate's image, too.
+A context is combined into one number below V (green_lists.py). Its image f under a permutation of the vocabulary,
+times the key, modulo V, is the seed of the list. The window scheme `self` also multiplies by the candidate's image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxbench.watermark.schemes.green_count import MAX_BIAS, ToolkitScheme
 
 
 class MarkLlmKgw(ToolkitScheme):
-    """KGW of MarkLLM; field names and meanings are its own."""
+    """KGW of MarkLLM; field names and meanings are MarkLLM's."""
 
     scheme: Literal["kgw_markllm"] = "kgw_markllm"
     gamma: float = Field(default=0.5, gt=0, lt=1)  # share of green tokens
@@ -36,11 +36,11 @@ class MarkLlmKgw(ToolkitScheme):
 
     @property
     def is_detection_only(self) -> bool:
-        """True where each candidate token has a list of its own."""
+        """True if each candidate token has a separate list."""
         return self.window_scheme == "self"
 
     def list_rule(self, vocab_size: int) -> green_lists.ListRule:
-        """How contexts select lists; the file's opening lines have the source."""
+        """Return how contexts select lists; the module docstring has the source."""
         numbers, images = np.arange(vocab_size), green_lists.permutation(self.hash_key, vocab_size)
         hashed = numbers if self.f_scheme == "min" else images  # MarkLLM's _f of a combined context
         return green_lists.ListRule(

@@ -1,7 +1,7 @@
 """KGW with the green lists of transformers' WatermarkingConfig, bit for bit (S file).
 
-The seed of a list is the key times the last token; `selfhash` takes the least of key H(token) H(candidate) over the
-window. Source: transformers 5.23, generation/logits_process.py, WatermarkLogitsProcessor.
+The seed of a list is the key times the last token; for `selfhash` it is the minimum of key H(token) H(candidate) over
+the window. Source: transformers 5.23, generation/logits_process.py, WatermarkLogitsProcessor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
 
 
 class TransformersKgw(ToolkitScheme):
-    """KGW of transformers; field names and meanings are its own."""
+    """KGW of transformers; field names and meanings are those of transformers."""
 
     scheme: Literal["kgw_transformers"] = "kgw_transformers"
     greenlist_ratio: float = Field(default=0.25, gt=0, lt=1)  # share of green tokens
@@ -45,11 +45,11 @@ class TransformersKgw(ToolkitScheme):
 
     @property
     def is_detection_only(self) -> bool:
-        """True where each candidate token has a list of its own."""
+        """True if each candidate token has a separate list."""
         return self.seeding_scheme == "selfhash"
 
     def list_rule(self, vocab_size: int) -> green_lists.ListRule:
-        """How contexts select lists; the file's opening lines have the source."""
+        """Return how contexts select lists; the module docstring has the source."""
         numbers, seeds = np.arange(vocab_size), None
         if not self.is_detection_only:
             products = (self.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(vocab_size))
@@ -67,7 +67,7 @@ class TransformersKgw(ToolkitScheme):
         )
 
     def _selfhash(self, table: Int[np.ndarray, " n"]) -> Callable[[np.ndarray], np.ndarray]:
-        """Seeds of texts: the least of key H(token) H(candidate) in the window, wrapped to 64 bits as torch's int64."""
+        """Return the seed function: min of key H(token) H(candidate) in the window, as int64 that wraps as in torch."""
         key, width = np.int64((self.hashing_key + 2**63) % 2**64 - 2**63), self.context_width
 
         def seeds(tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:

@@ -1,7 +1,7 @@
 """SynthID: tournament sampling with two leaves (Dathathri et al. 2024, Nature 634, non-distortionary) (S file).
 
 A token's word gives it one bit g for each of `depth` layers; layer i multiplies the distribution by
-1 + g - sum(g p). Detection adds up the bits of the tokens, equally or by weight: fair coins under the null.
+1 + g - sum(g p). Detection sums the tokens' bits, weighted equally or by layer; under the null they are fair coins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import ContextRule
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
-MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
+MAX_DEPTH = 30  # maximum layers of a tournament: a word has 32 bits
 HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
 NEURAL_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et al. 2024, weighted mean)
 BAYESIAN_STEPS_PER_NAT = 64  # log-odds are rounded to this lattice, which makes their null exact
@@ -36,9 +36,9 @@ class SynthId(Scheme):
 
     scheme: Literal["synthid"] = "synthid"
     depth: int = Field(default=30, ge=1, le=MAX_DEPTH)  # layers of the tournament
-    candidates: int | None = Field(default=4096, ge=32, multiple_of=32)  # who plays (`head`); None = all tokens
+    candidates: int | None = Field(default=4096, ge=32, multiple_of=32)  # tokens that compete (`head`); None = all
     context: ContextRule = ContextRule(kind="left", width=4)
-    score: Literal["weighted", "mean", "bayesian"] = "weighted"  # what detection adds up
+    score: Literal["weighted", "mean", "bayesian"] = "weighted"  # what detection sums
 
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "synthid"
@@ -48,7 +48,7 @@ class SynthId(Scheme):
         return BitSum(self, weights(self.depth, self.score))
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Phi(z), z = the weighted sum of the word's bits, standardised."""
+        """Phi(z), where z is the standardised weighted sum of the word's bits."""
         layer_weights, total = np.linspace(*NEURAL_WEIGHTS, self.depth), np.zeros(words.shape)
         for i, weight in enumerate(layer_weights):
             total += weight * (((words >> np.uint32(i)) & np.uint32(1)) - 0.5)
@@ -92,7 +92,7 @@ class BitSum(Statistic):
         return null_distributions.lattice(total, num_scored, self.weights)
 
     def reported(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
+        """(Weighted) mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
         if self.scheme.score == "bayesian":
             constant = sum(math.log1p(-math.tanh(0.5 * w / BAYESIAN_STEPS_PER_NAT)) for w in self.weights)
             return total / BAYESIAN_STEPS_PER_NAT + num_scored * constant
@@ -100,7 +100,7 @@ class BitSum(Statistic):
 
 
 def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[int, ...]:
-    """Integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
+    """Integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024), mean (all 1) or bayesian."""
     if kind == "bayesian":
         odds = [math.log((2.0 + b) / (2.0 - b)) for b in TWO_LEAVES[:depth]]
         return tuple(max(1, round(BAYESIAN_STEPS_PER_NAT * value)) for value in odds)
@@ -122,10 +122,10 @@ def tournament(
 
 
 def head(logits: Float[np.ndarray, "*shape V"], *, candidates: int) -> Bool[np.ndarray, "*shape V"]:
-    """Which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
+    """Return which tokens compete in a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
 
-    The candidates // HEAD_BLOCK blocks with the largest largest logit, the lower id where two are equal. A tournament
-    among them leaves their mass as it is, so the distribution stays unchanged on average over keys, and other tokens
+    These are the candidates // HEAD_BLOCK blocks with the largest maximum logit; ties go to the lower ids. A tournament
+    preserves the total mass of its tokens. So the distribution is unchanged on average over keys, and all other tokens
     keep their probability in every text.
     """
     size = logits.shape[-1]

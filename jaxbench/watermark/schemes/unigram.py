@@ -1,7 +1,7 @@
 """Unigram: one green list for all contexts (Zhao et al. 2023, arXiv:2306.17439) (S file).
 
-The list of a key holds the floor(gamma V) tokens with the smallest (word, id). A text's distinct tokens are draws from
-the vocabulary without replacement, so that the number of green ones is hypergeometric.
+A key's list holds the floor(gamma V) tokens with the smallest (word, id). A text's distinct tokens are draws from the
+vocabulary without replacement, so the number of green ones is hypergeometric.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Unigram(ListScheme):
     context_length: ClassVar[int] = 0
 
     def green_list(self, key: Key, vocab_size: int) -> Bool[np.ndarray, " V"]:
-        """The green list of a key."""
+        """Return the green list of a key."""
         low, high = key.halves
         tokens = np.arange(vocab_size, dtype=np.uint32)
         blocks = philox.philox4x32((tokens >> 2, 0, 0, reference.site_of(self)), (low, high))
@@ -42,21 +42,21 @@ class Unigram(ListScheme):
         return green
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words of the tokens of texts; their seeds are all equal."""
+        """Return the words of the tokens of texts; their seeds are all equal."""
         keys, tokens = [key] if isinstance(key, Key) else key, text.tokens
         lists = np.stack([self.green_list(one, text.vocab_size) for one in keys])
         is_green = lists[np.arange(len(tokens))[:, None] % len(lists), tokens]
         return list_words(is_green), np.zeros((*tokens.shape, 1), np.uint32)
 
     def statistic(self, vocab_size: int) -> DistinctGreenCount:
-        """The number of green ones among the distinct tokens."""
+        """The number of green tokens among the distinct tokens."""
         list_size = int(self.gamma * vocab_size)
         return DistinctGreenCount(self.is_green, list_size / vocab_size, list_size, vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class DistinctGreenCount(GreenCount):
-    """The number of green ones among distinct tokens: hypergeometric under the null."""
+    """The number of green tokens among distinct tokens: hypergeometric under the null."""
 
     list_size: int  # tokens on the list
     vocab_size: int

@@ -1,1 +1,1 @@
-"""What the watermark lab is measured with."""
+"""Benchmarks, calibration, power and evaluation of the watermarks."""

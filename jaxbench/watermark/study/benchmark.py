@@ -1,11 +1,11 @@
-"""How fast are detection and watermarked generation, here and against peers in the same run? (S file)
+"""Measure the speed of detection and watermarked generation, against peers in the same run (S file).
 
-Every engine and peer is a process of its own (measure/process.py); in a launch all are alive, one works at a time, and
-the order of the engines is rotated from launch to launch and reversed every other round. A launch gives one rate for
-each (engine, case), the median over its rounds; intervals are over launches. Detection runs on one core. Rates are
-texts a second by the clock, and by the process's own processor time beside it.
+Every engine and peer is a separate process (measure/process.py). In a launch all are alive and one works at a time; the
+order of the engines is rotated from launch to launch and reversed every other round. A launch gives one rate per
+(engine, case), the median over its rounds; intervals are over launches. Detection runs on one core. Rates are texts per
+second of wall-clock time, and also per second of the process's CPU time.
 
-Results appear as they are measured in WORKDIR/records.jsonl; a run that is started again goes on after the last record.
+Results are appended to WORKDIR/records.jsonl as they are measured; a restarted run resumes after the last record.
 Records and inputs carry the configuration's id: several configurations may share a workdir.
 """
 
@@ -37,7 +37,7 @@ from jaxbench.watermark.study.benchmark_config import (
     Detection,
 )
 
-TIMEOUT_S = 1800.0  # of one request; the slowest is a peer's pass over its texts
+TIMEOUT_S = 1800.0  # per request; the slowest is a peer's pass over its texts
 
 
 def run(
@@ -47,22 +47,22 @@ def run(
     options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure what the settings name, and return the summary; the workdir gets records, summary, CSV and HTML.
+    """Measure what the settings name and return the summary; write records, summary, CSV and HTML into the workdir.
 
-    options: kernels of the step that a watermark is added to; a record of other ones is left alone.
+    options: kernels of the step that a watermark is added to; records of other kernels stay and are ignored.
 
-    A missing peer is named in the summary, and its ratios are left out.
+    The summary names a missing peer and omits its ratios.
 
     Raises:
-      ValueError: the text is too short, kernels cannot be had, or a part of jaxbench itself failed.
+      ValueError: the text is too short, the kernels are not available, or a part of jaxbench itself failed.
     """
-    workdir = Path(workdir).absolute()  # workers run in a folder of their own
+    workdir = Path(workdir).absolute()  # workers run in another folder
     bench = _Run(settings, workdir, choose(settings, options))
     if bench.choice.note:
         say(bench.choice.note)
     with contextlib.closing(bench):  # its worker holds a model, which verdicts do not need
         if settings.detection is not None:
-            bench.inputs()  # too little text leaves nothing in the workdir
+            bench.inputs()  # first, so that too little text leaves nothing in the workdir
             for number in range(settings.launches):
                 bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
         if settings.generation is not None:
@@ -84,10 +84,10 @@ def run(
 
 
 def choose(settings: Benchmark, options: decoder.Options) -> decoder.Choice:
-    """Kernels that decode; where nothing is decoded xla's, which add nothing to a configuration's id.
+    """Choose the decoding kernels; xla if nothing is decoded, which adds nothing to the configuration's id.
 
     Raises:
-      ValueError: they cannot be had, or do not take the batches.
+      ValueError: the kernels are not available, or do not support the batch sizes.
     """
     asked = (settings.generation, settings.throughput)
     batches = tuple(size for each in asked if each is not None for size in each.batch_sizes)
@@ -107,7 +107,7 @@ class _Run:
 
     def __init__(self, settings: Benchmark, workdir: Path, choice: decoder.Choice):
         self.settings, self.workdir, self.choice = settings, workdir, choice
-        self.documents = packing.load_text(settings.data)  # what is wrong with it is said before anything starts
+        self.documents = packing.load_text(settings.data)  # raises before anything starts
         self.tokenizer = load_tokenizer(settings.model)
         self.model = settings.model if settings.model == "default" else str(weights.resolve(settings.model).absolute())
         self.vocab_size = (settings.shape or weights.read_config(settings.model)).vocab_size
@@ -117,11 +117,11 @@ class _Run:
         self.path = workdir / "records.jsonl"
         rows = map(json.loads, store.rows(self.path))
         self.records = [row for row in rows if row.get("config") == self.id]
-        self.missing: dict[str, str] = {}  # of the part that is measured
+        self.missing: dict[str, str] = {}  # in the part being measured
         self._generation: Worker | None = None
 
     def once(self, part: str, measure: Any) -> None:
-        """Measure a part whose records are not there yet, and append them in one write."""
+        """Measure a part unless its records exist, and append them in one write."""
         if any(row["part"] == part for row in self.records):
             return
         start, self.missing = time.monotonic(), {}
@@ -133,7 +133,7 @@ class _Run:
         print(f"    {part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
     def about(self) -> dict:
-        """Machine, model, missing peers and the commit."""
+        """Describe machine, model, missing peers and the commit."""
         facts = environment.describe(threads=environment.usable_cores())
         about = {"config": self.id, "kernels": self.choice.identity(), "model_sha256": self.model_sha256}
         missing = {row["what"]: row["why"] for row in self.records if row["kind"] == "missing"}
@@ -142,7 +142,7 @@ class _Run:
     # Workers
 
     def worker(self, arm: str, *, threads: int) -> Worker | None:
-        """Start an arm's process; None where a peer is not installed."""
+        """Start an arm's process; None if the peer is not installed."""
         try:
             python = process.peer_python(arm) if arm == "markllm" else sys.executable
         except ValueError as error:
@@ -155,7 +155,7 @@ class _Run:
         return Worker(arm, module, environment=environment, log=log, python=python, **limits)
 
     def tokenizer_folder(self) -> str:
-        """A Hugging Face folder with the tokenizer, as the peers read it."""
+        """Return a Hugging Face folder with the tokenizer, as the peers read it."""
         folder = self.workdir / f"tokenizer-{self.id}"
         if not folder.exists():
             with outputs.whole_folder(folder) as made:
@@ -163,7 +163,7 @@ class _Run:
         return str(folder)
 
     def model_folder(self) -> str:
-        """A Hugging Face folder with the model, as the peers read it."""
+        """Return a Hugging Face folder with the model, as the peers read it."""
         folder = self.workdir / f"model-{self.model_sha256[:12]}"
         if not folder.exists():
             checkpoint = weights.load_checkpoint(self.settings.model)
@@ -200,7 +200,7 @@ class _Run:
         return rows
 
     def _measured(self, worker: Worker, number: int) -> list[dict]:
-        """Records of one pass; a case that an arm cannot do is named among what is missing."""
+        """Return the records of one pass; a case that an arm cannot run is listed as missing."""
         wanted, rows = self.settings.detection, []
         for case in cases(worker.name, wanted):
             try:
@@ -226,7 +226,7 @@ class _Run:
     # Generation
 
     def overhead(self, scheme: dict, batch_size: int) -> list[dict]:
-        """Record of one scheme at one batch size."""
+        """Measure one scheme at one batch size; return one record."""
         wanted = self.settings.generation
         prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, self.documents)
         arguments = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
@@ -234,7 +234,7 @@ class _Run:
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **answer}]
 
     def throughput(self, batch_size: int, new_tokens: int) -> list[dict]:
-        """Records of every scheme at one batch size and length: unmarked text first, and once more as the control."""
+        """Measure every scheme at one batch size and length: first unmarked text, last unmarked text as the control."""
         wanted = self.settings.throughput
         prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, self.documents)
         control = {"scheme": "control"}
@@ -250,14 +250,14 @@ class _Run:
         ]
 
     def _decoding(self) -> Worker:
-        """The process that decodes, started with the first question."""
+        """Return the process that decodes, started at the first request."""
         if self._generation is None:
             self._generation = self.worker("generation", threads=environment.usable_cores())
             self._generation.request("start", model=self._weights(), choice=self.choice._asdict())
         return self._generation
 
     def _weights(self) -> str:
-        """Place of the weights that decode."""
+        """Return the path of the weights that decode."""
         shape = self.settings.shape
         if shape is None:
             return self.model
@@ -275,7 +275,7 @@ class _Run:
     # Verdicts
 
     def verdicts(self) -> list[dict]:
-        """Let MarkLLM and jaxbench mark texts with the same lists and each detect them all; one record a text."""
+        """Let MarkLLM and jaxbench mark texts with the same lists and each detect them all; one record per text."""
         wanted, scheme = self.settings.verdicts, ours_of(MARKLLM_KGW)
         human = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, self.documents)
         peer = self.worker("markllm", threads=1)
@@ -297,7 +297,7 @@ class _Run:
 
 
 def cases(arm: str, wanted: Detection) -> list[dict]:
-    """Cases of an arm: what its worker's `measure` takes."""
+    """Return the cases of an arm: arguments of its worker's `measure`."""
     if arm in PEERS:
         slow, fast = wanted.slow_peer_texts, wanted.fast_peer_texts
         given = [(MARKLLM_KGW, slow), (MARKLLM_UNIGRAM, fast)] if arm == "markllm" else [(TRANSFORMERS_KGW, slow)]
@@ -318,18 +318,18 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
 
 
 def ours_of(scheme: dict) -> dict:
-    """Configuration here that reproduces MarkLLM's KGW."""
+    """Return the jaxbench configuration that reproduces MarkLLM's KGW."""
     names = ("gamma", "delta", "hash_key", "prefix_length", "f_scheme", "window_scheme")
     return {"scheme": "kgw_markllm", **{name: scheme[name] for name in names}}
 
 
 def cut_texts(tokenizer: Any, documents: list[str], number: int, tokens: int) -> tuple[list[str], list[list[int]]]:
-    """`number` texts of about `tokens` tokens and exactly so many ids each.
+    """Cut `number` texts of about `tokens` tokens; return them and exactly `tokens` ids of each.
 
-    Texts overlap where the documents are too short for as many; no two begin at the same place.
+    Texts overlap if the documents are too short for so many; no two begin at the same place.
 
     Raises:
-      ValueError: the documents are too short even so.
+      ValueError: the documents are too short even with overlap.
     """
     ids = [token for document in documents for token in tokenizer.encode(document, add_special=False)]
     step = min(tokens, (len(ids) - tokens - 8) // max(1, number))

@@ -1,4 +1,4 @@
-"""Records of the watermark benchmark to tables: terminal, JSON, CSV, HTML (S file)."""
+"""Turn records of the watermark benchmark into tables: terminal, JSON, CSV, HTML (S file)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxbench import outputs, terminal
 from jaxbench.measure import verdicts
 
 ANY = None
-# (engines, part, scheme or ANY, texts a second to reach on one core)
+# (part, schemes or ANY, texts per second to reach on one core)
 RATE_BARS = (
     ("ids", ("kgw", "gumbel", "unigram"), 50_000.0),
     ("text", ("kgw", "gumbel", "unigram"), 3_000.0),
@@ -44,13 +44,13 @@ PAIRS = (
 
 
 class Shown(NamedTuple):
-    """A table as a reader sees it: the cells of a row of the summary, and the figure that has a bar."""
+    """Layout of a table: the cells of a summary row, and the figure that is compared with a bar."""
 
     title: str
-    cells: dict[str, str]  # heading -> what stands below it; `between` is the interval
+    cells: dict[str, str]  # heading -> format of the cell; `between` is the interval
     figure: str = ""
-    bar: str = ""  # form of the bar
-    is_limit: bool = False  # the bar is not to be passed
+    bar: str = ""  # format of the bar
+    is_limit: bool = False  # True: the bar is an upper limit
 
 
 SHOWN = {
@@ -92,7 +92,7 @@ SHOWN = {
 
 
 def label(scheme: dict) -> str:
-    """Short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
+    """Return a short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
     if "scheme" not in scheme:
         return scheme.get("algorithm_name", "transformers")
     parts = [scheme["scheme"]]
@@ -110,7 +110,7 @@ def label(scheme: dict) -> str:
 
 
 def overhead_bar(scheme: dict) -> float | None:
-    """Share of a plain step that a watermark may add, None where none was set."""
+    """Return the share of a plain step that a watermark may add, None if no bar is set."""
     kind = (scheme.get("context") or {}).get("kind")
     if scheme["scheme"] == "synthid":
         return 0.05
@@ -120,10 +120,10 @@ def overhead_bar(scheme: dict) -> float | None:
 
 
 def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str, Any]:
-    """Rates, ratios to peers, overheads and verdicts as plain JSON."""
+    """Compute rates, ratios to peers, overheads, throughputs and verdicts as plain JSON."""
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
-    main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars are for
+    main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars apply to
     tokenizers = sorted({row["tokenizer"] for row in detection if "tokenizer" in row})
     return {
         "about": about | {"tokenizers": tokenizers},
@@ -137,7 +137,7 @@ def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str,
 
 
 def write(summary: dict[str, Any], workdir: Path) -> None:
-    """Write summary.json, benchmark.csv and report.html, each whole or not at all, and print the tables."""
+    """Write summary.json, benchmark.csv and report.html, each atomically, and print the tables."""
     from rich.console import Console
 
     outputs.write_json(workdir / "summary.json", summary)
@@ -152,7 +152,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
-    """Tables that a reader sees, as rich renderables."""
+    """Return the tables of the report as rich renderables."""
     named = [(of.title, [_cells(row, of) for row in summary[name]]) for name, of in SHOWN.items()]
     shown = [_table(title, rows) for title, rows in named if rows]
     if summary["about"].get("tokenizers"):
@@ -164,7 +164,7 @@ def tables(summary: dict[str, Any]) -> list[Any]:
 
 
 def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, float]]:
-    """Texts a second of each (arm, scheme, part, batch size) and launch."""
+    """Return texts per second of each (arm, scheme, kind of scheme, part, batch size) and launch."""
     samples: dict[tuple, dict[int, list[float]]] = {}
     for row in records:
         case = row["case"]
@@ -193,7 +193,7 @@ def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, floa
 
 
 def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
-    """Every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
+    """Return every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
     rows = []
     for pair in PAIRS:
         peer = next((row for name, row in table.items() if name[:2] + name[3:4] == pair[1:4]), None)
@@ -213,14 +213,14 @@ def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
 
 
 def _interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """Point, low and high of a rate or a ratio over launches."""
+    """Return point, low and high of a rate or a ratio over its replications (launches, pairs or rounds)."""
     return verdicts.t_interval([math.log(value) for value in values]).ratio()
 
 
 def _overhead(record: dict) -> dict:
-    """Time that a watermark adds to a step, isolated and end to end.
+    """Compute the time that a watermark adds to a step, isolated and end to end.
 
-    End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
+    End to end, the unit of replication is a pair of consecutive decode calls, plain and marked.
     """
     plain, pairs = verdicts.median(record["plain_step"]), zip(record["marked_loop"], record["plain_loop"])
     added = verdicts.median([marked - alone for marked, alone in pairs])
@@ -239,7 +239,7 @@ def _overhead(record: dict) -> dict:
 
 
 def _throughput(record: dict) -> dict:
-    """Tokens a second of whole calls; the ratio's unit of replication is a round, in which every scheme is called."""
+    """Compute tokens per second of whole calls; the ratio's unit of replication is a round, which calls each scheme."""
     tokens = record["batch_size"] * record["new_tokens"]
     point, low, high = _interval(tokens / seconds for seconds in record["seconds"])
     ratio, ratio_low, ratio_high = _interval(a / b for a, b in zip(record["plain"], record["seconds"], strict=True))
@@ -251,7 +251,7 @@ def _throughput(record: dict) -> dict:
 
 
 def _verdicts(records: Sequence[dict]) -> list[dict]:
-    """One row an author: texts, those whose counts agree, and what each side says."""
+    """Return one row per author: texts, those with equal counts, and each side's verdicts."""
     found = [row for row in records if "missing" not in row]
     summary = []
     for author in dict.fromkeys(row["author"] for row in found):
@@ -286,7 +286,7 @@ def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict]) -> Any:
-    """A rich table of dictionaries with equal keys."""
+    """Build a rich table from dictionaries with equal keys."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -19,12 +19,12 @@ from jaxbench.watermark.detector import features
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
-NUMBER = 0x6A617862656E6368  # of any key: detection costs the same under all of them
+NUMBER = 0x6A617862656E6368  # an arbitrary key: detection costs the same under every key
 KEY = Key(NUMBER)
 
 
 def session_of(engine: str, _: int) -> Any:
-    """The session of an engine.
+    """Return the session of an engine.
 
     Raises:
       ValueError: there is no such engine.
@@ -45,7 +45,7 @@ class Ours:
         self.engine = engine
 
     def start(self, *, tokenizer: str, vocab_size: int, path: str | None = None) -> dict:
-        """Import the engine, load the tokenizer and read the texts, if there are any."""
+        """Load the tokenizer, and read the texts if a path is given."""
         self.vocab_size = vocab_size
         self.encoder = texts.TextEncoder(load_tokenizer(tokenizer), vocab_size=vocab_size)
         self.plain_encoder = texts.TextEncoder(load_tokenizer(tokenizer), vocab_size=vocab_size, canonicalize=False)
@@ -67,7 +67,7 @@ class Ours:
         return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """P-values of texts given as ids; z and counts as of a detector that counts repeated positions too."""
+        """Return p-values of texts given as ids, and z and counts of a detector that also counts repeated positions."""
         detector, rows = self._detector(scheme), []
         for text, p_value in zip(ids, detection.detect(detector, Ragged.from_lists(ids), KEY).p_value):
             tokens, length = np.array([text]), np.array([len(text)])
@@ -81,7 +81,7 @@ class Ours:
         return {"detections": rows}
 
     def _call(self, part: str, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        """What is timed of a part."""
+        """Return the call that is timed for a part."""
         detector, texts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
         ids = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
         batches = [(tokens, lengths) for part in ids for _, tokens, lengths in detection.batches(part)]
@@ -125,7 +125,7 @@ class Ours:
         return self.detectors[name]
 
     def _make(self) -> Any:
-        """The engine's class of detectors."""
+        """Return the engine's detector class."""
         if self.engine == "numpy":
             Detector = detection.NumpyDetector
         elif self.engine == "jax":

@@ -1,30 +1,30 @@
-"""Do the p-values mean what they say? Realised false-positive rates on human text, by scheme and context rule (S file).
+"""Check the p-values: realised false-positive rates on human text, by scheme and context rule (S file).
 
-A test is exact when, for any fixed text, a random key gives p <= alpha with probability at most alpha. So keys are the
-random experiment, and texts are fixed; but under one key two texts share pseudo-random values wherever they share
-n-grams, so the N x K verdicts are not independent draws.
+A test is exact if, for any fixed text, a random key gives p <= alpha with probability at most alpha. So keys are random
+and texts are fixed; but under one key, two texts share pseudo-random values wherever they share n-grams, so the N x K
+verdicts are not independent draws.
 
 **What is averaged.** phi[i, k] is the probability that the randomised test rejects text i under key k at level alpha:
-1 where p <= alpha, 0 where P(T > t) > alpha, and (alpha - P(T > t)) / P(T = t) between them. Its mean over keys is
-exactly alpha for every text when the test is exact. It needs no random numbers: it is the randomised p-value averaged
-over its coin. The exact p-value rejects where p <= alpha, where phi = 1, so its rate is never above phi's.
+1 if p <= alpha, 0 if P(T > t) > alpha, and (alpha - P(T > t)) / P(T = t) otherwise. Its mean over keys is exactly alpha
+for every text if the test is exact. It needs no random numbers: it is the randomised test's verdict averaged over its
+random number. The exact p-value rejects if p <= alpha, where phi = 1, so its rate is never above phi's.
 
 **The band** at confidence c around nominal alpha is
 
     alpha +- t(K - 1; c) * sqrt(deff * alpha * (1 - alpha) / (N * K)),
     deff = max(1, (V_texts + V_keys - V_cells) / V_cells),
 
-where V_texts = var_i(mean_k phi) / N is the variance of the mean when texts are resampled, V_keys = var_k(mean_i phi)
-/ K when keys are, and V_cells = var(phi) / (N * K) when verdicts are: the two-way clustered variance (Cameron, Gelbach
-and Miller 2011, J. Bus. Econ. Stat. 29(2), section 2.3). It is taken as a factor on the binomial variance, so that the
-band has the width that belongs to the nominal rate and not to the realised one. t is Student's quantile: K keys give
-K - 1 degrees of freedom. The pigeonhole bootstrap, which draws texts and keys anew at the same time, counts the cells'
-variance three times (Owen 2007, Ann. Appl. Stat. 1(2)), so its band is too wide by up to 1.7, and at rare levels it
-has no upper tail when nothing was rejected; test_calibrate.py simulates what the band here covers.
+where V_texts = var_i(mean_k phi) / N is the variance of the mean if texts are resampled, V_keys = var_k(mean_i phi)
+/ K if keys are, and V_cells = var(phi) / (N * K) if verdicts are: the two-way clustered variance (Cameron, Gelbach
+and Miller 2011, J. Bus. Econ. Stat. 29(2), section 2.3). It enters as a factor on the binomial variance, so that the
+band's width is that of the nominal rate, not of the realised one. t is Student's quantile: K keys give K - 1 degrees of
+freedom. The pigeonhole bootstrap, which resamples texts and keys simultaneously, counts the cells' variance three times
+(Owen 2007, Ann. Appl. Stat. 1(2)), so its band is too wide by a factor of up to 1.7, and at rare levels it has no upper
+tail if nothing was rejected; test_calibrate.py simulates the coverage of the band used here.
 
 **The gate** of a row: the exact test's rate is not above the band's upper end, and the randomised test's rate lies in
-the band. Of R rows, R * (1 - c) fail by chance when every test is exact; the report gives that number beside those
-outside.
+the band. Of R rows, R * (1 - c) fail by chance if every test is exact; the report gives that number and the number of
+rows outside.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Calibration(Base):
     schemes: dict[str, config.Scheme] = Field(min_length=1)  # name of a row -> scheme
     num_texts: int = Field(default=1000, ge=2)  # passages of human text
     num_tokens: int = Field(default=200, ge=1)  # tokens of each
-    per_text: int | None = Field(default=None, ge=1)  # passages from one document at most; unset = all of it
+    per_text: int | None = Field(default=None, ge=1)  # maximum passages per document; unset = all
     num_keys: int = Field(default=100, ge=2)
-    num_list_keys: int = Field(default=20, ge=2)  # for kgw_markllm and kgw_transformers, whose lists take seconds a key
+    num_list_keys: int = Field(default=20, ge=2)  # for kgw_markllm, kgw_transformers: lists take seconds per key
     levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3), min_length=1)  # nominal false-positive rates
     confidence: float = Field(default=0.99, gt=0, lt=1)  # of the band
     passphrase: str = Field(default="calibration", min_length=1)  # the keys are derived from it
 
 
 class Band(NamedTuple):
-    """Where the rate of an exact test lies."""
+    """The band in which the rate of an exact test lies."""
 
     low: float
     high: float
@@ -88,12 +88,12 @@ class Row(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True when the exact rate is not above the band and the randomised rate lies inside."""
+        """True if the exact rate is not above the band and the randomised rate lies inside."""
         return bool(self.rate <= self.band.high and self.band.low <= self.randomized_rate <= self.band.high)
 
 
 def rejection(p_value: np.ndarray, mid_p: np.ndarray, level: float) -> np.ndarray:
-    """Probability that the randomised test rejects at a level, from exact and mid p-values of any shape."""
+    """Return the probability that the randomised test rejects at a level, from exact and mid p-values of any shape."""
     tie = 2.0 * (p_value - mid_p)  # P(T = t)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.where(tie > 0, (level - (p_value - tie)) / tie, 0.0)
@@ -101,7 +101,7 @@ def rejection(p_value: np.ndarray, mid_p: np.ndarray, level: float) -> np.ndarra
 
 
 def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
-    """Band around a nominal level from the rejections phi [N K]; the module says how.
+    """Compute the band around a nominal level from the rejections phi [N K], as the module docstring defines it.
 
     Raises:
       ValueError: fewer than two texts or keys.
@@ -119,7 +119,7 @@ def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
 
 
 def p_values(scheme: Scheme, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
-    """Exact and mid p-values [2 N K] of passages [N T] under every key; how is passed on to the evidence."""
+    """Return exact and mid p-values [2 N K] of passages [N T] under every key; `how` goes to reference.evidence."""
     values = []
     for key in keys:
         keyed = under(scheme, key)
@@ -131,14 +131,14 @@ def p_values(scheme: Scheme, tokens: np.ndarray, keys: list[Key], *, vocab_size:
 
 
 def under(scheme: Scheme, key: Key) -> Any:
-    """Scheme with its own key field set from a key, where it has one."""
+    """Return the scheme with its key field, if it has one, set from a key."""
     if scheme.key_field is None:
         return scheme
     return scheme.model_copy(update={scheme.key_field: 1 + key.halves[0] % LARGEST_HASH_KEY})
 
 
 def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> Row:
-    """Row of one scheme at one level from its p-values [2 N K]."""
+    """Compute the row of one scheme at one level from its p-values [2 N K]."""
     phi = rejection(*values, level)
     exact = values[0] <= level
     by_key = exact.mean(axis=0)
@@ -152,7 +152,7 @@ def rows(
 ) -> Iterator[tuple[Row, bool]]:
     """Yield the rows of every scheme and level for passages, and whether each was measured before.
 
-    Finished schemes are files in `folder`, and are not measured again; `how` is passed on to the evidence.
+    Finished schemes are files in `folder` and are not measured again; `how` goes to reference.evidence.
     """
     root = Key.from_passphrase(settings.passphrase)
 
@@ -190,7 +190,7 @@ def run(
 
     Args:
       path: human texts (passages.read_texts); None = the packaged default text.
-      workdir: a scheme that is finished is a file in its folder `rows`, and is not measured again.
+      workdir: finished schemes are files in its folder `rows` and are not measured again.
 
     Raises:
       ValueError: there is too little text, or workdir holds the rows of another configuration.
@@ -227,11 +227,11 @@ def run(
     return result
 
 
-# What a person reads
+# Text and charts
 
 
 def line(row: Row) -> str:
-    """One row as text."""
+    """Format one row as text."""
     least, median, most = row.key_rates
     limits = f"{row.band.low:.2e} .. {row.band.high:.2e}"
     return (
@@ -241,7 +241,7 @@ def line(row: Row) -> str:
 
 
 def charts(measured: list[Row], result: dict[str, Any]) -> str:
-    """Page: for each level, the band, the spread over keys and both rates of every scheme."""
+    """Render the page: for each level, the band, the spread over keys and both rates of every scheme."""
     levels = sorted({row.level for row in measured}, reverse=True)
     sections = [Section(f"level-{i}", f"Nominal {level:g}") for i, level in enumerate(levels)]
     figures = {
@@ -256,7 +256,7 @@ def charts(measured: list[Row], result: dict[str, Any]) -> str:
 
 
 def figure(measured: list[Row]) -> page.Figure:
-    """One level's rows as plotly draws them; the line is the level."""
+    """Build the plotly figure of one level's rows; the line marks the level."""
     names, spread = [row.name for row in measured], [row.key_rates for row in measured]
 
     def bars(low: list[float], high: list[float], label: str, width: float, colour: str) -> page.Figure:

@@ -1,8 +1,8 @@
-"""What a watermark adds to a decode step: in isolation, and end to end against plain decoding.
+"""Measure the time that a watermark adds to a decode step: isolated, and end to end versus plain decoding.
 
-Isolated: a compiled loop over the generator's own last part of a step (processors, filters, draw), with a watermark and
-without one, over changing logits; the difference of the two is what the watermark adds. End to end: whole decode calls
-of the model, plain and marked in turn.
+Isolated: a compiled loop over the last part of the generator's step (processors, filters, draw), with and without a
+watermark, over changing logits; the difference is what the watermark adds. End to end: whole decode calls of the model,
+alternating plain and marked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.logits_processor import Watermark
 
-NUM_BANKS = 4  # sets of logits that the isolated loop goes through, so that nothing of a step is constant
-SPREAD = 2.5  # standard deviation of these logits, about that of a small language model's
+NUM_BANKS = 4  # sets of logits that the isolated loop cycles through, so that nothing in a step is constant
+SPREAD = 2.5  # standard deviation of these logits, about that of a small language model
 
 
 class Generation:
-    """A model with plain programs, against which one watermark after another is measured."""
+    """A model with plain programs as the baseline for each watermark."""
 
     def start(self, *, model: str, choice: dict) -> dict:
         """Load the model; choice: the fields of a decoder.Choice."""
@@ -37,16 +37,16 @@ class Generation:
         return {}
 
     def hold(self, model: Any) -> None:
-        """Take a model that is there already."""
+        """Use a model that is already loaded."""
         self.model, self.vocab_size = model, model.vocab_size
         self.plain = self._generator(())
 
     def overhead(
         self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int
     ) -> dict:
-        """Seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops.
+        """Measure seconds per step, one number per round: plain and marked decoding, plain and marked isolated loops.
 
-        The scheme `control` marks nothing: plain against plain.
+        The scheme `control` marks nothing: plain versus plain.
         """
         states: tuple = ()
         marked = self._generator(())
@@ -65,7 +65,7 @@ class Generation:
         return seconds | _in_turn(loops, loop_rounds)
 
     def throughput(self, *, schemes: list, prompts: list, new_tokens: int, rounds: int) -> dict:
-        """Seconds of whole calls of each scheme (control: unmarked), in turn; the process's peak memory in bytes."""
+        """Measure seconds of whole calls, alternating schemes (control: unmarked), and peak process memory in bytes."""
         worker.reset_peak()
         calls = {}
         for number, scheme in enumerate(schemes):
@@ -97,7 +97,7 @@ class Generation:
 
 
 def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Call each once to warm up, then all in turn, the order rotated and reversed from round to round."""
+    """Time calls: each once to warm up, then all in every round, in an order that is rotated and reversed by round."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -108,14 +108,14 @@ def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 
 
 def _whole(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:
-    """Seconds of a call, the prompts included."""
+    """Return the seconds of a call, including prefill."""
     start = time.perf_counter()
     generator(prompts, max_new_tokens=new_tokens, seed=0, processor_states=states)
     return time.perf_counter() - start
 
 
 def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:
-    """Seconds a step of one decode call; the prefill before it is not counted."""
+    """Return the seconds per step of one decode call, excluding prefill."""
     state = generator.prefill(prompts, max_new_tokens=new_tokens, seed=0, processor_states=states)
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -124,7 +124,7 @@ def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states:
 
 
 def _loop(generator: sample.Generator, batch_size: int, vocab_size: int, states: tuple, steps: int) -> Any:
-    """A call that runs the last part of a decode step `steps` times and returns the seconds of one."""
+    """Return a call that runs the last part of a decode step `steps` times and returns the seconds per step."""
     random = np.random.default_rng(0)
     banks = jnp.asarray(SPREAD * random.standard_normal((NUM_BANKS, batch_size, vocab_size)), jnp.float32)
     context = np.zeros((batch_size, 8 + steps), np.int32)
@@ -147,8 +147,8 @@ def _loop(generator: sample.Generator, batch_size: int, vocab_size: int, states:
         body = lambda i, state: generator._append(state, banks[i % NUM_BANKS], shared)
         return lax.fori_loop(0, steps, body, state).tokens
 
-    # An argument, as the generator's key is: XLA would fold a constant key into the ordinary draw, which is what the
-    # keyed draw is compared with.
+    # An argument, like the generator's key: XLA would fold a constant key into the ordinary draw, the baseline of the
+    # keyed draw.
     key = jnp.zeros(2, jnp.uint32)
 
     def call() -> float:

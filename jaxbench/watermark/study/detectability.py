@@ -1,4 +1,4 @@
-"""How well a detector separates marked from human text, from p-values alone (S file).
+"""Measure how well a detector separates marked from human text, from p-values alone (S file).
 
 N is the number of texts. All rates come with Wilson's interval (1927), which keeps its coverage near 0 and 1.
 """
@@ -14,7 +14,7 @@ from jaxbench.measure import ranking
 
 
 class Rate(NamedTuple):
-    """A share with its interval and how many texts it is of."""
+    """A share with its interval and the number of texts."""
 
     value: float
     low: float
@@ -23,7 +23,7 @@ class Rate(NamedTuple):
 
 
 def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
-    """A share and Wilson's interval; of nothing it is nan, 0 to 1."""
+    """Return a share and Wilson's interval; for count = 0, nan and 0 to 1."""
     from scipy import stats
 
     if count == 0:
@@ -33,24 +33,24 @@ def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
 
 
 def detected(p_values: Sequence[float], fpr: float) -> Rate:
-    """Share of texts with p <= fpr: power on marked texts, realised false positive rate on human ones."""
+    """Return the share of texts with p <= fpr: power on marked texts, realised false-positive rate on human ones."""
     p = np.asarray(p_values, np.float64)
     return rate(int((p <= fpr).sum()), p.size)
 
 
 def rates(p_values: Sequence[float], fprs: Sequence[float]) -> dict[str, dict]:
-    """`detected` at every level, as JSON."""
+    """Return `detected` at every level, as JSON."""
     return {str(fpr): detected(p_values, fpr)._asdict() for fpr in fprs}
 
 
 def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
-    """P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
+    """Return P(p of a marked text < p of a human text), ties as half (Mann and Whitney 1947); nan without texts."""
     p = np.concatenate([np.asarray(marked, np.float64), np.asarray(human, np.float64)])
     return ranking.auc(np.arange(len(p)) < len(marked), -p)
 
 
 def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], list[float]]:
-    """False and true positive rates as the threshold on p rises, one point for each change, from (0, 0)."""
+    """Return false- and true-positive rates as the threshold on p rises, one point per change, from (0, 0)."""
     marked, human = np.sort(np.asarray(marked, np.float64)), np.sort(np.asarray(human, np.float64))
     thresholds = np.unique(np.concatenate([marked, human]))
     false = np.searchsorted(human, thresholds, side="right") / max(human.size, 1)
@@ -64,9 +64,9 @@ def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], l
 
 
 def tokens_needed(lengths: Sequence[int], p_values: np.ndarray, fpr: float) -> float:
-    """Median over texts of the shortest length at which p <= fpr, inf where most are not found.
+    """Return the median over texts of the shortest length at which p <= fpr; inf if most texts are never found.
 
-    Lengths ascend; p is nan where a text is shorter.
+    Lengths ascend; p is nan for lengths that exceed the text.
     """
     p = np.asarray(p_values, np.float64).reshape(-1, len(lengths))
     if not p.size:

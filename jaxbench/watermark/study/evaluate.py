@@ -1,8 +1,8 @@
 """The evaluation: generate, attack, detect, judge quality, report; every finished stage is a file.
 
-A stage's file is written whole or not at all, so that a run that dies at any moment goes on where it was. Files lie
-under the workdir: material.json, generate/, attack/, detect/, quality/, spoof/, show/; results.json, results.csv and
-report.html come last. No twin: it calls the parts of one backend.
+Stages' files are written atomically, so that a run killed at any moment resumes where it was. They are in the workdir:
+material.json, generate/, attack/, detect/, quality/, spoof/, show/; results.json, results.csv and report.html come
+last. No twin: it calls the parts of one backend.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Eva
 
 FOLDERS = ("generate", "attack", "detect", "quality", "spoof", "show")
 SETTINGS = "evaluate.json"
-REWRITE_ROWS = 20  # texts of one stage of rewriting: what a kill can lose
-FORGED = 20  # texts forged of each scheme
+REWRITE_ROWS = 20  # texts per stage of rewriting: the most that a kill can lose
+FORGED = 20  # forged texts per scheme
 
 
 class Evaluation:
-    """One evaluation in its folder; the model is loaded when a stage needs it."""
+    """One evaluation in its folder; the model is loaded when a stage first needs it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Evaluation:
     # Stages
 
     def stage(self, name: str, compute: Callable[[], Any], texts: int = 0) -> Any:
-        """A stage's result, from its file where it is finished; texts: that it works on."""
+        """Return a stage's result, from its file if finished; texts: how many it works on."""
         started = time.monotonic()
         result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
         if not is_kept:
@@ -65,7 +65,7 @@ class Evaluation:
     def parts_of(
         self, name: str, size: int, count: int, compute: Callable[[range], dict[str, list]]
     ) -> dict[str, list]:
-        """Columns of rows 0..count-1, `size` of them a stage."""
+        """Return the columns of rows 0..count-1, computed in stages of `size` rows."""
         columns: dict[str, list] = {}
         for start in range(0, count, size):
             rows = range(start, min(start + size, count))
@@ -108,10 +108,10 @@ class Evaluation:
     # What the stages compute
 
     def read_material(self) -> evaluate_data.Material:
-        """Prompts and human texts; nothing is written.
+        """Read prompts and human texts without writing anything.
 
         Raises:
-          ValueError: data do not fit.
+          ValueError: as evaluate_data.load.
         """
         s = self.settings
         return evaluate_data.load(
@@ -124,7 +124,7 @@ class Evaluation:
         )
 
     def _texts(self, arm: str) -> dict[str, list]:
-        """An arm's generated ids, texts, and whether each ended by itself."""
+        """Return an arm's generated ids and texts, and whether each ended with an end token."""
         s, generator = self.settings.generate, functools.cache(self.parts.generator)
         compute = lambda rows: self._generate(*generator(arm), arm, rows)
         return self.parts_of(f"generate/{arm}/", s.batch_size, s.prompts, compute)
@@ -147,7 +147,7 @@ class Evaluation:
         return {"ids": ids, "text": text, "ended": ended}
 
     def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
-        """Attacked texts and the realised edit rates of each."""
+        """Return attacked texts and the realised edit rates of each."""
         tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
 
         def compute(rows: range) -> dict[str, list]:
@@ -159,7 +159,7 @@ class Evaluation:
         return self.parts_of(f"attack/{arm}/{attacks.slug(attack)}-", size, len(texts), compute)
 
     def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
-        """p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
+        """Return p-values of marked and unmarked texts by length, whole attacked texts, and human texts per key."""
         bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
         scores: dict[str, Any] = {"lengths": lengths, "attacks": {}}
         cut = self.settings.attack_tokens
@@ -175,7 +175,7 @@ class Evaluation:
         return scores
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
-        """Single texts token by token, marked and human, with each token's evidence."""
+        """Return single texts, marked and human, split into tokens with each token's evidence."""
         bench, shown = self.parts.bench(arm), []
         limit = self.settings.attack_tokens
         for i in range(min(self.settings.shown_texts, len(texts))):
@@ -200,7 +200,7 @@ class Evaluation:
         return shown
 
     def _generation(self, arm: str, texts: dict[str, list]) -> dict[str, list]:
-        """Quality under the generating model itself, after the prompt."""
+        """Return quality after the prompt under the generating model itself."""
         s = self.settings
         scorer = self.parts.own_scorer
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
@@ -216,7 +216,7 @@ class Evaluation:
         return {name: getattr(scores, name).tolist() for name in ("nll", "entropy", "excess", "divergence")}
 
     def _judged(self, arm: str, texts: dict[str, list[str]]) -> dict[str, Any]:
-        """Quality under the second model setting, for each attack."""
+        """Return quality under the second model setting, for each attack."""
         slugs = texts if self.settings.quality.attacked else (CLEAN,)
         compute = lambda slug: functools.partial(self._quality, texts[slug])
         return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug), len(texts[slug])) for slug in slugs}
@@ -224,7 +224,7 @@ class Evaluation:
     def _quality(self, texts: list[str]) -> dict[str, list]:
         s = self.settings.quality
         ids = self.parts.tokenizer.encode_batch(texts, add_special=False)
-        ids = [own[: 2 * self.settings.attack_tokens] for own in ids]  # copy-paste makes long texts
+        ids = [own[: 2 * self.settings.attack_tokens] for own in ids]  # copy-paste makes texts long
         prompts = self.material.prompts if s.context == "prompt" else [[] for _ in ids]
         scorer = self.parts.scorer(s.model, s.dtype)
         rows = [[*prompt, *own] for prompt, own in zip(prompts, ids)]
@@ -234,7 +234,7 @@ class Evaluation:
         return {"nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), **columns}
 
     def _spoof(self, arm: str, texts: dict[str, dict]) -> dict[str, Any]:
-        """Guessed keys and forged texts, judged by the owner's detector."""
+        """Return guessed keys and forged texts, judged by the owner's detector."""
         bench, key = self.parts.bench(arm), self.parts.keys[arm][0]
         own = [row for row in range(self.settings.generate.prompts) if row % self.settings.num_keys == 0]
         marked = [ids for ids in bench.encode([texts[arm]["text"][row] for row in own]) if ids]
@@ -267,12 +267,12 @@ def run(
 ) -> dict[str, Any]:
     """Run an evaluation into a folder and write its report; return what results.json holds.
 
-    Finished stages of the same configuration are kept, unless resume is False; `data` replaces settings.data.
-    `options`: kernels of what decodes.
+    Finished stages of the same configuration are kept unless resume is False; `data` replaces settings.data.
+    `options`: kernels for decoding.
 
     Raises:
-      ValueError: the folder holds stages of another configuration or of other kernels, kernels cannot be had, or data
-        do not fit.
+      ValueError: the folder holds stages of another configuration or of other kernels, the kernels are not available,
+        or the data do not fit.
     """
     from jaxbench.watermark.study import evaluate_report
 
@@ -284,9 +284,9 @@ def run(
     if choices.generate.note:
         say(choices.generate.note)
     if not (resume and (workdir / "material.json").exists()):
-        with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
+        with tempfile.TemporaryDirectory() as place:  # a tiny model may be made here
             trial = Evaluation(settings, Path(place), choices=choices)
-            trial.read_material()  # data that do not fit leave nothing in the workdir, nor do number types
+            trial.read_material()  # so that data or number types that do not fit leave nothing in the workdir
             if choices.generate.kernels == "native":
                 trial.parts.generator(UNMARKED)
     prepare(settings, workdir, resume=resume, choices=choices)
@@ -297,7 +297,7 @@ def run(
 
 
 def num_stages(s: Evaluate) -> int:
-    """How many stages an evaluation has."""
+    """Count the stages of an evaluation."""
     rows = s.generate.prompts
     batches = -(-rows // s.generate.batch_size)
     parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
@@ -309,10 +309,11 @@ def num_stages(s: Evaluate) -> int:
 def prepare(
     settings: Evaluate, workdir: Path, *, resume: bool = True, choices: evaluate_parts.Choices | None = None
 ) -> None:
-    """Make the folder ready for this configuration and these kernels (unset: xla's).
+    """Prepare the folder for this configuration and these kernels (unset: xla's).
 
     Raises:
-      ValueError: it holds stages of another one or of other ones, or files of their names that no evaluation made.
+      ValueError: it holds stages of another configuration or of other kernels, or files with the names of stages that
+        no evaluation made.
     """
     path = workdir / SETTINGS
     stages = [workdir / name for name in (*FOLDERS, "material.json")]
@@ -342,7 +343,7 @@ def prepare(
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Text that each token adds; the first of several that make one character add nothing."""
+    """Return the text that each token adds; of several tokens that form one character, only the last adds text."""
     found, before = [], ""
     for end in range(1, len(ids) + 1):
         whole = tokenizer.decode(ids[:end])

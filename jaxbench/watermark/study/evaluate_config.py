@@ -12,15 +12,15 @@ from jaxbench.config import Base
 from jaxbench.watermark.attack.attacks import Attack, parse_attack, slug
 from jaxbench.watermark.config import Scheme, check_generates, parse_scheme
 
-UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms beside the schemes; the attack that does nothing
+UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms besides the schemes; the attack that does nothing
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class Generate(Base):
-    """How the texts are made."""
+    """How the texts are generated."""
 
-    prompts: int = Field(default=100, ge=1)  # texts of each arm
-    prompt_tokens: int = Field(default=32, ge=1)  # the last this many tokens of a prompt
+    prompts: int = Field(default=100, ge=1)  # texts per arm
+    prompt_tokens: int = Field(default=32, ge=1)  # prompt length; a longer prompt keeps its last tokens
     new_tokens: int = Field(default=400, ge=1)
     temperature: float = Field(default=1.0, gt=0)
     top_k: int = Field(default=0, ge=0)  # 0 = all
@@ -34,7 +34,7 @@ class Detect(Base):
 
     fprs: tuple[float, ...] = (1e-2, 1e-3, 1e-5)  # levels
     lengths: tuple[int, ...] = (25, 50, 100, 200, 400)  # tokens of the text that the detector sees
-    human_texts: int = Field(default=1000, ge=1)  # at most; each is tested under every key
+    human_texts: int = Field(default=1000, ge=1)  # maximum; each is tested under every key
     canonicalize: bool = True  # undo look-alikes and invisible characters before tokenising
 
     @pydantic.model_validator(mode="after")
@@ -47,7 +47,7 @@ class Detect(Base):
 
 
 class Quality(Base):
-    """The second model setting, which judges texts without knowing how they were made."""
+    """The second model setting, which judges texts without knowing how they were generated."""
 
     model: str = "default"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -70,7 +70,7 @@ class Evaluate(Base):
     model: str = "default"
     data: str | None = None  # a text file, or a folder with *prompts*.json and *documents*.json.gz; null: packaged text
     seed: int = Field(default=0, ge=0, lt=2**32)
-    passphrase: str = "jaxbench evaluation"  # of the evaluation's keys, which protect nothing
+    passphrase: str = "jaxbench evaluation"  # derives the evaluation's keys, which protect nothing
     num_keys: int = Field(default=10, ge=1, le=1000)  # row i of an arm is marked with key i modulo this
     generate: Generate = Generate()
     schemes: dict[str, Annotated[Scheme, pydantic.BeforeValidator(parse_scheme)]] = Field(
@@ -82,7 +82,7 @@ class Evaluate(Base):
     quality: Quality = Quality()
     rewriting: Rewriting = Rewriting()
     spoofing: bool = True  # guess keys, and forge marked text from marked samples
-    shown_texts: int = Field(default=3, ge=0, le=50)  # of each scheme, in the report
+    shown_texts: int = Field(default=3, ge=0, le=50)  # per scheme, in the report
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Evaluate:
@@ -98,5 +98,5 @@ class Evaluate(Base):
         return self
 
     def arms(self) -> list[str]:
-        """Generated arms: unmarked text first, then the schemes."""
+        """Return the generated arms: unmarked text first, then the schemes."""
         return [UNMARKED, *self.schemes]

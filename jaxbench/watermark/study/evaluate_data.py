@@ -11,11 +11,11 @@ from jaxbench.text import packing, passages
 
 
 class Material(NamedTuple):
-    """What an evaluation reads."""
+    """Input data of an evaluation."""
 
     prompts: list[list[int]]  # token ids
-    natural: list[str]  # what a person wrote after each prompt
-    human: list[str]  # texts that test the detector's false alarms, and carriers of copy-paste
+    natural: list[str]  # the human continuation of each prompt
+    human: list[str]  # texts for false-positive rates, and carriers of copy-paste
     source: str
     sha256: str
 
@@ -28,8 +28,8 @@ def load(
     Args:
       path: None is the packaged text; a file as packing.load_text takes it; or a folder with one `*prompts*.json` (a
         list of {"prompt", "natural_text"}) and one `*documents*.json[.gz]` (a list of {"text"}).
-      prompt_tokens: the last this many tokens of each prompt are used.
-      natural_tokens: length of what follows a prompt, where it is cut out of running text.
+      prompt_tokens: length of prompts cut out of running text; of a folder's prompts, at most this many last tokens.
+      natural_tokens: length of continuations and human texts, where they are cut out of running text.
 
     Raises:
       ValueError: files are missing or damaged, or there is too little text.
@@ -49,7 +49,7 @@ def load(
 
 
 def fingerprint(path: str | None) -> str:
-    """Sha256 of the text that `load` reads, without reading it as text.
+    """Return the sha256 of the files that `load` reads, without decoding them.
 
     Raises:
       ValueError: no such file.
@@ -90,6 +90,6 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def first_tokens(tokenizer: Any, texts: Sequence[str], limit: int) -> list[str]:
-    """Texts cut to at most `limit` tokens."""
+    """Cut texts to at most `limit` tokens."""
     encoded = tokenizer.encode_batch(list(texts), add_special=False)
     return [text if len(ids) <= limit else tokenizer.decode(ids[:limit]) for text, ids in zip(texts, encoded)]

@@ -1,4 +1,4 @@
-"""The charts of an evaluation as plotly figures: plain dictionaries, coloured by the page's theme (S file)."""
+"""Charts of an evaluation as plotly figures: plain dictionaries, coloured by the page's theme (S file)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def color(summary: dict, name: str) -> str:
-    """A scheme's colour."""
+    """Return a scheme's colour."""
     return COLORS[list(summary["schemes"]).index(name) % len(COLORS)]
 
 
 def pareto(summary: dict) -> Figure:
-    """Evidence against perplexity: right is easier to detect, down is more fluent; the line joins the best."""
+    """Evidence versus perplexity: right is easier to detect, down is more fluent; the line joins the best."""
     points = []
     for name, own in summary["schemes"].items():
         x, y = own["attacks"]["none"]["median_log10_p"], own["quality"]["perplexity"]
@@ -58,11 +58,11 @@ def _marker(summary: dict, x: float, y: float, name: str) -> Figure:
 
 
 def roc(summary: dict) -> Figure:
-    """True against false positive rate, the latter logarithmic, as found on human text."""
+    """True- versus false-positive rate, the latter logarithmic and measured on human text."""
     data = []
     for name, own in summary["schemes"].items():
         false, true = own["roc"]
-        floor = 0.5 / max(1, own["human_tests"])  # a rate of 0 has no place on a logarithmic axis
+        floor = 0.5 / max(1, own["human_tests"])  # a logarithmic axis cannot show a rate of 0
         data.append({
             "type": "scatter", "mode": "lines", "name": name, "x": [max(x, floor) for x in false], "y": true,
             "line": {"shape": "hv", "color": color(summary, name), "width": 2},
@@ -75,7 +75,7 @@ def roc(summary: dict) -> Figure:
 
 
 def by_length(summary: dict) -> Figure:
-    """True positive rate by length, a line for each scheme and level."""
+    """True-positive rate by length, one line per scheme and level."""
     data = []
     for name, own in summary["schemes"].items():
         levels = list(next(iter(own["lengths"].values()))["tpr"])
@@ -97,7 +97,7 @@ def by_length(summary: dict) -> Figure:
 
 
 def robustness(summary: dict, fpr: str) -> Figure:
-    """True positive rate of each scheme under each attack."""
+    """True-positive rate of each scheme under each attack."""
     names = list(summary["schemes"])
     slugs = list(next(iter(summary["schemes"].values()))["attacks"])
     labels = [summary["schemes"][names[0]]["attacks"][slug]["label"] for slug in slugs]

@@ -1,4 +1,4 @@
-"""The models of an evaluation, a tiny random one with its own vocabulary among them (S file)."""
+"""The models of an evaluation, including a tiny random one with its own vocabulary (S file)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def names(settings: Evaluate) -> list[str]:
-    """Models that an evaluation uses, each once."""
+    """Return the models that an evaluation uses, each once."""
     return sorted({settings.model, settings.quality.model, settings.rewriting.model})
 
 
 def sha256(spec: str) -> str:
-    """Checksum of a model's file, or of a folder's safetensors files by name and content."""
+    """Return the checksum of a model's file, or of a folder's safetensors files by name and content."""
     if spec == TINY:
         return TINY
     if spec in (None, "default"):
@@ -37,12 +37,12 @@ def sha256(spec: str) -> str:
 
 
 def read_config(spec: str) -> TransformerConfig:
-    """Configuration of a model."""
+    """Read the configuration of a model."""
     return TINY_CONFIG if spec == TINY else weights.read_config(spec)
 
 
 def resolve(spec: str, workdir: Path) -> str | Path:
-    """The model as the loaders take it; the tiny one is made in the workdir at its first use."""
+    """Return the model as the loaders take it; the tiny one is created in the workdir at its first use."""
     if spec != TINY:
         return spec
     folder = workdir / "tiny-model"
@@ -52,7 +52,7 @@ def resolve(spec: str, workdir: Path) -> str | Path:
 
 
 def make_tiny(folder: Path) -> None:
-    """Write a random model of one layer whose tokens are whole words of the packaged text; whole folder or nothing."""
+    """Write, atomically, a random model of one layer whose tokens are whole words of the packaged text."""
     import tokenizers
 
     counts = Counter(word for document in packing.load_text() for word in document.split())

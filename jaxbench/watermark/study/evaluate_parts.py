@@ -1,6 +1,6 @@
-"""What the stages of an evaluation share: models, keys, detectors; each made at its first use.
+"""Shared by the stages of an evaluation: models, keys, detectors; models and detectors are made at first use.
 
-Axis letters: N texts, L lengths and the whole text. No twin: it calls the parts of one backend.
+Axis letters: N texts, L lengths, of which the last is the whole text. No twin: it calls the parts of one backend.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from jaxbench.watermark.texts import Ragged
 
 
 class Choices(NamedTuple):
-    """What decodes in an evaluation."""
+    """Kernels and number types for the two kinds of decoding in an evaluation."""
 
     generate: decoder.Choice = decoder.XLA
     rewriting: decoder.Choice = decoder.XLA
 
     def suffix(self, settings: Evaluate) -> str:
-        """What they add to the configuration's id."""
+        """Return what the choices add to the configuration's id."""
         both = self.generate.suffix(settings.generate.dtype), self.rewriting.suffix(settings.rewriting.dtype)
         return "".join(dict.fromkeys(both))
 
 
 def choose(settings: Evaluate, options: decoder.Options = decoder.Options("xla")) -> Choices:
-    """Kernels and number types of what an evaluation decodes with.
+    """Choose the kernels and number types for an evaluation's decoding.
 
     Raises:
-      ValueError: they cannot be had, or do not take the model or the batches.
+      ValueError: they are not available, or do not support the model or the batch sizes.
     """
     found = []
     for place, own, model in (
@@ -56,10 +56,10 @@ def choose(settings: Evaluate, options: decoder.Options = decoder.Options("xla")
 
 
 class Parts:
-    """The parts of one evaluation."""
+    """The models, keys and detectors of one evaluation."""
 
     def __init__(self, settings: Evaluate, workdir: Path, *, choices: Choices | None = None):
-        """Load the tokenizer and derive the keys; models wait."""
+        """Load the tokenizer and derive the keys; models are loaded later."""
         self.settings, self.workdir, self.choices = settings, workdir, choices or choose(settings)
         self.tokenizer = load_tokenizer(evaluate_models.resolve(settings.model, workdir))
         rewriting = settings.rewriting
@@ -72,11 +72,11 @@ class Parts:
         self.bench, self.scorer = functools.cache(self._bench), functools.cache(self._scorer)
 
     def key(self, arm: str, row: int) -> Key:
-        """Key of a row of an arm."""
+        """Return the key of a row of an arm."""
         return self.keys[arm][row % self.settings.num_keys]
 
     def row_keys(self, arm: str, count: int) -> list[Key]:
-        """Keys of the first rows of an arm."""
+        """Return the keys of the first `count` rows of an arm."""
         return [self.key(arm, row) for row in range(count)]
 
     @functools.cached_property
@@ -86,7 +86,7 @@ class Parts:
 
     @functools.cached_property
     def own_scorer(self) -> quality.Scorer:
-        """Quality under the generating model itself."""
+        """Scorer of quality under the generating model itself."""
         return quality.Scorer(self.model, batch_size=self.settings.quality.batch_size)
 
     @property
@@ -95,11 +95,11 @@ class Parts:
         return self.model.vocab_size
 
     def processor(self, arm: str) -> Watermark:
-        """A scheme's logits processor."""
+        """Return a scheme's logits processor."""
         return Watermark(self.settings.schemes[arm], vocab_size=self.vocab_size)
 
     def generator(self, arm: str) -> tuple[sample.Generator, Watermark | None]:
-        """An arm's generator and its processor (None: unmarked)."""
+        """Return an arm's generator and its processor (None: unmarked)."""
         s = self.settings.generate
         processor = None if arm == UNMARKED else self.processor(arm)
         sampling = sample.SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
@@ -112,9 +112,9 @@ class Parts:
         return Bench(scheme, tokenizer=self.tokenizer, vocab_size=self.vocab_size, canonicalize=canonicalize)
 
     def _scorer(self, model: str, dtype: str) -> quality.Scorer:
-        judge = decoder.XLA._replace(weights=dtype)  # it scores and does not decode
+        judge = decoder.XLA._replace(weights=dtype)  # the judge scores and does not decode
         if (model, judge) == (self.settings.model, self.choices.generate):
-            return self.own_scorer  # a model is not loaded twice
+            return self.own_scorer  # avoids loading a model twice
         return quality.Scorer(self._load(model, judge), batch_size=self.settings.quality.batch_size)
 
     def _load(self, spec: str, choice: decoder.Choice) -> Any:
@@ -131,18 +131,18 @@ class Bench:
         self._detector = detect.Detector(scheme, vocab_size=vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids that the detector sees: canonical text, without special tokens."""
+        """Return the ids that the detector sees: of canonical text (if set), without special tokens."""
         if self._canonicalize:
             texts = [canonical.canonicalize(text).text for text in texts]
         return self._tokenizer.encode_batch(list(texts), add_special=False)
 
     def evidence(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> reference.Evidence:
-        """Evidence of texts under one key, or each under its own."""
+        """Return the evidence of texts under one key, or one key per text."""
         ids = Ragged.from_lists(token_ids)
         return self._detector.evidence(ids.take(np.arange(len(ids))), ids.lengths.astype(np.int32), key)
 
     def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> significance.Detections:
-        """Scores and p-values of texts under one key, or each under its own."""
+        """Return scores and p-values of texts under one key, or one key per text."""
         return significance.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
 
     def at_lengths(
@@ -153,10 +153,10 @@ class Bench:
         *,
         cut: int,
     ) -> dict[str, list[list[Any]]]:
-        """Test the beginning of each text at each length, and in a last column all of it up to `cut` tokens.
+        """Test the beginning of each text at each length, and, in a last column, all of it up to `cut` tokens.
 
-        A position's evidence depends on what precedes it only, so that one pass serves every length. The rows [N L] of
-        p_values and mid_p have nan, those of num_scored 0, where a text is shorter than the length.
+        A position's evidence depends only on what precedes it, so that one pass serves every length. For a length that
+        exceeds the text, p_values and mid_p [N L] are nan, and num_scored [N L] is 0.
         """
         sizes = np.array([len(ids) for ids in token_ids])
         missing = np.full((len(token_ids), len(lengths) + 1), np.nan)

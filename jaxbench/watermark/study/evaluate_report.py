@@ -1,6 +1,6 @@
 """Progress of an evaluation, and its results as JSON, CSV, a page and a table on the terminal (S file).
 
-The page is the jinja2 template of this name, in the shell of all pages.
+The page is the jinja2 template of the same name, inside the shell shared by all pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECTIONS = {
 
 @contextlib.contextmanager
 def progress(total: int, console: Any = None) -> Iterator[Callable[[str, bool], None]]:
-    """Draw a bar over the stages on a rich console (unset: standard error); yield what counts them: (name, is_new)."""
+    """Draw a progress bar of stages on a rich console (unset: standard error); yield the callback (name, is_new)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -92,7 +92,7 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
 
 
 def _times(rows: list[dict[str, Any]]) -> Any:
-    """Table of what each kind of stage took."""
+    """Build the table of the time per kind of stage."""
     from rich.table import Table
 
     table = Table("stage", "seconds", "texts", "texts/s", title="From end to end")
@@ -111,7 +111,7 @@ def _cell(rates: dict[str, dict], levels: list[str]) -> str:
 
 
 def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
-    """The page as text, from what results.json holds, and from texts of each scheme with tokens and shades."""
+    """Render the page from the content of results.json, and from texts of each scheme with tokens and shades."""
     settings, summary = content["settings"], content["summary"]
     fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
     middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level

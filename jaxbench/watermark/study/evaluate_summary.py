@@ -1,4 +1,4 @@
-"""From the stages of an evaluation to its figures: rates, areas, medians (S file)."""
+"""Summarise the stages of an evaluation in figures: rates, areas, medians (S file)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CSV_COLUMNS = ("scheme", "attack", "strength", "tokens", "metric", "fpr", "value
 
 
 def summarize(settings: Evaluate, results: dict[str, Any]) -> dict[str, Any]:
-    """Every figure of the report as plain JSON (None for what is not a number)."""
+    """Compute every figure of the report as plain JSON (None for nan and infinity)."""
     found = {
         "schemes": {name: _scheme(settings, name, results) for name in settings.schemes},
         "unmarked": {
@@ -88,9 +88,9 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
 
 
 def _spread(p_values: np.ndarray, fpr: float) -> dict[str, Any]:
-    """Realised rate over all keys and texts [K N], and the least and greatest over keys.
+    """Compute the realised rate over all keys and texts [K N], and the least and greatest rate over keys.
 
-    The interval counts texts, not texts times keys: one text under several keys is no independent draw.
+    The interval counts texts, not texts times keys: one text under several keys is not several independent draws.
     """
     by_key = [detectability.detected(present(row), fpr).value for row in p_values]
     pooled = detectability.detected(present(p_values), fpr)
@@ -112,18 +112,18 @@ def _means(part: dict[str, list]) -> dict[str, float]:
 
 
 def array(values: Sequence) -> np.ndarray:
-    """Numbers as float64; None is nan."""
+    """Convert numbers to float64; None becomes nan."""
     return np.array(values, np.float64)
 
 
 def present(values: np.ndarray) -> np.ndarray:
-    """Numbers of an array, flat, without nan."""
+    """Return the numbers of an array, flat, without nan."""
     values = np.asarray(values, np.float64).ravel()
     return values[~np.isnan(values)]
 
 
 def mean(values: Sequence) -> float:
-    """Mean of what is a number, nan of nothing."""
+    """Return the mean of the values that are numbers; nan if there are none."""
     found = present(array(values))
     return float(found.mean()) if found.size else math.nan
 
@@ -134,7 +134,7 @@ def _median(values: np.ndarray) -> float:
 
 
 def rows(summary: dict[str, Any], config_id: str) -> list[dict[str, Any]]:
-    """Figures as one long table with the columns CSV_COLUMNS."""
+    """Return the figures as one long table with the columns CSV_COLUMNS."""
     found: list[dict[str, Any]] = []
 
     def add(scheme: str, metric: str, value: Any, **columns: Any) -> None:

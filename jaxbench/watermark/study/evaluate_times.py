@@ -1,8 +1,8 @@
-"""How long each kind of stage of an evaluation took, from end to end (S file).
+"""Record the time of each kind of stage of an evaluation, and of the whole (S file).
 
-Every stage that is computed appends its time; one that is kept from an earlier start has its line of then. So a run
-that was interrupted has the same table as one that was not, up to the stage that was cut off
-(and one whose process was killed between its file and its line).
+Every computed stage appends its time; a stage kept from an earlier start has its line from then. So an interrupted run
+has the same table as an uninterrupted one, except for the stage that was interrupted (and a stage whose process was
+killed after writing its file and before its line).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TIMES = "times.jsonl"
 
 
 def note(workdir: Path, stage: str, seconds: float, texts: int) -> None:
-    """Append the time of a stage, and how many texts it worked on (0: none of its own)."""
+    """Append the time of a stage, and how many texts it worked on (0: not counted)."""
     store.append(workdir / TIMES, [{"stage": stage, "seconds": seconds, "texts": texts}])
 
 
 def table(workdir: Path) -> list[dict[str, Any]]:
-    """A row a kind of stage, in the order of their first: seconds, texts, texts a second; the last one is the whole.
+    """Return one row per kind of stage, by first appearance: seconds, texts, texts per second; the last is the whole.
 
-    Of a stage with several lines (computed again after a kill) the last one counts.
+    If a stage has several lines (recomputed after a kill), the last one counts.
     """
     lines = {row["stage"]: row for row in map(json.loads, store.rows(workdir / TIMES))}
     kinds: dict[str, dict[str, Any]] = {}
@@ -42,7 +42,7 @@ def table(workdir: Path) -> list[dict[str, Any]]:
 
 
 def kind_of(stage: str) -> str:
-    """Kind of a stage: attacks by their name, quality by the model that judges, all others by their folder."""
+    """Return the kind of a stage: attacks by name, quality by the judging model, all others by folder."""
     folder, *rest = stage.split("/")
     if folder == "attack":
         return f"attack {rest[-1].rpartition('-')[0]}"

@@ -1,7 +1,8 @@
 """A peer as a worker of the benchmark: MarkLLM 0.1.5, or transformers' WatermarkDetector.
 
-Started as `PYTHON -m jaxbench.watermark.study.peer_worker PEER THREADS`. MarkLLM's PYTHON is that of an environment of
-its own (`make peers`): of jaxbench only what needs no package is imported. A scheme is a configuration of the peer's.
+Started as `PYTHON -m jaxbench.watermark.study.peer_worker PEER THREADS`. MarkLLM's PYTHON is that of a separate
+environment (`make peers`), so only the parts of jaxbench that need no package are imported. A scheme is a configuration
+of the peer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from jaxbench.measure import worker
 
 
 class Session:
-    """One peer over one tokenizer."""
+    """One peer with one tokenizer."""
 
     def __init__(self, peer: str, threads: int):
         self.peer, self.threads = peer, threads
         self._algorithms: dict[str, Any] = {}
 
     def start(self, *, tokenizer: str, vocab_size: int, path: str | None = None) -> dict:
-        """Import the peer, load the tokenizer of a folder and read the texts that are measured, if there are any."""
+        """Load a folder's tokenizer, read the texts to measure if a path is given, and return package versions."""
         import torch
         import transformers
 
@@ -39,18 +40,18 @@ class Session:
         return {"versions": {package: importlib.metadata.version(package) for package in packages}}
 
     def measure(self, *, scheme: dict, part: str, count: int, repeats: int) -> dict:
-        """Time the peer's own detection of the first `count` texts, one by one as it offers it; part: text or ids."""
+        """Time the peer's own detection of the first `count` texts, one per call as in its API; part: text or ids."""
         import torch
 
         of_text, of_ids = self._detectors(scheme)
         detect, given = of_text, self.texts[:count]
         if part == "ids":
             detect, given = of_ids, [torch.tensor(ids) for ids in self.ids[:count]]
-        warmup = 0 if self.peer == "markllm" else 1  # a pass of MarkLLM's takes minutes
+        warmup = 0 if self.peer == "markllm" else 1  # one pass of MarkLLM takes minutes
         return worker.timed(lambda: [detect(text) for text in given], repeats, warmup=warmup) | {"texts": len(given)}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """MarkLLM's z, green tokens, scored tokens and verdict of texts given as ids."""
+        """Return MarkLLM's z, green tokens, scored tokens and verdict for texts given as ids."""
         import torch
 
         found, rows = self._algorithm(scheme), []
@@ -82,7 +83,7 @@ class Session:
         return {"ids": rows}
 
     def _detectors(self, scheme: dict) -> tuple[Callable[[str], Any], Callable[[Any], Any]]:
-        """The peer's functions that detect in a text and in a tensor of ids [T]."""
+        """Return the peer's functions that detect in a text and in a tensor of ids [T]."""
         if self.peer == "markllm":
             algorithm = self._algorithm(scheme)
             return algorithm.detect_watermark, algorithm.utils.score_sequence
@@ -96,7 +97,7 @@ class Session:
         return lambda text: detector(encoded(text)), lambda ids: detector(ids[None])
 
     def _algorithm(self, scheme: dict) -> Any:
-        """MarkLLM's object of a configuration, {"algorithm_name": ..., ...}, made once."""
+        """Return MarkLLM's object for a configuration {"algorithm_name": ..., ...}, created once."""
         from markllm.utils.transformers_config import TransformersConfig
 
         key, name = json.dumps(scheme, sort_keys=True), scheme["algorithm_name"]

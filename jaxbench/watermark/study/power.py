@@ -1,12 +1,13 @@
-"""How often a watermark is found, by length: true-positive rates at fixed false-positive rates, with intervals.
+"""Measure detection power by text length: true-positive rates at fixed false-positive rates, with intervals.
 
-Every text is a continuation by the model at the given temperature, without top-k, top-p or an end token (the bars count
-tokens), under a key of its own. One generation serves all lengths: a text of 50 tokens is the beginning of one of 200.
-Detection runs twice: with the prompt as context, so that every generated token is scored, and on the continuation
-alone, where the first tokens lack context. The interval is Wilson's at 95 %; a bar is reached when its lower end is.
+Every text is a continuation by the model at the given temperature, without top-k, top-p or an end token (the bars are
+for a number of tokens), under its own key. One generation serves all lengths: a text of 50 tokens is the beginning of
+one of 200. Detection runs twice: with the prompt as context, so that every generated token can be scored, and on the
+continuation alone, where the first tokens lack context. The interval is Wilson's at 95 %; a bar is reached if the
+interval's lower end reaches it.
 
-Finished batches are files under workdir/chunks, so an interrupted run goes on where it stopped, and a run of more texts
-takes up those of a smaller one.
+Finished batches are files under workdir/chunks, so an interrupted run resumes where it stopped, and a run of more texts
+reuses those of a smaller one.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Bar(Base):
 
 
 class Power(Base):
-    """What a power run measures: configs/watermark/power.yaml."""
+    """Settings of a power run: configs/watermark/power.yaml."""
 
     schemes: dict[str, config.Scheme] = Field(min_length=1)  # name of a row -> scheme
     model: str = "default"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # where --weights says nothing (generation/decoder.py: choose)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # if --weights is not given (generation/decoder.py: choose)
     temperature: float = Field(default=1.0, gt=0)
     num_texts: int = Field(default=1000, ge=1)
     prompt_tokens: int = Field(default=32, ge=1)
@@ -52,7 +53,7 @@ class Power(Base):
     levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3, 1e-5), min_length=1)  # false-positive rates
     batch_size: int = Field(default=32, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
-    passphrase: str = Field(default="power", min_length=1)  # the keys, one for each text, are derived from it
+    passphrase: str = Field(default="power", min_length=1)  # the keys, one per text, are derived from it
     bars: tuple[Bar, ...] = ()
 
     @model_validator(mode="after")
@@ -75,22 +76,22 @@ class Cell(NamedTuple):
     scheme: str
     num_tokens: int  # generated tokens that detection sees
     level: float
-    sees_prompt: bool  # the prompt is context: every generated token can be scored
+    sees_prompt: bool  # True: the prompt is context, so that every generated token can be scored
     rate: detectability.Rate
     num_scored: float  # mean number of scored tokens
-    bar: float | None  # what the lower end must reach
+    bar: float | None  # what the interval's lower end must reach
 
 
 def text_keys(settings: Power, name: str, num_texts: int) -> list[Key]:
-    """Keys of the texts of one scheme."""
+    """Return the keys of the texts of one scheme."""
     root = Key.from_passphrase(settings.passphrase)
     return [root.derive(f"{name} {text}") for text in range(num_texts)]
 
 
 def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarray:
-    """Prompts [N P] (int32): pieces of the texts in a random order that num_texts does not change.
+    """Return prompts [N P] (int32): pieces of the texts in a random order that does not depend on num_texts.
 
-    Where there are too few, they are taken again, under another key and with other randomness.
+    If there are too few, they are reused, with another key and other randomness.
     """
     texts = passages.read_texts(path)
     found = passages.cut(encoder, texts, num_tokens=settings.prompt_tokens, max_passages=10**6).tokens
@@ -103,7 +104,7 @@ def generate(
     settings: Power, name: str, given: np.ndarray, *, model: Any, workdir: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
-    """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
+    """Return continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
     scheme, keys, chunks = settings.schemes[name], text_keys(settings, name, len(given)), []
 
     @functools.cache
@@ -137,12 +138,12 @@ def generate(
 
 
 def slug(name: str) -> str:
-    """A scheme's name as the beginning of its batches' file names."""
+    """Return a scheme's name as the prefix of its batches' file names."""
     return "".join(c if c.isalnum() else "-" for c in name)
 
 
 def check_names(names: Iterable[str], place: str) -> None:
-    """Raise a ValueError where two schemes' batches would be the same files."""
+    """Raise a ValueError if two schemes' batches would be the same files."""
     known: dict[str, str] = {}
     for name in names:
         if (other := known.setdefault(slug(name), name)) != name:
@@ -184,12 +185,12 @@ def run(
     options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Generate, detect, write power.json into workdir, where finished batches are kept, and return what it holds.
+    """Generate, detect, write power.json into workdir, which also keeps finished batches, and return its content.
 
     The prompts are cut from the texts of `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
-      ValueError: workdir has the batches of another configuration, or of other kernels.
+      ValueError: as check_length and choose, or workdir has the batches of another configuration or of other kernels.
     """
     workdir, begun = Path(workdir), time.process_time()
     given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
@@ -230,10 +231,10 @@ def choose(
     say: Callable[[str], None],
     rows: str = "power: batch_size",
 ) -> decoder.Choice:
-    """Kernels of a run, whose rows a configuration calls `rows`; why they are not native is said.
+    """Choose the kernels of a run; `say` reports why they are not native. `rows` names the batch size in errors.
 
     Raises:
-      ValueError: they cannot be had, or do not take the batches.
+      ValueError: they are not available, or do not support the batch size.
     """
     choice = decoder.choose(options, "cpu", dtype=settings.dtype, config=lambda: shape)
     decoder.check_rows(choice, settings.batch_size, rows)
@@ -243,12 +244,12 @@ def choose(
 
 
 def batches_id(settings: Power, choice: decoder.Choice, extra: dict[str, Any]) -> str:
-    """Id of what decides the batches; the kernels stand behind it where they are not xla."""
+    """Return the id of everything that decides the batches, followed by the kernels if they are not xla."""
     return config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra) + choice.suffix(settings.dtype)
 
 
 def check_length(num_tokens: int, max_seq_len: int) -> None:
-    """Raise a ValueError where texts and their prompts are longer than the model's context."""
+    """Raise a ValueError if texts with their prompts are longer than the model's context."""
     if num_tokens > max_seq_len:
         raise ValueError(
             f"power: {num_tokens} tokens of prompt and text do not fit the model's {max_seq_len} positions"
@@ -256,12 +257,12 @@ def check_length(num_tokens: int, max_seq_len: int) -> None:
 
 
 def is_missed(cell: Cell) -> bool:
-    """True where a cell has a bar that its interval's lower end does not reach; bars count scored tokens."""
+    """Return whether the interval's lower end misses the cell's bar; bars apply only with the prompt as context."""
     return cell.bar is not None and cell.sees_prompt and cell.rate.low < cell.bar
 
 
 def line(cell: Cell) -> str:
-    """One cell as text."""
+    """Format one cell as text."""
     has_bar = cell.bar is not None and cell.sees_prompt
     bar = f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}" if has_bar else ""
     sight = "prompt as context" if cell.sees_prompt else "continuation only"

@@ -5,10 +5,10 @@ backend.
 
 A text's perplexity is exp of the mean of -log p over its tokens; tokens without any context are not scored.
 `excess` is the mean of (-log p(token) - entropy), in nats. Its expectation is 0 for text drawn from the model itself: a
-departure from 0 shows that a scheme favours probable or improbable tokens; 0 alone proves nothing. The divergence along
-a text is the mean over its positions of
-KL(marked || plain) of the two next-token distributions, in nats, for schemes that change logits under a given key.
-A scheme that replaces the draw (Gumbel, SynthID, DiP) has no logits of its own; it is left out.
+deviation from 0 shows that a scheme favours probable or improbable tokens; 0 alone proves nothing. The divergence of a
+text is the mean over its positions of KL(marked || plain) of the two next-token distributions, in nats, for schemes
+that change logits under a given key. A scheme that replaces the draw (Gumbel, SynthID, DiP) has no marked logits to
+compare and is left out.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jaxtyping import Float, Int
 from jaxbench import prompts
 from jaxbench.transformer import Transformer
 
-CHUNK = 16  # positions whose logits exist at once: 8 rows of them over 49,152 tokens are 25 MB
+CHUNK = 16  # positions whose logits are in memory at once: 8 rows of them over 49,152 tokens are 25 MB
 LENGTH_MULTIPLE = 64  # texts are padded to multiples of this, so that few programs are compiled
 
 
 class Scores(NamedTuple):
-    """Means over the scored tokens of each text [N]; nan where none is scored."""
+    """Means over the scored tokens of each text [N]; nan if none is scored."""
 
     nll: np.ndarray  # -log p, nats
     entropy: np.ndarray  # of the model's distribution, nats
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
     @property
     def excess(self) -> np.ndarray:
-        """Nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
+        """The nll minus entropy: 0 in expectation for text that the model drew at temperature 1."""
         return self.nll - self.entropy
 
 
@@ -70,11 +70,11 @@ class Scorer:
         states: Callable[[Sequence[int]], Any] | None = None,
         temperature: float = 1.0,
     ) -> Scores:
-        """Score texts (token ids, prompt first), as far as the model's context reaches; prompt tokens are context only.
+        """Score texts (token ids, prompt first), cut to the model's context; prompt tokens are only context.
 
         Args:
-          processor: a logits processor with `apply`: also measure its divergence.
-          states: states(rows) gives the processor's state for these texts.
+          processor: a logits processor with `apply`, to measure its divergence as well.
+          states: states(rows) returns the processor's state for these texts.
           temperature: of the draw, for the divergence.
 
         Raises:
@@ -118,7 +118,7 @@ class Scorer:
     def _score_rows(
         self, leaves: list[Array], tokens: Int[Array, "B T"], lengths: Int[Array, " B"], first: Int[Array, " B"]
     ) -> Float[Array, "4 B"]:
-        """Sums over scored tokens of -log p and entropy, nan for the divergence, and the number of them."""
+        """Return sums over scored tokens of -log p and entropy, nan for the divergence, and the number of tokens."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         size = tokens.shape[1]
         padded = -(-size // CHUNK) * CHUNK
@@ -150,7 +150,7 @@ class Scorer:
         state: Any,
         temperature: Float[Array, ""],
     ) -> Float[Array, " B"]:
-        """Sum over scored positions of KL(marked || plain)."""
+        """Return the sum over scored positions of KL(marked || plain)."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         is_scored = _is_scored(tokens.shape[1], lengths, first)
 
@@ -163,7 +163,7 @@ class Scorer:
             state, changed = processor.apply(given, logits, tokens, length, t)
             plain = jax.nn.log_softmax(logits / temperature, axis=-1)
             marked = jax.nn.log_softmax(changed / temperature, axis=-1)
-            is_possible = marked > -jnp.inf  # a banned token adds nothing, and 0 times -inf is no number
+            is_possible = marked > -jnp.inf  # a banned token adds nothing, but 0 * -inf would be nan
             divergence = jnp.sum(jnp.where(is_possible, jnp.exp(marked) * (marked - plain), 0.0), axis=-1)
             return (state, total + jnp.where(is_scored[:, t], divergence, 0.0)), None
 
@@ -176,6 +176,6 @@ def _fill(state: Any, num_rows: int, batch_size: int) -> Any:
 
 
 def _is_scored(size: int, lengths: Int[Array, " B"], first: Int[Array, " B"]) -> Array:
-    """Where the next token is scored [B T]: position t predicts token t + 1."""
+    """Return where the next token is scored [B T]: position t predicts token t + 1."""
     target = jnp.arange(1, size + 1)[None, :]
     return (target >= first[:, None]) & (target < lengths[:, None])

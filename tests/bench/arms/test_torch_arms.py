@@ -8,10 +8,11 @@ import types
 import jax
 import numpy as np
 import pytest
+import torch
 
 from jaxbench import initial
 from jaxbench.bench import plan
-from jaxbench.bench.arms import arm_table, jax_arms
+from jaxbench.bench.arms import arm_table, int4, jax_arms, torch_arms
 from jaxbench.measure import inductor
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
@@ -171,3 +172,46 @@ def test_jax_tells_a_stages_device_memory_only_where_it_raised_the_peak(monkeypa
     for expected in (None, 500):
         arm.reset_device_memory()
         assert arm.device_memory() == expected
+
+
+def dequantised(layer: int4.Int4Linear, codes: torch.Tensor) -> torch.Tensor:
+    scale, zero = (layer.scales_and_zeros[..., i].float().T[..., None] for i in (0, 1))
+    return ((codes.reshape(*scale.shape[:2], int4.GROUP) - 8) * scale + zero).reshape(codes.shape)
+
+
+def test_codes_of_a_q4_1_weight_are_found_again_and_its_product_is_that_of_the_codes():
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 16, (48, 3, int4.GROUP))
+    codes[..., :2] = 0, 15  # every group of a Q4_1 file has its least and its largest code
+    scale, low = random.uniform(0.01, 0.1, (48, 3, 1)), random.uniform(-1, 0, (48, 3, 1))
+    weight = torch.from_numpy((codes * scale + low).reshape(48, -1).astype(np.float32))
+    found, _ = int4.quantized(weight)
+    assert np.array_equal(found, codes.reshape(48, -1))
+    bias, x = torch.randn(48).bfloat16(), torch.randn(2, 5, 96).bfloat16()
+    layer = int4.Int4Linear(weight, bias)
+    wanted = x.float() @ dequantised(layer, found).T + bias.float()
+    np.testing.assert_allclose(layer(x).float(), wanted, atol=0.03 * wanted.abs().max())
+    assert int4.Int4Linear(torch.ones(16, 32), None)(torch.ones(1, 32).bfloat16()).tolist() == [[32.0] * 16]
+    with pytest.raises(ValueError, match="a weight of 40 outputs and 48 inputs; .* multiples of 16 and 32"):
+        int4.quantized(torch.zeros(40, 48))
+
+
+def test_the_arm_of_pytorch_s_4_bit_weights_decodes_and_skips_all_else(monkeypatch, folder):
+    monkeypatch.setattr(torch_arms.Int4Arm, "torch_compile", "")  # as eager PyTorch: what is compiled is tested above
+    monkeypatch.setattr(torch_arms.CompiledArm, "start", torch_arms.EagerArm.start)
+    monkeypatch.setattr(torch_arms.CompiledArm, "load", torch_arms.EagerArm.load)
+    monkeypatch.setattr(torch_arms.CompiledArm, "prepare", torch_arms.EagerArm.prepare)
+    facts, (first, again), arm = generated("torch_int4", folder)
+    layers = [module for module in arm.model.modules() if isinstance(module, int4.Int4Linear)]
+    assert first == again and np.shape(first) == (2, 4) and len(layers) == 7  # of the one layer that is loaded
+    table = arm.model.embed.embedding
+    assert facts["weight_bytes"] == sum(x.packed.nbytes + x.scales_and_zeros.nbytes for x in layers) + (
+        table.numel() // 2 + 4 * table.numel() // int4.GROUP
+    )
+    hidden = torch.randn(1, table.shape[1]).bfloat16()
+    tied = int4.Int4Linear(table, None)
+    np.testing.assert_array_equal(arm.model.embed.attend(hidden).float(), tied(hidden).float())
+    for changes, said in (({"kind": "prefill", "new_tokens": 0}, "decoding only"), ({"dtype": "bfloat16"}, "float32")):
+        assert said in arm.prepare(DECODE.model_copy(update=changes))["skip"]
+    arm.load("bfloat16", num_layers=1, train=None)
+    assert arm.model is None

@@ -1,7 +1,7 @@
 """Costs of one layer, in PyTorch: bytes and FLOPs counted on the meta device, measured time.
 
 Twin: jaxbench/memory/study/cost_layer.py. Attention sees the whole sequence in one call; the memories read
-segment after segment, as a stream would come.
+segment by segment, like a stream.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Attention(torch.nn.Module):
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made inside it that are alive, and their peak."""
+    """Count the live bytes of tensors made inside it, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.peak, self._known = 0, 0, weakref.WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation and count what it made."""
+        """Run an operation and count the bytes of its outputs."""
         output = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._known:
@@ -79,12 +79,12 @@ def build(layer: str, shape: LayerShape) -> Attention | blocks.Block:
 
 
 def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measured:
-    """Peak of bytes alive, bytes of a sequence's state, and FLOPs, counted on the meta device."""
+    """Peak of live bytes, bytes of a sequence's state, and FLOPs, counted on the meta device."""
     model = build(layer, shape).requires_grad_(False).to("meta")
     counter, live = FlopCounterMode(display=False), _LiveBytes()
     is_attention = layer in ATTENTION
     size = length if is_attention else min(segment, length)
-    # Every segment is like the first: the state has one size.
+    # Every segment is like the first: the state has a fixed size.
     with torch.no_grad(), torch.device("meta"):
         x = torch.empty((1, size, shape.d_model))
         state = None if is_attention else model.init_state(1)
@@ -97,7 +97,7 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
 
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int, device: str = "cpu") -> list[float]:
-    """Measure the times in seconds of forward passes over a sequence, after one that is not counted.
+    """Measure the times in seconds of forward passes over a sequence, after one warm-up pass that is not counted.
 
     Raises:
       ValueError: PyTorch does not see the device.
@@ -113,7 +113,7 @@ def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: i
         if layer in ATTENTION:
             model(x)
         else:
-            with torch.device(place) if place == "cuda" else contextlib.nullcontext():  # a mode costs every operation
+            with torch.device(place) if place == "cuda" else contextlib.nullcontext():  # a mode slows every operation
                 state = model.init_state(1)
                 for begin in range(0, length, segment):
                     _, state, _ = model(x[:, begin : begin + segment], state)

@@ -1,6 +1,6 @@
 """A small trained detector on per-token evidence and token ids, in PyTorch.
 
-Twin: jaxbench/watermark/detector/neural.py, which has the data's way. Axis letters: P numbers pooled.
+Twin: jaxbench/watermark/detector/neural.py, which has the data flow. Axis letters: P pooled numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_ref.dilated_convolution import DilatedConvolution, gelu
 
 
 class Batch(NamedTuple):
-    """One step's data."""
+    """The data of one step."""
 
     tokens: Int[Tensor, "B T"]  # -1 = padding
     evidence: Float[Tensor, "B T"]  # in (0, 1), larger = more marked; features.py says how
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
 
 class NeuralDetector(torch.nn.Module):
-    """Evidence and tokens in, one logit a text out."""
+    """Maps evidence and tokens to one logit per text."""
 
     def __init__(self, *, num_rows: int, d_model: int, dilations: Sequence[int], num_pooled: int, d_hidden: int,
                  norm_eps: float, dtype: str):  # fmt: skip
@@ -56,7 +56,7 @@ class NeuralDetector(torch.nn.Module):
 
 
 def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
-    """Row of the token table that each token reads; padding reads row 0."""
+    """Return each token's row of the token table; padding has row 0."""
     half, tokens = num_rows // 2, tokens.clamp(min=0)
     return torch.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
@@ -64,7 +64,7 @@ def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
 def token_features(
     evidence: Float[Tensor, "B T"], scored: Bool[Tensor, "B T"], *, dtype: str
 ) -> Float[Tensor, "B T F"]:
-    """2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    """Compute 2 e - 1, -log(1 - e) - 1 (both with mean 0 for uniform e, and 0 where not scored) and `scored`."""
     evidence = evidence.to(torch.promote_types(evidence.dtype, torch.float32))
     parts = (2.0 * evidence - 1.0, -torch.log1p(-evidence) - 1.0, torch.ones_like(evidence))
     zero = torch.zeros((), dtype=evidence.dtype, device=evidence.device)
@@ -72,13 +72,13 @@ def token_features(
 
 
 def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor, "B Q"]:
-    """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    """Compute sum / sqrt(n), mean and log-mean-exp over each text's n scored tokens, Q = 3 P; zeros if n = 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     zero = torch.zeros((), dtype=wide.dtype, device=wide.device)
     is_scored = scored[:, :, None]
     count = scored.sum(dim=1).clamp(min=1).to(wide.dtype)[:, None]
     total = torch.where(is_scored, wide, zero).sum(dim=1)
-    # Where nothing is scored all values are 0, so that no infinity enters a gradient.
+    # In a text without scored tokens, all values are 0, so that no infinity enters a gradient.
     is_open = is_scored | ~scored.any(dim=1)[:, None, None]
     highest = torch.where(is_open, torch.where(is_scored, wide, zero), zero - torch.inf)
     highest = torch.logsumexp(highest, dim=1) - torch.log(count)
@@ -106,10 +106,10 @@ def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Floa
 def build(
     config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> NeuralDetector:
-    """Detector of a configuration holding `params`, cast to dtype.
+    """Build a detector with `params`, cast to dtype.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+      ValueError: a parameter is missing, unused or misshapen; the message lists all names.
     """
     with torch.device("meta"):
         model = NeuralDetector(**dict(config), dtype=dtype)

@@ -1,1 +1,1 @@
-"""How each scheme marks logits, and reads the words of a text, in PyTorch; one file a scheme."""
+"""How each scheme marks logits and computes the words of a text, in PyTorch; one file per scheme."""

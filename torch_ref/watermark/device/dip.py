@@ -23,7 +23,7 @@ class Mark(ReweightingMark):
         return torch.log(_moved(p, keys, self.scheme.alpha))
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words and seeds of the tokens of texts."""
+        """Return the words and seeds of the tokens of texts."""
         seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
         return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
@@ -59,7 +59,7 @@ def _moved(p: Float[Tensor, "B V"], keys: Int64[Tensor, "B 8"], alpha: float) ->
 
 
 def round_keys(key: prf.Halves, seeds: Int64[Tensor, "*shape 2"]) -> Int64[Tensor, "*shape 8"]:
-    """Round keys of seeds: two Philox blocks."""
+    """Round keys of each seed: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [prf.random_blocks((i, seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return torch.stack(torch.broadcast_tensors(*blocks[0], *blocks[1]), dim=-1)
@@ -73,12 +73,12 @@ def mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
 
 
 def _product(x: Int64[Tensor, "*shape"], constant: int) -> Int64[Tensor, "*shape"]:
-    """Low 32 bits of constant * x without leaving signed 64 bits."""
+    """Return the low 32 bits of constant * x without overflowing signed 64 bits."""
     return (x * (constant & 0xFFFF) + ((x * (constant >> 16) & 0xFFFF) << 16)) & philox.MASK32
 
 
 def permute(values: Tensor, keys: Int64[Tensor, "*shape 8"], bits: int) -> Int64[Tensor, "*shape"]:
-    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Permute values in [0, 2**bits) by the Feistel network with these round keys."""
     half, mask = bits // 2, 2 ** (bits // 2) - 1
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

@@ -1,4 +1,4 @@
-"""Gumbel in PyTorch: keyed noise in place of random noise. Twin: jaxbench/watermark/device/gumbel.py."""
+"""Gumbel in PyTorch: sampling with keyed noise. Twin: jaxbench/watermark/device/gumbel.py."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Mark(marks.Mark):
     """Gumbel on a device."""
 
     def first_state(self, state: State) -> State:
-        """State, which remembers contexts where they are deduplicated."""
+        """Return the state, with a history of contexts if the scheme deduplicates."""
         return marks.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Next state and the token of each row with the largest sum of logit and keyed noise, as in the twin."""
+        """Return the next state and the token of each row with the largest sum of logit and keyed noise (see twin)."""
         state, keyed = self._keyed_step(state, at)
 
         def largest_sum() -> Int[Tensor, " B"]:
@@ -42,14 +42,14 @@ class Mark(marks.Mark):
         return state, torch.where(keyed.is_active if self.scheme.is_vllm else state["marked"], drawn, -1)
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Next state and logits that are -inf for all tokens but the drawn one."""
+        """Return the next state, and logits that are -inf for all tokens but the drawn one in active rows."""
         state, keyed = self._keyed_step(state, at)
         drawn = torch.argmax(logits + self._noise(self._stream(state, keyed), logits.dtype), dim=-1)
         alone = torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
         return state, torch.where(keyed.is_active[:, None], alone, logits)
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        """Return the words and seeds of the tokens; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self.scheme.is_vllm:
             return super().text_words(key, text)
@@ -62,7 +62,7 @@ class Mark(marks.Mark):
         return vllm_token_words(states, tokens, key), states
 
     def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
-        """Next state and the step; a context is remembered by its seed under the first key."""
+        """Return the next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
         is_active = active_rows(self.scheme, state, at)
@@ -94,7 +94,7 @@ class Mark(marks.Mark):
         return torch.where(use_second, keys[:, 2:3], keys[:, :1]), torch.where(use_second, keys[:, 3:], keys[:, 1:2])
 
     def _stream(self, state: State, keyed: KeyedStep) -> Stream:
-        """Where each row's keyed words come from."""
+        """Return where each row's keyed words come from."""
         site = torch.full((keyed.seeds.shape[0], 1), reference.site_of(self.scheme), device=keyed.seeds.device)
         return Stream(keyed.key, keyed.seeds, site, state.get("payload"))
 
@@ -110,7 +110,7 @@ class Mark(marks.Mark):
 
 
 class Stream(NamedTuple):
-    """Where the words of each row come from: the arguments of prf.lanes, and by how far they are shifted."""
+    """Where the words of each row come from: the arguments of prf.lanes, and the payload's shift."""
 
     key: prf.Halves  # [B 1]
     seeds: Int64[Tensor, "B S"]
@@ -118,7 +118,7 @@ class Stream(NamedTuple):
     payload: Int[Tensor, " B"] | None
 
     def where(self, is_active: Bool[Tensor, " B"], sample: OrdinaryDraw) -> Stream:
-        """This stream for active rows, that of their ordinary draw for others."""
+        """Return this stream for active rows, that of the ordinary draw for others."""
         rows, chosen = sample.row_ids.to(torch.int64), is_active[:, None]
         plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
         return Stream(
@@ -133,7 +133,7 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tensor, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
+    """Return the states of contexts, whose places before the text's start are -1 (see schemes/gumbel.py)."""
     contexts, width = contexts.to(torch.int64) & philox.MASK32, contexts.shape[-1]
     words: Any = tuple(torch.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
@@ -148,14 +148,14 @@ def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tens
 def vllm_token_words(
     states: Int64[Tensor, "*shape 4"], tokens: Int[Tensor, "*shape"], key: prf.Halves
 ) -> Int64[Tensor, "*shape"]:
-    """Word of each token at its context's state."""
+    """Return the word of each token given its context's state."""
     tokens = tokens.to(torch.int64) & philox.MASK32
     pair = (key[0] ^ states[..., 3], key[1] ^ TOKEN_DOMAIN)
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: Int64[Tensor, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
-    """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
+    """Return the words of tokens 0..num_elements-1 given each row's state, in lanes."""
     pair = (key[0] ^ states[:, 3:], key[1] ^ TOKEN_DOMAIN)
     return prf.random_blocks(
         (prf.block_numbers(num_elements, device=key[0].device), states[:, :1], states[:, 1:2], states[:, 2:3]), pair

@@ -19,13 +19,13 @@ class Mark(marks.Mark):
     """KGW on a device."""
 
     def first_state(self, state: State) -> State:
-        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """Return the state; under the rule `self` with the words P(v, v), which depend only on the key."""
         if self.scheme.context.kind != "self":
             return state
         return state | {"own": own_lanes(first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        """Return the green tokens, given their contexts, of rows marked at this step; none in other rows."""
         is_active = active_rows(self.scheme, state, at)
         if not is_active.any():
             return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
@@ -43,7 +43,7 @@ class Mark(marks.Mark):
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Tensor, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Words of all candidates under the rule `self`, in lanes."""
+        """Return the words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -57,7 +57,7 @@ class Mark(marks.Mark):
 def self_lanes(
     key: prf.Halves, contexts: Int[Tensor, "B n"], own: Int64[Tensor, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements, device=key[0].device), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].to(torch.int64) & philox.MASK32, 0, SELF_SITE), key)
@@ -67,6 +67,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> Int64[Tensor, "B 4 C"]:
-    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """Return P(v, v) of all tokens v in lanes: the part of self_lanes that does not depend on the context."""
     tokens = torch.arange(4 * -(-num_elements // 4), device=key[0].device)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

@@ -16,7 +16,7 @@ from torch_ref.watermark.device import marks
 
 
 class Mark(marks.Mark):
-    """A scheme with lists of its own on a device."""
+    """A scheme with a toolkit's lists on a device."""
 
     def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: GreenLists, device: str = "cpu"):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
@@ -26,18 +26,18 @@ class Mark(marks.Mark):
     def apply(
         self, state: tuple[State, State], logits: Float[Tensor, "B V"], at: Position
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """State and the logits with the scheme's bias added to those of green tokens."""
+        """Return the state, and logits with the scheme's bias added to those of green tokens."""
         shared, state = state
         is_active = active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Green list that the context of each row selects from the bit table."""
+        """Return the green list that each row's context selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
         last = marks.last_tokens(at, width).clamp(
             max=self.vocab_size - 1
-        )  # those past it are vectors; as JAX's indexing
+        )  # ids past the vocabulary stand for vectors; clamped as JAX's indexing does
         contexts = shared["values"][last]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]

@@ -1,4 +1,4 @@
-"""MorphMark in PyTorch: probability moved to green tokens by a share that follows theirs. Twin: jaxbench."""
+"""MorphMark in PyTorch: moves probability to green tokens, the more the likelier they are. Twin: jaxbench."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Mark(kgw.Mark):
     """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        """Return state and logits of the marked distribution; logsumexp and the rows not marked stay the same."""
         is_green = self.green_tokens(state, at)
         green = torch.where(is_green, torch.softmax(logits, dim=-1), 0).sum(dim=-1, keepdim=True)
         green = torch.clamp(green, max=1)
@@ -25,7 +25,7 @@ class Mark(kgw.Mark):
 
 
 def strength(green_probability: Float[Tensor, "B 1"], scheme: Scheme) -> Float[Tensor, "B 1"]:
-    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """Return r, the share of the red tokens' probability that moves to the green ones (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": torch.expm1, "log": torch.log1p}[scheme.form](scaled)
     return torch.where(green_probability < scheme.p_0, 0, torch.clamp(r, max=1))

@@ -25,7 +25,7 @@ class Mark(ReweightingMark):
         return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
 
     def _played_by_head(self, keyed: KeyedStep, logits: Float[Tensor, "B V"], candidates: int) -> Float[Tensor, "B V"]:
-        """Logits after a tournament among the tokens of schemes.synthid.head."""
+        """Return logits after a tournament among the tokens of schemes.synthid.head."""
         size, rows = HEAD_BLOCK, torch.arange(logits.shape[0], device=logits.device)[:, None]
         padded = torch.nn.functional.pad(logits, (0, -self.vocab_size % size), value=-torch.inf)
         blocks = padded.reshape(logits.shape[0], -1, size)
@@ -41,20 +41,20 @@ class Mark(ReweightingMark):
 def block_words(
     key: prf.Halves, seeds: Int64[Tensor, "B 2"], blocks: Int64[Tensor, "B n"], *, size: int, site: int
 ) -> Int64[Tensor, "B C"]:
-    """Words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    """Return the words of tokens size * b .. size * b + size - 1 of each block b, in order; size is a multiple of 4."""
     counters = blocks[:, :, None] * (size // 4) + prf.block_numbers(size, device=blocks.device)[:, None, :]
     words = prf.random_blocks((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
     return prf.interleave(words, blocks.shape[1] * size)
 
 
 def _play(logits: Float[Tensor, "B C"], words: Int64[Tensor, "B C"], depth: int) -> Float[Tensor, "B C"]:
-    """Logits after the tournament among them; their logsumexp stays."""
+    """Return logits after a tournament among all of them; their logsumexp stays the same."""
     p = torch.softmax(logits, dim=-1)
     return logits + torch.log(torch.where(p > 0, _tournament(p, words, depth) / torch.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Tensor, "B V"], words: Int64[Tensor, "B V"], depth: int) -> Float[Tensor, "B V"]:
-    """schemes.synthid.tournament of each row."""
+    """Compute schemes.synthid.tournament of each row."""
     for i in range(depth):
         g = (words >> i & 1).to(p.dtype)
         p = p * (1 + g - torch.clamp((g * p).sum(dim=-1, keepdim=True), max=1))

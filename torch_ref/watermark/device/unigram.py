@@ -16,11 +16,11 @@ class Mark(marks.Mark):
     """Unigram on a device."""
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Tokens on the list of each row that is marked here, none in other rows."""
+        """Return the tokens on the list of each row marked at this step, none in other rows."""
         return state["green"] & active_rows(self.scheme, state, at)[:, None]
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Words of the tokens of texts; there is one seed for all, so none is named."""
+        """Return the words of the tokens of texts, and empty seeds: one list serves all contexts."""
         lists, index = text.fixed_lists
         words = torch.where(lists[index[:, None], text.tokens], 0, reference.RED)
         return words, text.tokens.new_zeros((*text.tokens.shape, 0))
