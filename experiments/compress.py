@@ -85,7 +85,7 @@ def _model() -> str | None:
 
 
 def _made() -> dict[str, Any]:
-    """Return what vectors depend on: the decoder's name, the number type, the backend."""
+    """Return how vectors are computed: the decoder's name, the number type, the backend."""
     twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
     return {"model": _model(), "precision": VALUES.precision, "twin": twin}
 

@@ -193,7 +193,7 @@ def find_leaks() -> int:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """Return a function that shows how many calls are done; unlike a progress bar, it keeps no samples in memory."""
+    """Return a function that shows on a terminal how many calls are done; a progress bar would keep samples."""
     done = [0]
 
     def advance(count: int) -> None:

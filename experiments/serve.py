@@ -88,7 +88,7 @@ def _check_place(engine: Any) -> None:
     """Check that the engine can compute on the device.
 
     Raises:
-      ValueError: its kernels are not for the device, or there are several replicas.
+      ValueError: its kernels are not for the device, or --replicas is given.
     """
     if VALUES.device == "cpu":
         return

@@ -168,7 +168,7 @@ def attention(
 
 
 def _check(num_heads: int, num_kv_heads: int, implementation: str, softcap: float | None) -> None:
-    """Raise ValueError for what `attention` cannot compute, as its docstring lists."""
+    """Raise ValueError for what `attention` can compute on no platform; its docstring lists it."""
     if num_heads % num_kv_heads:
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:

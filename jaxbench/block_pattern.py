@@ -22,7 +22,7 @@ class BlockPattern(Base):
     """
 
     block_size: int = pydantic.Field(default=64, gt=0)  # slots of a block
-    local: int = pydantic.Field(default=4, gt=0)  # nearest blocks that a block sees, itself included
+    local: int = pydantic.Field(default=4, gt=0)  # blocks that a block sees, counted back from itself, itself included
     first: int = pydantic.Field(default=0, ge=0)  # blocks at the row's start that every block sees
     stride: int | None = pydantic.Field(default=None, gt=0)  # every stride-th block before is seen; None = no such rule
 

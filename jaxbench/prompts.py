@@ -60,7 +60,7 @@ class LogitsProcessor(Protocol):
     filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
 
     An optional attribute `shared` of a processor is a pytree of arrays that every row reads, such as a table; `apply`
-    and `draw` then get the pair (shared, state) instead of the state, and return only the state.
+    and `draw` then get the pair (shared, state) instead of the state, and return the state alone.
     """
 
     def init(self, batch_size: int) -> Any:

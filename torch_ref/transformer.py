@@ -247,8 +247,9 @@ class Transformer(torch.nn.Module):
         Differs from the twin, whose cache always has positions: XLA builds the mask inside its programs.
 
         Raises:
-          ValueError: only one of the call and the cache has positions; segments are given without positions or with a
-            cache; or the tokens do not fit from a `slot` that is a Python number.
+          ValueError: only one of the call and the cache has positions; a cache without positions gets a `slot` that is
+            not a Python number; segments are given without positions or with a cache; or the tokens do not fit from a
+            `slot` that is a Python number.
         """
         if positions is None:
             positions, key_positions = self._plain_positions(tokens, cache, slot, segments), None

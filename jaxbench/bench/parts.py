@@ -86,7 +86,7 @@ def _compile(
 
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Trace one run of each workload of the first dtype on every arm that can: xprof for JAX, Chrome for PyTorch."""
+    """Trace each inference workload of the first dtype once on every arm that can: xprof (JAX), Chrome (PyTorch)."""
     [dtype, *_] = work.suite.dtypes()
     for arm in work.suite.arms:
         log = work.workdir / "logs" / f"profile-{arm}.log"

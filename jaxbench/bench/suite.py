@@ -94,7 +94,7 @@ class Verdicts(Base):
     baseline: Arm = "torch_eager"
     confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval, and of all verdicts together
     margin: float = pydantic.Field(default=0.0, ge=0, lt=1)  # relative difference that does not count, 0.05 = 5 %
-    control_drift: float = pydantic.Field(default=0.25, gt=0)  # largest change of the control loop's time
+    control_drift: float = pydantic.Field(default=0.25, gt=0)  # largest relative change of the control loop's time
 
 
 class Roofline(Base):

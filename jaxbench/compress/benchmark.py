@@ -14,7 +14,7 @@ from jaxbench.compress.config import CompressorConfig, is_trained, starting_para
 from jaxbench.measure import worker
 from jaxbench.pretrained import tokenizer, weights
 
-SPREAD = 3  # timed calls per median; fewer if they take LONG in total
+SPREAD = 3  # timed calls per median; fewer in `lengths` if they take LONG in total
 LONG = 20.0  # seconds
 
 

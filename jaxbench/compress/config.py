@@ -125,7 +125,7 @@ def initial_params(config: CompressorConfig, seed: int, *, distinct: bool = Fals
 def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, seed: int) -> dict[str, Array]:
     """Initial parameters of a compressor, from a decoder's.
 
-    The encoder is the decoder's first layers; the connector's output and the slots are zero. So a vector is
+    The encoder is the decoder's first layers; the connector's feed-forward layer and the slots add 0. So a vector is
     m + sqrt(ratio) * (mean embedding of its tokens - m), m the mean embedding of the vocabulary. Plain means are so
     close to m that the decoder does worse with them than with nothing (lab log). The local head gives all tokens equal
     probability; a tag is m, followed by what `with_prefix` appends; adapters add nothing.

@@ -46,7 +46,7 @@ class CompressionResult(NamedTuple):
 
     @property
     def compression_ratio(self) -> float:
-        """Tokens per vector: the ratio, or less if the last group of a text or of a chunk is not full."""
+        """Tokens per vector: the ratio, or less if the last group is not full."""
         return self.original_length / max(1, self.compressed_length)
 
 

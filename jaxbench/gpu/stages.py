@@ -82,7 +82,7 @@ class Stage(Base):
         return {name: self._filled(value, **places) for name, value in self.environment.items()}
 
     def configurations(self, *, is_rehearsal: bool) -> dict[str, str]:
-        """Return name -> sha256 of each YAML file that its command names, and of those that such a file names."""
+        """Return name -> sha256 of each YAML file that its command names, and of those that these name in turn."""
         text = f"{self.command} {self.rehearsal}" if is_rehearsal else self.command
         names, found = [word.rpartition("=")[2] for word in shlex.split(text)], {}
         while names:

@@ -89,7 +89,7 @@ def tokens(text: str) -> list[Token]:
 
 
 def is_novel(token: Token, lexicon: Lexicon) -> bool:
-    """True if a context lacks the word or, for a number, any of its runs of digits."""
+    """True if a context lacks the word or, for a number, at least one of its runs of digits."""
     if token.is_number:
         return not set(re.findall(r"\d+", token.key)) <= lexicon.digits
     return token.key not in lexicon.words

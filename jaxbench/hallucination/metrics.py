@@ -55,7 +55,7 @@ def average_precision(labels: Array, scores: Array) -> float:
 
 
 def precision_recall(labels: Array, scores: Array, weights: Array | None = None) -> tuple[Array, Array, Array]:
-    """Precision and recall at every distinct threshold, and these, highest first; a score equal to one is flagged.
+    """Precision, recall and threshold, for all distinct thresholds, highest first; a score at its threshold is flagged.
 
     weights: of each example; None = 1.
     """

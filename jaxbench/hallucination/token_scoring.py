@@ -43,7 +43,7 @@ def logits(
 
 
 def of_responses(logits: Sequence[Float[Array, " T"]]) -> Float[Array, "R 4"]:
-    """Reduce token log-odds to response columns: log-sum-exp, that any is wrong, mean of the LARGEST highest, mean."""
+    """Reduce log-odds to columns: log-sum-exp, log of the sum of -log(1 - p), mean of the LARGEST highest, mean."""
     rows = []
     for each in logits:
         any_wrong = -np.log1p(-np.minimum(special.expit(each), 1 - FLOOR)).sum()

@@ -43,7 +43,7 @@ class Job(Base):
     title: str = ""
     submitted: float  # seconds since 1970
     priority: int = 0  # higher runs first
-    most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that fails, or whose worker dies
+    most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that crashes, or whose worker dies
 
 
 class Progress(Base):
@@ -51,7 +51,7 @@ class Progress(Base):
 
     state: State = "waiting"
     attempts: int = 0  # started
-    not_before: float = 0.0  # seconds since 1970: a command that failed is run again later
+    not_before: float = 0.0  # seconds since 1970: a command that crashed is run again later
     started: float | None = None  # the last attempt
     ended: float | None = None
     exit_code: int | None = None

@@ -172,7 +172,7 @@ def command(entry: Entry) -> list[str]:
 
 
 def tied(words: Sequence[str]) -> list[str]:
-    """Return the command line of a Python script, killed (Linux: SIGKILL) when the thread that starts it ends."""
+    """Return the command line of a Python script that Linux kills (SIGKILL) when the thread that starts it ends."""
     return [sys.executable, "-c", WITH_PARENT, str(os.getpid()), *words]
 
 

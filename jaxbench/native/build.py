@@ -75,7 +75,7 @@ def library_path(instructions: str | None = None) -> Path:
       instructions: None takes the best set that the compiler also supports.
 
     Raises:
-      NotAvailable: no compiler could build it, or no folder is writable.
+      NotAvailable: no compiler could build it, or no folder can hold it (not writable, noexec).
     """
     problems = []
     for name in [instructions] if instructions else instruction_sets():
@@ -154,7 +154,7 @@ def compile_command(compiler: list[str], output: Path, instructions: str) -> lis
 
 
 def _build(folder: Path, key: str, instructions: str) -> Path:
-    """Build a library, return its path; OSError if the folder is not writable, NotCompiled if no compiler builds it."""
+    """Build a library, return its path; OSError if the folder cannot hold it, NotCompiled if no compiler builds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as made:
         problems, output = [], Path(made) / "kernels.so"

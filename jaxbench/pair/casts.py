@@ -99,7 +99,7 @@ def _rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _explained(miss: np.ndarray, own: np.ndarray, parts: list[np.ndarray]) -> float:
-    """Return the share of an error's variance that a sum of rounding errors explains, adjusted for chance."""
+    """Return the share of an error's sum of squares that a sum of roundings explains, adjusted for chance."""
     from scipy.optimize import lsq_linear
 
     parts = [part for part in parts if part is not None and np.any(part)]

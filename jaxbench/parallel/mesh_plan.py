@@ -84,7 +84,7 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
     """Number of interleaved parts of fused projections' kernels with which they shard as they are stored.
 
     Raises:
-      ValueError: ZeRO stage 3: the fused kernel would keep the gathered kernels until the backward pass.
+      ValueError: ZeRO stage 3 with fsdp > 1: the fused kernel would keep the gathered kernels until the backward pass.
     """
     sizes = parallel.mesh.sizes(num_devices)
     if parallel.zero == 3 and sizes[FSDP] > 1:
@@ -237,8 +237,8 @@ def make_evaluation(
     Args:
       evaluate: the mathematics, called as evaluate(params, batch, count=..., loss_fn=...).
       loss_fn: the loss that it sums over `count` sequential micro-batches.
-      accumulation: micro-batches of the step, multiplied by a pipeline's rounds (micro-batches per stage), so that no
-        device holds the activations of more rows at once than in a step.
+      accumulation: micro-batches of the step. `count` is this times a pipeline's rounds (micro-batches per stage), so
+        that no device holds the activations of more rows at once than in a step.
     """
     count = accumulation * max(1, plan.config.micro_batches // plan.mesh.shape[STAGE])
     run = functools.partial(evaluate, count=count, loss_fn=partitioned(plan, loss_fn))

@@ -101,7 +101,7 @@ def shape_of(case: cases.Case, checkpoint: weights.Checkpoint) -> tuple[int, int
 
 
 def wide_params(path: Path, checkpoint: weights.Checkpoint) -> dict[str, np.ndarray]:
-    """Load parameters; to Gemma's norms, which files store minus 1, add the 1 in float64, as the oracle does.
+    """Return the parameters; Gemma's norms, which files store minus 1, get the 1 added in float64, as in the oracle.
 
     A norm that is not the file's value plus 1 in its type is left unchanged: the proof must see what was loaded.
     """

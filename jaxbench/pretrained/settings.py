@@ -15,7 +15,7 @@ from jaxbench.config import TransformerConfig, shown
 
 # A setting that no reader asks for and whose name contains one of these words changes what a model computes, or claims
 # to: the words come from Granite, Gemma 2, Mixtral, DBRX, OLMo 2, GPT-NeoX, MPT, Qwen2-VL, SmolLM3 and GPT-OSS. Only
-# with these numbers it does not.
+# these numbers leave the function unchanged.
 NEUTRAL: dict[str, tuple[float, ...]] = {"multiplier": (1,), "scaling": (1,), "scale": (1,), "rotary": (1,)}
 NEUTRAL |= {"expert": (0, 1), "moe": (0, 1)}
 NEUTRAL |= dict.fromkeys(("softcap", "window", "clip", "norm", "interleaved", "mrope", "no_rope", "alibi", "sink"), ())

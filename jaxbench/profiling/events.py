@@ -46,7 +46,7 @@ def newest(folder: Path) -> Path:
 
 
 def read(data: Any) -> tuple[list[Event], list[Span]]:
-    """Return runs of instructions (without loops and calls, which hold others) and Python spans, from ProfileData."""
+    """Return runs of instructions (without loops, calls, branches, which hold others) and Python spans of a profile."""
     found, spans = [], []
     for plane in data.planes:
         for line in plane.lines:

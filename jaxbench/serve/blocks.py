@@ -99,7 +99,7 @@ class BlockPool:
         return own
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Find blocks that hold the beginning of a text, and read them; at least one token is left to be computed."""
+        """Find blocks that hold the beginning of a text, and add a reader; at least one token is left to compute."""
         size, most = self.block_size, len(tokens) - 1
         blocks, digests, parent = [], [], ROOT
         while (len(blocks) + 1) * size <= most:

@@ -5,8 +5,8 @@ engine.add(Request("a", prompt, max_new_tokens=32))
 while engine.is_busy:
     for event in engine.step(): ...
 
-A runner computes logits; which requests share a step never changes a token. After a step that raises, its requests are
-recomputed from their texts alone; a request that was in two such steps ends with an error.
+A runner computes logits; which requests share a step never changes a token. After a step that raises, all running
+requests are recomputed from their texts alone; a request that was in two such steps ends with an error.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, number)
 
     def _hear(self, line: Connection, lost: threading.Event) -> None:
-        """Read all waiting reports of a worker, in the loop, which signals a broken connection only once."""
+        """Read all waiting reports of a worker, in the loop: it signals a broken connection only once."""
         try:
             while not lost.is_set() and _is_there(line, 0):
                 report = line.recv()

@@ -61,7 +61,7 @@ class EvaluationConfig(Base):
     every_steps: int = pydantic.Field(default=250, ge=1)  # and after the last step
     batches: int | None = pydantic.Field(default=None, ge=1)  # of held-out rows, the same each time; null = all
     patience: int | None = pydantic.Field(default=None, ge=1)  # evaluations without gain before the run stops early
-    min_gain: float = pydantic.Field(default=0.0, ge=0)  # smallest gain that counts, nats per token
+    min_gain: float = pydantic.Field(default=0.0, ge=0)  # a gain must exceed this to count, nats per token
 
 
 class CheckpointConfig(Base):

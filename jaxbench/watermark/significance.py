@@ -3,8 +3,8 @@
 Under the null hypothesis the text does not depend on the key, so the words of distinct PRF inputs are independent and
 uniform. A scheme defines the sum (Statistic in schemes/contract.py); null_distributions.py has the tails. A discrete
 score has three p-values: the exact one, P(X >= x); mid-p, which counts half of P(X = x); and a randomised one, exactly
-uniform under the null, whose random number is Philox with the text as counter, so that it is the same in every run. N
-is the number of texts.
+uniform under the null, whose random number is Philox with a hash of the text's evidence as counter, so that it is the
+same in every run. N is the number of texts.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Compressor(torch.nn.Module):
         return Output(self.decoder.logits(hidden), self.decoder.logits(local))
 
     def _of_table(self, batch: Batch) -> Int[Tensor, "B S"]:
-        """Map the decoder's inputs to one table: the vectors of all rows, followed by the tags."""
+        """Renumber vectors and tags in the decoder's inputs for one table: the vectors of all rows, then the tags."""
         rows, count, each = batch.groups.shape
         size, own = self.decoder.vocab_size, count * each
         number = batch.inputs - size

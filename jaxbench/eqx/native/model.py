@@ -1,4 +1,4 @@
-"""A decoder on packed weights in Equinox. Twin: jaxbench/native/model.py, whose arrays and way it shares."""
+"""A decoder on packed weights in Equinox. Twin: jaxbench/native/model.py; same arrays and calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 
 
 class NativeTransformer(eqx.Module):
-    """A decoder whose decode steps are native calls; what a Generator takes."""
+    """A decoder whose decode steps are native calls, for use in a Generator."""
 
     draw = staticmethod(calls.draw)
 
@@ -43,8 +43,8 @@ class NativeTransformer(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
         """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions.
-        vectors: of tokens past the vocabulary.
+        slot is not used: a token's slot in the pages follows from its position. Without a cache, one is made for T
+        positions. vectors: embeddings of tokens past the vocabulary.
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
@@ -58,7 +58,7 @@ class NativeTransformer(eqx.Module):
 def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
-    """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
+    """Build a decoder on a packed checkpoint, like jaxbench.native.model.build."""
     libtpu.leave_out_if_absent()
     settings = checked(checkpoint, cache_dtype, activations, threads)
     calls.register()

@@ -1,4 +1,4 @@
-"""Linear layers whose weights and inputs have eight bits: int8, or e4m3 floats.
+"""Linear layers with 8-bit weights and inputs: int8, or e4m3 floats.
 
 Twins: jaxbench/quantization/linear.py, torch_ref/quantization/linear.py.
 """
@@ -37,7 +37,7 @@ class QuantizedLinear(eqx.Module):
 
 
 def build(model: QuantizedModel, *, dtype: str = "float32") -> transformer.Transformer:
-    """Decoder of a quantised model; with activations of eight bits its layers' products are QuantizedLinear."""
+    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear."""
     decoder = transformer.build(model.config, dequantized(model), dtype=dtype)
     if model.activations == "float":
         return decoder

@@ -1,6 +1,6 @@
-"""Linear layers whose weights stay integers in memory, with float inputs; a decoder made of them.
+"""Linear layers whose weights stay integers in memory, with float inputs; a decoder built from them.
 
-Twins: jaxbench/quantization/weight_only.py, torch_ref/quantization/weight_only.py. The product is Flax's side's.
+Twins: jaxbench/quantization/weight_only.py, torch_ref/quantization/weight_only.py. It uses the Flax twin's product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxbench.quantization.recipe import QuantizedModel, layer_modules
 
 
 class WeightOnlyLinear(eqx.Module):
-    """Affine map of the last axis with packed weights; its arrays have shapes but no values until they are loaded."""
+    """Affine map of the last axis with packed weights; its arrays have shapes but no values until loaded."""
 
     codes: Array
     scales: Array
@@ -48,7 +48,7 @@ class WeightOnlyLinear(eqx.Module):
 def build(
     model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla", attention: str = "dense"
 ) -> transformer.Transformer:
-    """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
+    """Build a quantised model's decoder that holds its layers' matrices as integers; embedding and head are floats.
 
     Args:
       dtype: of everything else, and of the products.
@@ -56,7 +56,7 @@ def build(
       attention: its implementation, see attention.py.
 
     Raises:
-      ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
+      ValueError: quantised activations, a scale not representable in its grid's scale_dtype, or an unknown
         implementation.
     """
     libtpu.leave_out_if_absent()

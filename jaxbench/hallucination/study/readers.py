@@ -80,7 +80,7 @@ class Study(NamedTuple):
         return self.settings.model_copy(update=FORMS[name])
 
     def reading(self, name: str) -> ReaderSettings:
-        """Return the settings that read a form's features: of all tokens, if its lens on fewer takes a subset."""
+        """Return the settings to read a form's features with: a lens on all tokens, if the form only thins the lens."""
         return self.form(EXACT if set(FORMS[name]) == {"lens_tokens"} else name)
 
     def store(self, settings: ReaderSettings) -> extract.Store:

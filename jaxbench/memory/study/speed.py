@@ -265,7 +265,7 @@ def _ratios(rows: list[dict]) -> list[dict]:
     ratios = []
     beside = [r for r in rows if r["arm"] != "titans" and (r["network"], r["part"], r["launch"]) in peers]
     for case, same in _by_case(beside):
-        if len(same) < 2:  # the peer failed in all launches, or all but one
+        if len(same) < 2:  # the peer failed in all launches but one
             continue
         row = case | {"bar": BARS[case["part"]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):

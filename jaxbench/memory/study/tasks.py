@@ -60,7 +60,7 @@ class TaskConfig(Base):
         return 1.0 / (self.half if self.task == "recall" else self.vocab_size - FIRST)
 
     def at_length(self, factor: int) -> TaskConfig:
-        """The same task in rows `factor` times as long: as many facts and questions, more filler in between."""
+        """The same task in rows `factor` times as long: as many facts (key_value: more) and questions, more filler."""
         return TaskConfig.model_validate(self.model_dump() | {"length": factor * self.length})
 
 

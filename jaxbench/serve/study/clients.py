@@ -2,8 +2,8 @@
 
     python -m jaxbench.serve.study.clients --arms=jaxbench,jaxbench_int8 --clients=1,8,32 --launches=3 --output=FILE
 
-A launch starts every arm's server once, in alternating order from launch to launch, and sends the same requests for
-each number of clients. Ratios are versus the first arm, with intervals over launches. llama_server is llama.cpp's own
+A launch starts every arm's server once, in an order that every launch reverses, and sends the same requests for each
+number of clients. Ratios are versus the first arm, with intervals over launches. llama_server is llama.cpp's own
 server, as `make peers` builds it.
 """
 
@@ -128,7 +128,7 @@ def started(
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """Return the last lines of a log that are neither blank nor of a request, readiness checks included."""
+    """Return the last lines of a log that are neither blank nor of a request, such as a readiness check."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     told = [line[:300] for line in lines if line and '"event": "http"' not in line]
     return " | ".join(told[-count:]) or "nothing was written"

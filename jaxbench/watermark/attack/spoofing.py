@@ -84,7 +84,7 @@ def learn(marked: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], *, wi
 
 
 def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list[int]:
-    """Chain learnt n-grams into token ids, each used once, preferring those that the marked source favours.
+    """Chain learnt n-grams, each used at most once, to token ids, preferring those that the marked source favours.
 
     When a chain ends, another begins at a random context.
     """

@@ -1,4 +1,4 @@
-"""MorphMark in JAX: moves probability to green tokens, the more the likelier they are. Twin: torch_ref."""
+"""MorphMark in JAX: moves to green tokens a share of red probability that rises with theirs. Twin: torch_ref."""
 
 from __future__ import annotations
 

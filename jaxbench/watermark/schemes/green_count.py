@@ -13,7 +13,7 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import RED, Evidence, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
-MAX_BIAS = 1000.0  # nats: from 100 on red tokens are practically banned; float32 still separates green logits by 1e-4
+MAX_BIAS = 1000.0  # nats: from 100 on red tokens are practically banned; float32 still tells green logits 1e-4 apart
 
 
 class GreenScheme(Scheme):

@@ -1,4 +1,4 @@
-"""MorphMark in PyTorch: moves probability to green tokens, the more the likelier they are. Twin: jaxbench."""
+"""MorphMark in PyTorch: moves to green tokens a share of red probability that rises with theirs. Twin: jaxbench."""
 
 from __future__ import annotations
 
