@@ -12,7 +12,7 @@ import torch
 
 from jaxbench import initial
 from jaxbench.bench import plan
-from jaxbench.bench.arms import arm_table, int4, jax_arms, torch_arms
+from jaxbench.bench.arms import arm_table, int4, jax_arms
 from jaxbench.measure import inductor
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
@@ -196,11 +196,9 @@ def test_codes_of_a_q4_1_weight_are_found_again_and_its_product_is_that_of_the_c
         int4.quantized(torch.zeros(40, 48))
 
 
-def test_the_arm_of_pytorch_s_4_bit_weights_decodes_and_skips_all_else(monkeypatch, folder):
-    monkeypatch.setattr(torch_arms.Int4Arm, "torch_compile", "")  # as eager PyTorch: what is compiled is tested above
-    monkeypatch.setattr(torch_arms.CompiledArm, "start", torch_arms.EagerArm.start)
-    monkeypatch.setattr(torch_arms.CompiledArm, "load", torch_arms.EagerArm.load)
-    monkeypatch.setattr(torch_arms.CompiledArm, "prepare", torch_arms.EagerArm.prepare)
+@pytest.mark.skipif(bool(inductor.unusable("cpu")), reason=inductor.unusable("cpu") or "-")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
+def test_the_compiled_arm_of_pytorch_s_4_bit_weights_decodes_as_its_eager_model_and_skips_all_else(folder):
     facts, (first, again), arm = generated("torch_int4", folder)
     layers = [module for module in arm.model.modules() if isinstance(module, int4.Int4Linear)]
     assert first == again and np.shape(first) == (2, 4) and len(layers) == 7  # of the one layer that is loaded
@@ -213,5 +211,7 @@ def test_the_arm_of_pytorch_s_4_bit_weights_decodes_and_skips_all_else(monkeypat
     np.testing.assert_array_equal(arm.model.embed.attend(hidden).float(), tied(hidden).float())
     for changes, said in (({"kind": "prefill", "new_tokens": 0}, "decoding only"), ({"dtype": "bfloat16"}, "float32")):
         assert said in arm.prepare(DECODE.model_copy(update=changes))["skip"]
+    with torch.compiler.set_stance("force_eager"):
+        assert arm.measure(DECODE, INPUTS)["tokens"] == first
     arm.load("bfloat16", num_layers=1, train=None)
     assert arm.model is None
