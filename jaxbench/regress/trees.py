@@ -39,19 +39,28 @@ class Tree(NamedTuple):
     def environment(self, device: str, threads: int) -> dict[str, str]:
         """Return the environment of a process that imports it: the user's, and what this version's commands set.
 
-        A version that cannot report them, such as one older than `measure.process`, gets those of the running version.
+        A version that cannot report them (`reported`) gets those of the running version.
         """
-        paths = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        own = process_environment.inherited() | paths
+        found = self.reported(device, threads) or here().reported(device, threads)
+        return (found or process.environment(device, threads=threads)) | self._paths()
+
+    def reported(self, device: str, threads: int) -> dict[str, str] | None:
+        """Return the environment that this version's commands set, asked of its own code.
+
+        None if it cannot report them, such as one older than `measure.process` or one that does not start.
+        """
+        own = process_environment.inherited() | self._paths()
         command = [str(self.python), "-c", VARIABLES, device, str(threads)]
         try:
             done = subprocess.run(
                 command, cwd=self.root, env=own, capture_output=True, text=True, timeout=ANSWER_S, check=True
             )
-            found = json.loads(done.stdout.splitlines()[-1])
+            return json.loads(done.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-            found = process.environment(device, threads=threads)
-        return found | paths
+            return None
+
+    def _paths(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class NotBuilt(RuntimeError):

@@ -115,6 +115,8 @@ def test_each_side_starts_with_the_variables_that_its_own_commit_sets_beside_the
     assert run._variables(plan._replace(sides={BASE: trees.here(), HEAD: trees.here()})) == []
     (tmp_path / "base" / "jaxbench" / "measure" / "process.py").unlink()  # a commit from before it
     assert base.environment("cpu", 1)["MALLOC_TRIM_THRESHOLD_"] == "8589934592"
+    (said,) = run._variables(plan)
+    assert said == "base cannot report the environment variables that it sets; it starts with this version's"
 
 
 def test_every_kind_of_case_runs(tmp_path):
