@@ -3,7 +3,8 @@
 Every device runs one program (shard_map): a scan over ticks in which stage s works on its micro-batches, then sends
 activations to s + 1 and gradients to s - 1 (ppermute). lax.cond skips passes that a stage does not have in a tick. A
 stage keeps the inputs of its micro-batches in flight and recomputes its forward pass in its backward pass; the last
-stage does only that. Rematerialisation of blocks (step.remat) has no effect here.
+stage does only that. With rematerialised blocks (step.remat), that backward pass holds the activations of one group of
+blocks in place of the whole stage's, for a third forward pass.
 
 The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
 stream towards the first, one per tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
@@ -25,7 +26,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import functional, parameters, sharding, train
+from jaxbench import functional, parameters, remat, sharding, train
 from jaxbench.attention import Context, Spans
 from jaxbench.mesh import DATA, FSDP, MODEL, STAGE, ParallelConfig
 from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, refuse_dropout, whole
@@ -54,6 +55,8 @@ class Pipeline(NamedTuple):
     is_attention_split: bool  # over model
     stages: int
     model: int  # devices that share a stage's layers
+    remat: int  # blocks recomputed together in a stage's backward pass, 0 = none; see remat.py
+    remat_names: str
 
 
 # One stage's work, on the local parts of everything
@@ -115,7 +118,17 @@ def _run_stage(
     if pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}
     with sharding.activations(points if pipeline.model > 1 else {}):
-        for i in range(next(iter(layers.values())).shape[0]):
+        hidden = _run_blocks(pipeline, layers, hidden, context)
+    loss_share = functools.partial(_loss_share, pipeline, ends, hidden, micro, num_targets)
+    shape = jax.eval_shape(loss_share)
+    return hidden, lax.cond(stage == last, loss_share, lambda: jnp.zeros(shape.shape, shape.dtype))
+
+
+def _run_blocks(pipeline: Pipeline, layers: dict[str, Array], hidden: Hidden, context: Context) -> Hidden:
+    """Residual stream after a stage's layers [L/S ..], recomputed in groups if blocks are rematerialised."""
+
+    def run(layers: dict[str, Array], hidden: Hidden, indices: range) -> Hidden:
+        for i in indices:
             layer = {name: value[i] for name, value in layers.items()}
             if pipeline.is_attention_split:
                 layer |= {name: _copied(layer[name]) for name in SHARED_BY_HEADS if name in layer}
@@ -124,9 +137,16 @@ def _run_stage(
                 block.attention.num_heads //= pipeline.model
                 block.attention.num_kv_heads //= pipeline.model
             hidden, _ = block(hidden, context, (0, 0))
-    loss_share = functools.partial(_loss_share, pipeline, ends, hidden, micro, num_targets)
-    shape = jax.eval_shape(loss_share)
-    return hidden, lax.cond(stage == last, loss_share, lambda: jnp.zeros(shape.shape, shape.dtype))
+        return hidden
+
+    count = next(iter(layers.values())).shape[0]
+    if not pipeline.remat:
+        return run(layers, hidden, range(count))
+    for start in range(0, count, pipeline.remat):
+        # The slices are taken inside, so that what a group keeps is the stack, which is there anyway, and its input.
+        group = functools.partial(run, indices=range(start, min(start + pipeline.remat, count)))
+        hidden = remat.checkpointed(group, pipeline.remat_names)(layers, hidden)
+    return hidden
 
 
 # Schedules
@@ -262,6 +282,7 @@ def make_loss(
         pipeline = Pipeline(
             layer, ends, model.frequencies, model.dtype, model.embed.embedding.shape[1], loss_of, plan.config,
             is_attention_split=plan.config.heads == "split", stages=sizes[STAGE], model=sizes[MODEL],
+            remat=model.remat, remat_names=model.remat_names,
         )  # fmt: skip
         graph, params = parameters.split(model)
         run = functools.partial(_loss_and_gradients, pipeline, plan)

@@ -22,7 +22,7 @@ from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
 from jaxbench.parity import distance
 from jaxbench.training import optimizer_step, precision
-from jaxbench.training.step_config import OptimizerConfig, StepConfig
+from jaxbench.training.step_config import OptimizerConfig, RematConfig, StepConfig
 
 BATCH, TOKENS, STEPS, MAX_DEVICES = 32, 8, 3, 8
 ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
@@ -64,6 +64,7 @@ class Case(NamedTuple):
     model: TransformerConfig
     parallel: ParallelConfig
     extension: Extension = Extension()  # what a workload adds to the model
+    remat: RematConfig = RematConfig()  # of the step on the mesh; the unsharded one keeps every activation
 
     @property
     def num_devices(self) -> int:
@@ -101,6 +102,14 @@ FORMS = (
 # Pipelines that split heads over `model`, where every head adds to the gradient of the shared scales; norms after the
 # sum over `model`.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
+# Pipelines whose stages recompute their blocks: one by one, two together with shared scales, and all but one value.
+REMATERIALISED = (
+    case("llama", 2, 2, "1f1b", 2, "data")._replace(id="remat-block", remat=RematConfig(policy="block")),
+    case("qwen3", 2, 1, "1f1b", 2, "zero1")._replace(id="remat-group", remat=RematConfig(policy="group", group=2)),
+    case("gpt2", 1, 2, "gpipe", 1, "zero3")._replace(
+        id="remat-names", remat=RematConfig(policy="names", names=("attention",))
+    ),
+)
 # Capped scores, over whole rows and over a ring.
 CAPPED = (
     form("capped", FAMILIES["gemma2"], fsdp=2, model=2),
@@ -143,7 +152,7 @@ def find(name: str, *more: Case) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *CAPPED, *more)}
+    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *REMATERIALISED, *CAPPED, *more)}
     if name not in cases:
         raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *more))}")
     return cases[name]
@@ -160,12 +169,13 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
 
 
 def initial_state(
-    config: TransformerConfig, dtype: str, extension: Extension = Extension()
+    config: TransformerConfig, dtype: str, extension: Extension = Extension(), remat: RematConfig = RematConfig()
 ) -> optimizer_step.TrainState:
     """State before the first step; every parameter is random."""
     params = initial.initial_params(config, 0, distinct=True)
     model = transformer.build(config, params, dtype=dtype, make_layer=extension.make_layer)
-    return optimizer_step.init_state(model, params, STEP, policy=precision.uniform(dtype))
+    step_config = STEP.model_copy(update={"remat": remat})
+    return optimizer_step.init_state(model, params, step_config, policy=precision.uniform(dtype))
 
 
 Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
@@ -177,7 +187,7 @@ def run_case(proved: Case, dtype: str) -> Outcome:
     plan = mesh_plan.make_plan(
         config, proved.parallel, batch=BATCH, tokens=TOKENS, devices=devices, extension=proved.extension
     )
-    state = mesh_plan.place_state(plan, initial_state(config, dtype, proved.extension))
+    state = mesh_plan.place_state(plan, initial_state(config, dtype, proved.extension, proved.remat))
     jitted = mesh_plan.make_step(plan, state, step=train_step)
     lowered = jitted.lower(state, mesh_plan.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)

@@ -155,7 +155,8 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     forward = observe.flops_per_token(model, length, is_causal=False) / 3  # a third if everything is trained
     useful = tokens * whole / topology.num_chips
     done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole, forward=forward)
-    repeats = 3 if done > useful else 2  # forward, again, backward
+    is_again = settings.step.remat.policy != "none"
+    repeats = 2 + is_again + (step.sizes[STAGE] > 1)  # forward, blocks again, a stage's forward again, backward
     micro = settings.parallel.micro_batches * settings.step.accumulation
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
     width = dtype_bytes(precision.POLICIES[settings.step.precision].compute)
@@ -190,13 +191,14 @@ def _computed(
     head = (3 if settings.step.optimizer.is_trained(name) else 2) * product
     layers, layers_forward = per_token - head, forward - product
     stages, micro = sizes[STAGE], parallel.micro_batches
+    again = layers_forward if settings.step.remat.policy != "none" else 0
     if stages == 1 and micro == 1:
-        again = layers_forward if settings.step.remat.policy != "none" else 0
         done = tokens * (per_token + again) / chips_in_all
         return done, done
     rows = chips_in_all // (stages * sizes.get(MODEL, 1))
     a_micro = tokens / settings.step.accumulation / micro / rows / sizes.get(MODEL, 1)  # tokens' worth on a chip
-    costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * layers / stages}  # recomputes forward
+    # A stage's backward pass computes its forward pass again, and with rematerialised blocks a third time.
+    costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * (layers + again) / stages}
     ticks: dict[tuple[int, int], float] = collections.defaultdict(float)
     for work in timetable(parallel.schedule, stages, micro):
         is_head = work.kind == "backward" and work.stage == stages - 1

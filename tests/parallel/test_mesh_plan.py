@@ -21,7 +21,9 @@ from jaxbench.training import optimizer_step, precision
 
 LLAMA = meshes.LLAMA
 IDS = [one.id for one in meshes.PAIRWISE]
-PROVEN = (*meshes.PAIRWISE, *meshes.SHARED_SCALES, *meshes.CAPPED, *memory_meshes.FORMS)
+PROVEN = (
+    *meshes.PAIRWISE, *meshes.SHARED_SCALES, *meshes.REMATERIALISED, *meshes.CAPPED, *memory_meshes.FORMS,
+)  # fmt: skip
 
 
 # The proofs

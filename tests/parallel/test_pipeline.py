@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxbench import initial, parameters, train, transformer
+from jaxbench import initial, parameters, remat, train, transformer
+from jaxbench.attention import Spans
 from jaxbench.measure import hlo
-from jaxbench.parallel import mesh_plan
+from jaxbench.parallel import mesh_plan, pipeline
 from jaxbench.parallel.pipeline_schedule import timetable, timing
 from jaxbench.parity import meshes
 from jaxbench.training import optimizer_step
@@ -96,6 +98,28 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_of_gpipe_does()
     kept = 4 * 2 * 8 * LLAMA.d_model  # bytes of a stage's input, float32
     assert temp["1f1b", 16] - temp["1f1b", 4] <= 2 * 12 * held // 4
     assert temp["gpipe", 16] - temp["gpipe", 4] >= 12 * (kept + held)
+
+
+@pytest.mark.parametrize(("settings", "inputs"), [({"policy": "block"}, 4), ({"policy": "group", "group": 3}, 2)])
+def test_a_stage_with_rematerialised_blocks_keeps_the_input_of_each_group_alone(settings, inputs):
+    rows, tokens = 3, 5
+    params = initial.initial_params(LLAMA, 0)
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
+    kept = {}
+    for name, how in (("all", {"policy": "none"}), ("inputs", settings)):
+        model = remat.apply(transformer.build(LLAMA, params), **how)
+        one = pipeline.Pipeline(*[None] * len(pipeline.Pipeline._fields))._replace(
+            layer=nnx.split(model.layers[0])[0], is_attention_split=False, remat=model.remat, remat_names=""
+        )
+        context = model.begin(jnp.zeros((rows, tokens), jnp.int32), Spans(positions, positions, None, None))[1]
+        run = functools.partial(pipeline._run_blocks, one, context=context)
+        layers = jax.eval_shape(lambda: pipeline._stacked(params)[0])
+        pulled = jax.eval_shape(lambda *x, run=run: jax.vjp(run, *x)[1], layers, shape(rows, tokens, LLAMA.d_model))
+        kept[name] = [x.shape for x in jax.tree.leaves(pulled) if x.shape[:2] == (rows, tokens)]
+    hidden = [x for x in kept["inputs"] if x == (rows, tokens, LLAMA.d_model)]
+    assert len(hidden) == inputs, kept["inputs"]
+    assert len(kept["all"]) > 4 * LLAMA.num_layers
 
 
 @pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 4 + 6), ("gpipe", 4 + 4 + 6)])

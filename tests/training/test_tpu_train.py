@@ -97,8 +97,10 @@ def test_memory_flops_and_roofline_are_those_of_the_model(compiled):
 # Without a compiler
 
 
-def test_a_pipeline_waits_for_its_slowest_stage():
+@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("block", 1)])
+def test_a_pipeline_waits_for_its_slowest_stage(policy, again):
     changes = ["parallel.mesh.stage=4", "parallel.mesh.fsdp=1", "parallel.micro_batches=8", "batch_size=32"]
+    changes += [f"step.remat.policy={policy}"]
     settings = config.load(CONFIG, changes, TrainConfig)
     step = tpu_train.Lowered(None, {"stage": 4, "data": 1, "fsdp": 1, "sequence": 1, "model": 4}, 10**8, 10**9)
     found = tpu_train.roofline(settings, chips.parse_topology("v5e:4x4"), step, sent_bytes=0)
@@ -107,13 +109,15 @@ def test_a_pipeline_waits_for_its_slowest_stage():
     layers = found["flops_per_chip"] * 4 - head  # of all four stages
     forward = layers / 3 / 4 / 8  # of a stage, a micro-batch
     # Three ticks fill the pipeline and three empty it; in the eight between, the last stage has the most to do.
-    longest = 3 * forward + 8 * (3 * forward + head / 8) + 3 * 3 * forward
+    backward = (3 + again) * forward  # blocks that are rematerialised are computed once more
+    longest = 3 * forward + 8 * (backward + head / 8) + 3 * backward
     assert found["compute_s"] == pytest.approx(longest / 197e12)
     # Every stage computes its forward again, the last one only in its backward pass.
-    assert found["flops_done_per_chip"] == pytest.approx(found["flops_per_chip"] + layers / 3 / 4 * 3 / 4)
+    assert found["flops_done_per_chip"] == pytest.approx(found["flops_per_chip"] + layers / 3 / 4 * (3 / 4 + again))
     assert found["mfu"] == pytest.approx(found["flops_per_chip"] / longest)
     logits = 16 * tokens * 49152 / 16
-    assert found["traffic_bytes"] == pytest.approx(3 * 8 * 2 * 10**9 + 32 * 10**8 + logits)  # weights three times
+    weights = (3 + again) * 8 * 2 * 10**9  # forward, forward again, backward
+    assert found["traffic_bytes"] == pytest.approx(weights + 32 * 10**8 + logits)
 
 
 def test_what_a_step_needs_is_named():

@@ -279,12 +279,12 @@ class Int4Arm(CompiledStepArm):
         return model
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile a decode workload, or return why this arm skips it."""
-        if workload.kind != "decode":
-            return {"skip": "decoding only: PyTorch's 4-bit product is made for few rows"}
+        """Compile a prompt or decode workload, or return why this arm skips it."""
+        if workload.kind == "train":
+            return {"skip": "inference only: PyTorch's 4-bit product has no gradient"}
         if workload.dtype != "float32":
             return {"skip": f"has weights of its own, listed under float32, not {workload.dtype}"}
-        return {**super().prepare(workload), "weight_bytes": self.weight_bytes}
+        return {**CompiledArm.prepare(self, workload), "weight_bytes": self.weight_bytes}
 
 
 def compiler_seconds() -> float:

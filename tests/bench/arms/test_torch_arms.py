@@ -198,7 +198,7 @@ def test_codes_of_a_q4_1_weight_are_found_again_and_its_product_is_that_of_the_c
 
 @pytest.mark.skipif(bool(inductor.unusable("cpu")), reason=inductor.unusable("cpu") or "-")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
-def test_the_compiled_arm_of_pytorch_s_4_bit_weights_decodes_as_its_eager_model_and_skips_all_else(folder):
+def test_the_compiled_arm_of_pytorch_s_4_bit_weights_generates_as_its_eager_model_and_skips_all_else(folder):
     facts, (first, again), arm = generated("torch_int4", folder)
     layers = [module for module in arm.model.modules() if isinstance(module, int4.Int4Linear)]
     assert first == again and np.shape(first) == (2, 4) and len(layers) == 7  # of the one layer that is loaded
@@ -209,9 +209,13 @@ def test_the_compiled_arm_of_pytorch_s_4_bit_weights_decodes_as_its_eager_model_
     hidden = torch.randn(1, table.shape[1]).bfloat16()
     tied = int4.Int4Linear(table, None)
     np.testing.assert_array_equal(arm.model.embed.attend(hidden).float(), tied(hidden).float())
-    for changes, said in (({"kind": "prefill", "new_tokens": 0}, "decoding only"), ({"dtype": "bfloat16"}, "float32")):
+    for changes, said in (({"kind": "train", "new_tokens": 0}, "no gradient"), ({"dtype": "bfloat16"}, "float32")):
         assert said in arm.prepare(DECODE.model_copy(update=changes))["skip"]
+    prompt = DECODE.model_copy(update={"kind": "prefill", "new_tokens": 0})
+    assert "skip" not in arm.prepare(prompt)
+    of_prompt = arm.measure(prompt, INPUTS)["tokens"]
     with torch.compiler.set_stance("force_eager"):
         assert arm.measure(DECODE, INPUTS)["tokens"] == first
+        assert arm.measure(prompt, INPUTS)["tokens"] == of_prompt
     arm.load("bfloat16", num_layers=1, train=None)
     assert arm.model is None
