@@ -149,10 +149,10 @@ def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., A
 def over_mesh(plan: Plan, local: Callable[..., tuple], stored: Any, gradients: Any) -> Callable[..., tuple]:
     """Make run(weights, batch, scale) -> loss, gradients; each device runs local(weights, batch, num_targets, scale).
 
-    stored, gradients: PartitionSpecs of the weights and of their gradients; every device has its rows of the batch.
+    stored, gradients: PartitionSpecs of the weights and of their gradients; every device has its part of the batch.
     """
     run = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(stored, P(ROWS), P(), P()), out_specs=(P(), gradients), check_vma=False
+        local, mesh=plan.mesh, in_specs=(stored, plan.batch.spec, P(), P()), out_specs=(P(), gradients), check_vma=False
     )
     return lambda weights, batch, scale: run(weights, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
 

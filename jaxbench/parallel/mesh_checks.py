@@ -57,14 +57,21 @@ def _check_pipeline(
         )
     if micro % stages:
         raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")
-    if parallel.mesh.is_2d or sizes[SEQUENCE] > 1 or parallel.sequence_parallel:
+    if parallel.mesh.is_2d or parallel.sequence_parallel:
         raise ValueError(
-            f"parallel: stage={stages} with micro_batches={micro} goes with data, fsdp and model only, not with "
-            f"sequence={sizes[SEQUENCE]}, sequence_parallel={parallel.sequence_parallel} or the 2d form"
+            f"parallel: stage={stages} with micro_batches={micro} goes with data, fsdp, sequence and model, not with "
+            f"sequence_parallel={parallel.sequence_parallel} or the 2d form"
         )
-    if model.d_ff % split or tokens % split:
+    if sizes[SEQUENCE] > 1 and parallel.sequence_attention != "gathered":
         raise ValueError(
-            f"parallel: in a pipeline, model={split} must divide d_ff={model.d_ff} and the {tokens} tokens of a row"
+            f"parallel: in a pipeline, sequence={sizes[SEQUENCE]} needs sequence_attention=gathered, got "
+            f"{parallel.sequence_attention}"
+        )
+    own_tokens = tokens // sizes[SEQUENCE]
+    if model.d_ff % split or own_tokens % split:
+        raise ValueError(
+            f"parallel: in a pipeline, model={split} must divide d_ff={model.d_ff} and the {own_tokens} tokens of a "
+            "device's part of a row"
         )
     if model.dropout:
         raise ValueError(f"parallel: dropout={model.dropout} is not supported over micro-batches, use dropout=0")

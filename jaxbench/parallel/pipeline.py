@@ -9,8 +9,10 @@ blocks in place of the whole stage's, for a third forward pass.
 The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
 stream towards the first, one per tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
 splits heads and feed-forward width by hand (Shoeybi et al. 2019, arXiv:1909.08053, section 3: operators f and g), and
-splits the last stage's tokens among its devices. Parameters arrive unstacked; inside the step, a view stacks them by
-layer, and one all-to-all sends the layers to their stages. Letters: M micro-batches, S stages.
+splits the last stage's tokens among its devices. `sequence` splits a row's tokens, and every layer gathers the row's
+keys and values (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Parameters arrive unstacked; inside the
+step, a view stacks them by layer, and one all-to-all sends the layers to their stages. Letters: M micro-batches, S
+stages.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import functional, parameters, remat, sharding, train
+from jaxbench import attention, functional, parameters, remat, sharding, train
 from jaxbench.attention import Context, Spans
-from jaxbench.mesh import DATA, FSDP, MODEL, STAGE, ParallelConfig
+from jaxbench.mesh import DATA, FSDP, MODEL, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, refuse_dropout, whole
 from jaxbench.parallel.pipeline_schedule import timing
 from jaxbench.parallel.step_plan import Plan
@@ -55,6 +57,7 @@ class Pipeline(NamedTuple):
     is_attention_split: bool  # over model
     stages: int
     model: int  # devices that share a stage's layers
+    sequence: int  # devices that share a row's tokens
     remat: int  # blocks recomputed together in a stage's backward pass, 0 = none; see remat.py
     remat_names: str
 
@@ -114,10 +117,14 @@ def _run_stage(
     if pipeline.frequencies is not None:
         angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
     context = Context(Spans(micro.positions, micro.positions, micro.segments, micro.segments), angles, None, None)
-    points = {"mlp_in": _copied, "mlp_out": _summed}
-    if pipeline.is_attention_split:
+    points: dict[str, Callable] = {}
+    if pipeline.model > 1:
+        points |= {"mlp_in": _copied, "mlp_out": _summed}
+    if pipeline.model > 1 and pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}
-    with sharding.activations(points if pipeline.model > 1 else {}):
+    if pipeline.sequence > 1:
+        points |= {sharding.ATTENTION: _attend_to_row}
+    with sharding.activations(points):
         hidden = _run_blocks(pipeline, layers, hidden, context)
     loss_share = functools.partial(_loss_share, pipeline, ends, hidden, micro, num_targets)
     shape = jax.eval_shape(loss_share)
@@ -147,6 +154,22 @@ def _run_blocks(pipeline: Pipeline, layers: dict[str, Array], hidden: Hidden, co
         group = functools.partial(run, indices=range(start, min(start + pipeline.remat, count)))
         hidden = remat.checkpointed(group, pipeline.remat_names)(layers, hidden)
     return hidden
+
+
+def _attend_to_row(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S H"],
+    spans: Spans,
+    **settings: Any,
+) -> Float[Array, "B T N H"]:
+    """Attention output of this device's tokens over the whole row, whose keys and values are gathered."""
+    gathered = functools.partial(lax.all_gather, axis_name=SEQUENCE, tiled=True)
+    key, value = gathered(key, axis=3), gathered(value, axis=2)
+    positions, segments = jax.tree.map(functools.partial(gathered, axis=1), (spans.key_positions, spans.key_segments))
+    spans = spans._replace(key_positions=positions, key_segments=segments)
+    with sharding.activations({}):
+        return attention.attention(query, key, value, spans, is_ordered=False, **settings)
 
 
 # Schedules
@@ -282,7 +305,7 @@ def make_loss(
         pipeline = Pipeline(
             layer, ends, model.frequencies, model.dtype, model.embed.embedding.shape[1], loss_of, plan.config,
             is_attention_split=plan.config.heads == "split", stages=sizes[STAGE], model=sizes[MODEL],
-            remat=model.remat, remat_names=model.remat_names,
+            sequence=sizes[SEQUENCE], remat=model.remat, remat_names=model.remat_names,
         )  # fmt: skip
         graph, params = parameters.split(model)
         run = functools.partial(_loss_and_gradients, pipeline, plan)
@@ -312,12 +335,13 @@ def _loss_and_gradients(
         loss, (layers, ends) = _run_schedule(pipeline, weights, stream, num_targets, scale)
         layers = {name: _to_owners(pipeline, grad, layer_gradients[name]) for name, grad in layers.items()}
         # Embedding and head are replicated over `model`, each device of which saw a part of the tokens.
-        over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
+        rows = (STAGE, DATA, FSDP, SEQUENCE)
+        over = {name: rows if "norm" in name else (MODEL, *rows) for name in ends}
         ends = {
             name: reduced(grad, end_gradients[name], over[name], gradient_type=plan.config.gradient_type)
             for name, grad in ends.items()
         }
-        return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
+        return lax.psum(loss, (*rows, MODEL)), (layers, ends)
 
     run = over_mesh(plan, local, (layer_specs, end_specs), (layer_gradients, end_gradients))
     loss, (layers, ends) = run((layers, ends), batch, scale)
@@ -345,7 +369,7 @@ def _to_owners(pipeline: Pipeline, grad: Float[Array, "own_layers ..."], spec: P
         grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)
     else:
         grad = lax.all_gather(grad, STAGE, axis=0, tiled=True)
-    return reduced(grad, spec, (DATA, FSDP), gradient_type=pipeline.config.gradient_type)
+    return reduced(grad, spec, (DATA, FSDP, SEQUENCE), gradient_type=pipeline.config.gradient_type)
 
 
 def _stacked(params: Mapping[str, Array]) -> Weights:

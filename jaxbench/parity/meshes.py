@@ -83,7 +83,7 @@ def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: 
 
 
 def form(name: str, decoder: TransformerConfig = LLAMA, *, zero: int = 3, **settings: Any) -> Case:
-    """Make a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
+    """Make a case of any mesh; settings are its sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
     return Case(name, decoder, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
@@ -102,6 +102,15 @@ FORMS = (
 # Pipelines that split heads over `model`, where every head adds to the gradient of the shared scales; norms after the
 # sum over `model`.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
+# Pipelines whose rows are split too: with heads over `model`; with learned positions, blocks recomputed; in one stage.
+LONG = {"sequence": 2, "sequence_attention": "gathered"}
+LONG_ROWS = (
+    form("pipeline-sequence", FAMILIES["qwen3"], stage=2, model=2, micro_batches=4, **LONG),
+    form(
+        "pipeline-sequence-again", FAMILIES["gpt2"], stage=2, fsdp=2, micro_batches=2, schedule="gpipe", **LONG
+    )._replace(remat=RematConfig(policy="block")),
+    form("rounds-sequence", data=2, micro_batches=2, zero=1, **LONG),
+)
 # Pipelines whose stages recompute their blocks: one by one, two together with shared scales, and all but one value.
 REMATERIALISED = (
     case("llama", 2, 2, "1f1b", 2, "data")._replace(id="remat-block", remat=RematConfig(policy="block")),
@@ -152,7 +161,9 @@ def find(name: str, *more: Case) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *REMATERIALISED, *CAPPED, *more)}
+    cases = {
+        listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *LONG_ROWS, *REMATERIALISED, *CAPPED, *more)
+    }
     if name not in cases:
         raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *more))}")
     return cases[name]

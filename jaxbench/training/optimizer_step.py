@@ -106,7 +106,9 @@ def train_step(
     """Take one optimiser step; return the state after it, and its metrics.
 
     Micro-batch k of n takes rows k, k + n, ... and is weighted by its number of targets, so that the loss and its
-    gradient are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+    gradient are those of the whole batch. A bank's own loss, a mean over compressed blocks, gets the same weight: it is
+    that of the whole batch only where blocks are spread over the micro-batches as targets are. The micro-batch's
+    dropout step is step * n + k. Compute types: precision.py.
     step_config.kernels must be native or xla: the engine resolves auto.
 
     Args:

@@ -22,7 +22,8 @@ from jaxbench.training import optimizer_step, precision
 LLAMA = meshes.LLAMA
 IDS = [one.id for one in meshes.PAIRWISE]
 PROVEN = (
-    *meshes.PAIRWISE, *meshes.SHARED_SCALES, *meshes.REMATERIALISED, *meshes.CAPPED, *memory_meshes.FORMS,
+    *meshes.PAIRWISE, *meshes.SHARED_SCALES, *meshes.LONG_ROWS, *meshes.REMATERIALISED, *meshes.CAPPED,
+    *memory_meshes.FORMS,
 )  # fmt: skip
 
 
@@ -251,7 +252,15 @@ def test_tensor_parallelism_moves_activations_only():
         ({"model": 8}, "num_heads=4 and num_kv_heads=2 are not both multiples of model=8; heads=replicated"),
         ({"stage": 8, "micro_batches": 8}, "num_layers=4 do not split evenly into stage=8"),
         ({"stage": 4, "data": 2, "micro_batches": 6, "batch": 24}, "micro_batches=6 is not a multiple of stage=4"),
-        ({"stage": 2, "sequence": 4, "micro_batches": 2}, "goes with data, fsdp and model only, not with sequence=4"),
+        ({"stage": 2, "sequence": 4, "micro_batches": 2}, "sequence=4 needs sequence_attention=gathered, got ring"),
+        (
+            {"stage": 2, "sequence": 2, "model": 2, "micro_batches": 2, "sequence_attention": "gathered", "tokens": 6},
+            "divide d_ff=32 and the 3 tokens of a device's part of a row",
+        ),
+        (
+            {"stage": 2, "model": 2, "data": 2, "micro_batches": 2, "sequence_parallel": True},
+            "not with sequence_parallel=True or the 2d form",
+        ),
         ({"sequence": 8, "tokens": 12}, "rows of 12 tokens do not split into the 8 parts of sequence=8"),
         ({"data": 4, "model": 2, "sequence_parallel": True, "tokens": 7}, "2 parts of sequence=1 \\* model=2"),
         ({"data": 3}, "data=3 needs 3 devices, there are 8; possible: data=8"),
