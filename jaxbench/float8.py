@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from jaxbench import narrow_products
 
@@ -147,11 +147,22 @@ def _forward(x: Array, kernel: Array, scales: Array) -> tuple[Array, tuple]:
     right, right_scale, right_peak = quantise(kernel, scales[1], FORWARD)
     product = _dot(left, right, (1, 0)) / (left_scale * right_scale)
     types = (jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
-    return product.astype(x.dtype), (left, right, (left_scale, right_scale), (left_peak, right_peak), scales[2], types)
+    kept = _bits(left), _bits(right)
+    return product.astype(x.dtype), (*kept, (left_scale, right_scale), (left_peak, right_peak), scales[2], types)
+
+
+def _bits(x: Array) -> UInt8[Array, "..."]:
+    """Quantised values as bits, in which the backward pass gets them.
+
+    jax.checkpoint rounds each floating-point value that a policy keeps (reduce_precision), by IEEE 754's rules, for
+    which e4m3's exponents from 256 on stand for infinity and NaN: values above 240 would become NaN.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def _backward(residuals: tuple, grad: Array) -> tuple[Array, Array, Array]:
     left, right, (left_scale, right_scale), peaks, scale, types = residuals
+    left, right = (lax.bitcast_convert_type(x, FORWARD) for x in (left, right))
     grad, grad_scale, grad_peak = quantise(grad, scale, BACKWARD)
     x_grad = _dot(grad, right, (1, 1)) / (grad_scale * right_scale)
     kernel_grad = _dot(left, grad, (0, 0)) / (left_scale * grad_scale)

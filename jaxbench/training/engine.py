@@ -89,12 +89,11 @@ class Engine:
         """Plan the mesh for a step's batch of rows and tokens, and place the state."""
         micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
-        is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
-        if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
+        if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full"):
             raise ValueError(
-                f"engine: precision={self.step_config.precision} goes with data, fsdp up to zero=2, "
-                f"sequence and model, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
-                f"zero={parallel.zero}, gradient_type={parallel.gradient_type}"
+                f"engine: precision={self.step_config.precision} goes with data, fsdp, sequence and model, got "
+                f"stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
+                f"gradient_type={parallel.gradient_type}"
             )
         self.state, self.num_devices = mesh_plan.place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, shape)
