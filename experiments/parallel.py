@@ -51,7 +51,7 @@ def selected() -> list:
         raise ValueError(f"--case={values.case} and --part={values.part} exclude each other")
     if values.case is not None:
         return [meshes.find(values.case, *memory_meshes.FORMS)]
-    cases = list(meshes.every_case()) if values.all else list(meshes.PAIRWISE)
+    cases = list(meshes.every_case() if values.all else (*meshes.PAIRWISE, *meshes.MORE))
     return cases[part]
 
 

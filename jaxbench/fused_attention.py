@@ -74,7 +74,7 @@ def _splash(
 
     batch, length, num_heads, head_dim = query.shape
     if key.shape[3] != length:
-        raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use dense")
+        raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use blocked")
     padded = -(-length // LANES) * LANES
     size = (padded, padded)
     if sliding_window is not None:

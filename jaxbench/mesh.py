@@ -86,7 +86,7 @@ class ParallelConfig(Base):
     sequence_parallel: bool = False  # split norm and residual regions over model too, along the tokens
     sequence_attention: Literal["ring", "gathered"] = "ring"  # keys and values over `sequence`: passed on, or gathered
     schedule: Literal["gpipe", "1f1b"] = "1f1b"  # of the pipeline; unused with stage = 1 and micro_batches = 1
-    gradient_type: Literal["full", "bfloat16", "float16"] = "full"  # in which data and fsdp sum gradients
+    gradient_type: Literal["full", "bfloat16", "float16"] = "full"  # in which gradients are summed over rows
     micro_batches: int = pydantic.Field(default=1, ge=1)  # parts of the batch; a multiple of stage
 
 

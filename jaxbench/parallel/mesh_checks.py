@@ -67,6 +67,11 @@ def _check_pipeline(
             f"parallel: in a pipeline, sequence={sizes[SEQUENCE]} needs sequence_attention=gathered, got "
             f"{parallel.sequence_attention}"
         )
+    if sizes[SEQUENCE] > 1 and not model.is_causal:
+        raise ValueError(
+            f"parallel: in a pipeline, sequence={sizes[SEQUENCE]} needs a causal decoder, got "
+            f"is_causal={model.is_causal}"
+        )
     own_tokens = tokens // sizes[SEQUENCE]
     if model.d_ff % split or own_tokens % split:
         raise ValueError(
@@ -81,8 +86,8 @@ def _check_gradient_type(model: TransformerConfig, parallel: ParallelConfig, siz
     others = {axis: size for axis, size in sizes.items() if axis not in (STAGE, DATA, FSDP) and size > 1}
     if others:
         raise ValueError(
-            f"parallel: gradient_type={parallel.gradient_type} goes with data and fsdp, and with model in a pipeline, "
-            f"not with {others}"
+            f"parallel: gradient_type={parallel.gradient_type} goes with data and fsdp, and in a pipeline with model "
+            f"and sequence, not with {others}"
         )
     if model.dropout:
         raise ValueError(

@@ -4,7 +4,7 @@ Every device runs one program (shard_map): a scan over ticks in which stage s wo
 activations to s + 1 and gradients to s - 1 (ppermute). lax.cond skips passes that a stage does not have in a tick. A
 stage keeps the inputs of its micro-batches in flight and recomputes its forward pass in its backward pass; the last
 stage does only that. With rematerialised blocks (step.remat), that backward pass holds the activations of one group of
-blocks in place of the whole stage's, for a third forward pass.
+blocks in place of the whole stage's, for one more forward pass.
 
 The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
 stream towards the first, one per tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
@@ -102,8 +102,10 @@ def _loss_share(
     start = lax.axis_index(MODEL) * length
     hidden, micro = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, length, axis=1), (hidden, micro))
     logits = model.embed.attend(hidden) if model.head is None else model.head(hidden)
-    loss = pipeline.loss_of(logits, micro)
-    return loss * (jnp.sum(micro.mask).astype(loss.dtype) / num_targets.astype(loss.dtype))
+    count = jnp.sum(micro.mask)
+    # A mean over no targets would be 0 / 0: any finite loss does, its share is 0.
+    loss = pipeline.loss_of(logits, micro._replace(mask=micro.mask | (count == 0)))
+    return loss * (count.astype(loss.dtype) / num_targets.astype(loss.dtype))
 
 
 def _run_stage(
@@ -283,9 +285,10 @@ def make_loss(
     """Make a pipeline's loss(model, batch, dropout=None), whose gradient the schedule computes.
 
     Args:
-      plan: of a mesh with the axes stage, data, fsdp, sequence (1) and model.
+      plan: of a mesh with the axes stage, data, fsdp, sequence and model.
       loss_fn: the same loss without a pipeline, for a caller that takes no gradient.
-      loss_of: loss of (logits, batch) in nats per token, a mean over the targets of batch.mask.
+      loss_of: loss of (logits, batch) in nats per token, a mean over the targets of batch.mask. A device calls it with
+        its part of the rows and of their tokens, and with at least one target.
       scale: loss scale of the step, None = 1; see data_parallel.py.
 
     Decoders with dropout are refused when the plan is made (mesh_checks.py).

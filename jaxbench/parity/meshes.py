@@ -1,8 +1,8 @@
 """Prove that a training step on a mesh computes what one device computes: the cases, and the proof of one.
 
 A case trains a tiny decoder for three steps on a mesh of simulated devices and compares losses, gradients, optimiser
-state and parameters with the unsharded program, in float64. PAIRWISE is what continuous integration proves: every pair
-of settings occurs in one of its cases. `every_case` is the full product (experiments/parallel.py --all).
+state and parameters with the unsharded program, in float64. Continuous integration proves PAIRWISE, in which every pair
+of settings occurs, and MORE, settings beside them. `every_case` is the full product (experiments/parallel.py --all).
 """
 
 from __future__ import annotations
@@ -102,14 +102,16 @@ FORMS = (
 # Pipelines that split heads over `model`, where every head adds to the gradient of the shared scales; norms after the
 # sum over `model`.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
-# Pipelines whose rows are split too: with heads over `model`; with learned positions, blocks recomputed; in one stage.
+# Pipelines whose rows are split too: with heads over `model`; with learned positions, blocks recomputed; in one stage,
+# with a window and every head on every device.
+WINDOWED = LLAMA.model_copy(update={"sliding_window": 3})
 LONG = {"sequence": 2, "sequence_attention": "gathered"}
 LONG_ROWS = (
     form("pipeline-sequence", FAMILIES["qwen3"], stage=2, model=2, micro_batches=4, **LONG),
     form(
         "pipeline-sequence-again", FAMILIES["gpt2"], stage=2, fsdp=2, micro_batches=2, schedule="gpipe", **LONG
     )._replace(remat=RematConfig(policy="block")),
-    form("rounds-sequence", data=2, micro_batches=2, zero=1, **LONG),
+    form("rounds-sequence", WINDOWED, data=2, model=2, heads="replicated", micro_batches=2, zero=1, **LONG),
 )
 # Pipelines whose stages recompute their blocks: one by one, two together with shared scales, and all but one value.
 REMATERIALISED = (
@@ -124,6 +126,7 @@ CAPPED = (
     form("capped", FAMILIES["gemma2"], fsdp=2, model=2),
     form("capped-ring", FAMILIES["gemma2"], data=2, sequence=2),
 )
+MORE = (*SHARED_SCALES, *LONG_ROWS, *REMATERIALISED, *CAPPED)
 PAIRWISE = FORMS + tuple(
     case(*values)
     for values in (
@@ -147,8 +150,8 @@ PAIRWISE = FORMS + tuple(
 
 
 def every_case() -> Iterator[Case]:
-    """Yield the full product of the factors that fits 8 devices, and the forms without a pipeline."""
-    yield from FORMS
+    """Yield the full product of the factors that fits 8 devices, the forms without a pipeline, and MORE."""
+    yield from (*FORMS, *MORE)
     for values in itertools.product(*FACTORS.values()):
         listed = case(*values)
         if listed.num_devices <= MAX_DEVICES:
@@ -161,11 +164,10 @@ def find(name: str, *more: Case) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {
-        listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *LONG_ROWS, *REMATERIALISED, *CAPPED, *more)
-    }
+    cases = {listed.id: listed for listed in (*every_case(), *more)}
     if name not in cases:
-        raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *more))}")
+        named = ", ".join(form.id for form in (*FORMS, *MORE, *more))
+        raise ValueError(f"parallel: no case {name!r}; there are {named}, and e.g. {PAIRWISE[-1].id}")
     return cases[name]
 
 

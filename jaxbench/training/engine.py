@@ -91,8 +91,8 @@ class Engine:
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full"):
             raise ValueError(
-                f"engine: precision={self.step_config.precision} goes with data, fsdp, sequence and model, got "
-                f"stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
+                f"engine: precision={self.step_config.precision} needs stage=1, micro_batches=1 and "
+                f"gradient_type=full, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
                 f"gradient_type={parallel.gradient_type}"
             )
         self.state, self.num_devices = mesh_plan.place_state(self.plan, self.state), self.plan.mesh.size

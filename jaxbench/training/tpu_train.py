@@ -9,7 +9,7 @@ overlap matrix products is read from the compiled schedule (hlo.py): a count and
 the model's FLOPs (observe.flops_per_token, both conventions) divided by what the chips could do in that time: a bound
 from counts, not a measurement.
 
-Compute counts what rematerialisation and a pipeline's stages do twice; in a pipeline, a tick takes as long as its
+Compute counts what rematerialisation and a pipeline's stages do again; in a pipeline, a tick takes as long as its
 slowest stage (pipeline_schedule.timetable). Memory counts weights once per pass, the optimiser's 32 bytes per
 parameter, and logits four times in float32; activations are left out. Collectives are those of the compiled program;
 one inside a branch counts as executed in every iteration of its loop.
@@ -197,7 +197,7 @@ def _computed(
         return done, done
     rows = chips_in_all // (stages * sizes.get(MODEL, 1))
     a_micro = tokens / settings.step.accumulation / micro / rows / sizes.get(MODEL, 1)  # tokens' worth on a chip
-    # A stage's backward pass computes its forward pass again, and with rematerialised blocks a third time.
+    # A stage's backward pass computes its forward pass again, and with rematerialised blocks once more.
     costs = {"forward": a_micro * layers_forward / stages, "backward": a_micro * (layers + again) / stages}
     ticks: dict[tuple[int, int], float] = collections.defaultdict(float)
     for work in timetable(parallel.schedule, stages, micro):

@@ -18,6 +18,7 @@ from jaxbench.parallel import mesh_plan, pipeline
 from jaxbench.parallel.pipeline_schedule import timetable, timing
 from jaxbench.parity import meshes
 from jaxbench.training import optimizer_step
+from jaxbench.training.step_config import RematConfig
 
 LLAMA = meshes.LLAMA
 SIZES = [(stages, stages * rounds) for stages in (1, 2, 4) for rounds in (1, 2, 4)]
@@ -68,14 +69,15 @@ def test_one_forward_one_backward_takes_no_more_ticks_of_work_than_gpipe():
 
 
 @functools.cache
-def compiled_gradient(schedule: str, micro_batches: int):
+def compiled_gradient(schedule: str, micro_batches: int, policy: str = "none"):
     """Return the compiled gradient program of a 4-stage pipeline with two rows a micro-batch."""
     batch = 2 * micro_batches
     settings = {"stage": 4, "micro_batches": micro_batches, "schedule": schedule}
     how = meshes.form("here", **settings).parallel
     plan = mesh_plan.make_plan(LLAMA, how, batch=batch, tokens=8, devices=jax.devices()[:4])
     params = initial.initial_params(LLAMA, 0)
-    fresh = jax.eval_shape(lambda: optimizer_step.init_state(transformer.build(LLAMA, params), params, meshes.STEP))
+    settings = meshes.STEP.model_copy(update={"remat": RematConfig(policy=policy)})
+    fresh = jax.eval_shape(lambda: optimizer_step.init_state(transformer.build(LLAMA, params), params, settings))
     ids, mask = jax.ShapeDtypeStruct((batch, 8), jnp.int32), jax.ShapeDtypeStruct((batch, 8), jnp.bool_)
 
     placed = mesh_plan.state_shardings(plan, fresh)
@@ -100,6 +102,12 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_of_gpipe_does()
     assert temp["gpipe", 16] - temp["gpipe", 4] >= 12 * (kept + held)
 
 
+def test_a_pipeline_computes_its_blocks_as_often_as_the_step_says():
+    flops = {policy: compiled_gradient("1f1b", 4, policy).cost_analysis()["flops"] for policy in ("none", "block")}
+    # A stage's work as compiled: forward, forward again, backward; and the blocks again, less what no gradient needs.
+    assert 1.1 * flops["none"] < flops["block"] < 1.25 * flops["none"]
+
+
 @pytest.mark.parametrize(("settings", "inputs"), [({"policy": "block"}, 4), ({"policy": "group", "group": 3}, 2)])
 def test_a_stage_with_rematerialised_blocks_keeps_the_input_of_each_group_alone(settings, inputs):
     rows, tokens = 3, 5
@@ -116,10 +124,29 @@ def test_a_stage_with_rematerialised_blocks_keeps_the_input_of_each_group_alone(
         run = functools.partial(pipeline._run_blocks, one, context=context)
         layers = jax.eval_shape(lambda: pipeline._stacked(params)[0])
         pulled = jax.eval_shape(lambda *x, run=run: jax.vjp(run, *x)[1], layers, shape(rows, tokens, LLAMA.d_model))
-        kept[name] = [x.shape for x in jax.tree.leaves(pulled) if x.shape[:2] == (rows, tokens)]
-    hidden = [x for x in kept["inputs"] if x == (rows, tokens, LLAMA.d_model)]
-    assert len(hidden) == inputs, kept["inputs"]
+        known = {x.shape for x in (*layers.values(), *jax.tree.leaves(context))}  # there anyway
+        kept[name] = [x.shape for x in jax.tree.leaves(pulled) if x.shape not in known and x.size > 1]
+    assert kept["inputs"] == [(rows, tokens, LLAMA.d_model)] * inputs
     assert len(kept["all"]) > 4 * LLAMA.num_layers
+
+
+def test_parts_of_rows_without_targets_count_for_nothing_in_a_loss_of_ones_own():
+    def own(logits, batch):  # 0 / 0 on a device whose tokens have no target
+        nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+        return jnp.sum(nll * batch.mask) / jnp.sum(batch.mask)
+
+    how = meshes.form("here", stage=2, sequence=2, micro_batches=2, sequence_attention="gathered").parallel
+    plan = mesh_plan.make_plan(LLAMA, how, batch=32, tokens=8, devices=jax.devices()[:4])
+    batch = meshes.batch_of(0, LLAMA)
+    batch = batch._replace(mask=batch.mask & (np.arange(8) < 3))  # all of them in the first part of a row
+    graph, params = parameters.split(transformer.build(LLAMA, initial.initial_params(LLAMA, 0, distinct=True)))
+    loss = mesh_plan.loss_on(plan, loss_of=own)
+    found, grads = jax.jit(jax.value_and_grad(lambda p: loss(parameters.merge(graph, p), batch)))(params)
+    alone = lambda p: own(train.predict(parameters.merge(graph, p), batch), batch)
+    wanted, exact = jax.jit(jax.value_and_grad(alone))(params)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+    for name, value in exact.items():
+        assert np.linalg.norm(grads[name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
 @pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 4 + 6), ("gpipe", 4 + 4 + 6)])
