@@ -1,6 +1,6 @@
 """Prove that a training step over a mesh computes what one device computes, on 8 simulated devices.
 
-    python experiments/parallel.py                     1 minute: the pairwise list that continuous integration proves
+    python experiments/parallel.py                     2 minutes: the pairwise list and ten more cases
     python experiments/parallel.py --all               30 minutes: every mesh, schedule and ZeRO stage for 8 devices
     python experiments/parallel.py --all --part=2/8    every eighth case of it, from the second on
     python experiments/parallel.py --case=2.5d         one case
@@ -29,7 +29,9 @@ COUNT = "--xla_force_host_platform_device_count="
 
 def define_flags() -> None:
     """Define the flags of this command."""
-    flags.DEFINE_bool("all", False, "the full product of the settings instead of the pairwise list")
+    flags.DEFINE_bool(
+        "all", False, "the full product of the settings instead of the pairwise list; ten more cases go with both"
+    )
     flags.DEFINE_string("case", None, "id of one case, such as 2.5d or llama-stage4-micro8-1f1b-model2-one")
     cli.define_part()
     flags.DEFINE_string("output", None, "file that a JSON line a case is appended to")

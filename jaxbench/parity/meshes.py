@@ -167,7 +167,7 @@ def find(name: str, *more: Case) -> Case:
     cases = {listed.id: listed for listed in (*every_case(), *more)}
     if name not in cases:
         named = ", ".join(form.id for form in (*FORMS, *MORE, *more))
-        raise ValueError(f"parallel: no case {name!r}; there are {named}, and e.g. {PAIRWISE[-1].id}")
+        raise ValueError(f"parallel: no case {name!r}; the forms are {named}; others like {PAIRWISE[-1].id}")
     return cases[name]
 
 

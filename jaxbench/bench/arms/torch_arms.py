@@ -257,7 +257,8 @@ class Int4Arm(CompiledStepArm):
     """The twin with PyTorch's own 4-bit products, its whole decode step compiled: PyTorch's fastest decoding on a CPU.
 
     It computes in bfloat16, the only type in which that product is fast, and is listed in the float32 rows next to
-    llama.cpp. Its codes are those of a Q4_1 file; the tied head, which such a file stores wider, has 4 bits too.
+    llama.cpp. Prompts are compiled layer by layer, as in CompiledArm. Its codes are those of a Q4_1 file; the tied
+    head, which such a file stores wider, has 4 bits too.
     """
 
     name = "torch_int4"
