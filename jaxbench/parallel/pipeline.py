@@ -118,7 +118,10 @@ def _run_stage(
     angles = None
     if pipeline.frequencies is not None:
         angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
-    context = Context(Spans(micro.positions, micro.positions, micro.segments, micro.segments), angles, None, None)
+    keys = micro.positions, micro.segments
+    if pipeline.sequence > 1:
+        keys = jax.tree.map(lambda x: lax.all_gather(x, SEQUENCE, axis=1, tiled=True), keys)
+    context = Context(Spans(micro.positions, keys[0], micro.segments, keys[1]), angles, None, None)
     points: dict[str, Callable] = {}
     if pipeline.model > 1:
         points |= {"mlp_in": _copied, "mlp_out": _summed}
@@ -165,11 +168,11 @@ def _attend_to_row(
     spans: Spans,
     **settings: Any,
 ) -> Float[Array, "B T N H"]:
-    """Attention output of this device's tokens over the whole row, whose keys and values are gathered."""
-    gathered = functools.partial(lax.all_gather, axis_name=SEQUENCE, tiled=True)
-    key, value = gathered(key, axis=3), gathered(value, axis=2)
-    positions, segments = jax.tree.map(functools.partial(gathered, axis=1), (spans.key_positions, spans.key_segments))
-    spans = spans._replace(key_positions=positions, key_segments=segments)
+    """Attention output of this device's tokens over the whole row, whose keys and values are gathered.
+
+    spans: positions and segments of this device's queries and of all keys.
+    """
+    key, value = (lax.all_gather(x, SEQUENCE, axis=axis, tiled=True) for x, axis in ((key, 3), (value, 2)))
     with sharding.activations({}):
         return attention.attention(query, key, value, spans, is_ordered=False, **settings)
 

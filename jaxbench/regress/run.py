@@ -75,18 +75,17 @@ def _variables(plan: Plan) -> list[str]:
     """Return notes if the sides' environment variables differ, which is part of what is measured, or are unknown."""
     if BASE not in plan.sides:
         return []
-    unknown = [side for side, tree in plan.sides.items() if tree.reported(plan.device, plan.threads) is None]
-    notes = [
-        f"{side} cannot report the environment variables that it sets; it starts with this version's"
-        for side in unknown
-    ]
-    base, head = (plan.sides[side].environment(plan.device, plan.threads) for side in (BASE, HEAD))
+    reported = {side: tree.reported(plan.device, plan.threads) for side, tree in plan.sides.items()}
+    if unknown := [side for side, found in reported.items() if found is None]:
+        return [
+            f"{side} cannot report the environment variables that it sets; it starts with this version's"
+            for side in unknown
+        ]
+    base, head = reported[BASE], reported[HEAD]
     names = sorted((base.keys() | head.keys()) - {"PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"})
     values = {name: (base.get(name, "unset"), head.get(name, "unset")) for name in names}
     changed = [f"{name} {before} -> {now}" for name, (before, now) in values.items() if before != now]
-    if changed:
-        notes.append(f"processes of base and head start with other variables: {'; '.join(changed)}")
-    return notes
+    return [f"processes of base and head start with other variables: {'; '.join(changed)}"] if changed else []
 
 
 @contextlib.contextmanager
