@@ -194,7 +194,7 @@ def talk(settings: writer.Settings) -> int:
         say(made[1].line(loaded))
         return made
 
-    conversation.talk(held, typed(), answer=turn, say=say)
+    conversation.talk(typed(), answer=turn, say=say)
     return cli.EXIT_OK
 
 

@@ -40,7 +40,6 @@ class Conversation:
 
 
 def talk(
-    conversation: Conversation,
     lines: Iterable[str],
     *,
     answer: Callable[[str], tuple[writer.Text, writer.Timing, int]],

@@ -61,7 +61,7 @@ def test_a_message_that_fits_not_even_alone_leaves_the_conversation_as_it_was(wr
 def test_a_conversation_goes_on_after_a_bad_line(write, text):
     held, said = conversation.Conversation(write, text, new_tokens=8), []
     lines = ["one", "", "x" * 200, "a" * 30, "b" * 30]
-    conversation.talk(held, lines, answer=held.ask, say=said.append)
+    conversation.talk(lines, answer=held.ask, say=said.append)
     assert len(write.asked) == 3
     assert said[0].startswith("error: the message has 217 tokens")
     assert said[1] == "the oldest 2 messages no longer fit the context of the model and are forgotten"
