@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,8 +40,8 @@ class Runner(Protocol):
 class Rows(NamedTuple):
     """Consecutive tokens of one text."""
 
-    blocks: Many[int]  # of the text
-    tokens: Many[int]
+    blocks: Sequence[int]  # of the text
+    tokens: Sequence[int]
     start: int  # position of the first
     num_wanted: int  # number of last tokens whose logits are wanted
 
@@ -78,7 +78,7 @@ def pieces(batch: Batch, segment: int) -> list[Piece]:
     return found
 
 
-def batch_of(runner: Runner, rows: Many[Rows], copies: Int[np.ndarray, "C 2"]) -> Batch:
+def batch_of(runner: Runner, rows: Sequence[Rows], copies: Int[np.ndarray, "C 2"]) -> Batch:
     """Return rows of texts as a step of a runner, padded to one of its sizes."""
     count = sum(len(each.tokens) for each in rows)
     size = next(size for size in runner.sizes if size >= count)

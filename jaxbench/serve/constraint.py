@@ -1,7 +1,7 @@
 """Answers that follow a grammar: a JSON schema, a regular expression, a list of choices (S file; extra `serve`).
 
 llguidance computes which tokens may come next; all others get no probability. A request carries its grammar as text;
-its sequence carries a Constraint, which takes every token of the answer.
+its state carries a Constraint, which takes every token of the answer.
 """
 
 from __future__ import annotations

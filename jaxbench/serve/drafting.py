@@ -8,13 +8,13 @@ steps, and the last tokens of an answer before it guesses. If it has not read a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxbench.serve.batch_rows import Rows, batch_of
-from jaxbench.serve.request import Sequence
+from jaxbench.serve.request import RequestState
 from jaxbench.serve.scheduler import Plan
 
 log = logging.getLogger("jaxbench.serve")
@@ -27,7 +27,7 @@ class Drafter:
         """runner: of the engine's vocabulary, sizes and number of blocks."""
         self._runner = runner
 
-    def guess(self, wanted: Many[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def guess(self, wanted: Sequence[tuple[RequestState, int]]) -> list[tuple[int, ...]]:
         """Guess the next tokens of some texts, at most so many of each; first read what is unread of each text.
 
         Texts have blocks for their guesses. After its runner has raised, it makes no more guesses.
@@ -36,12 +36,12 @@ class Drafter:
             return [()] * len(wanted)
         found: list[list[int]] = [[] for _ in wanted]
         room, reading = self._runner.sizes[-1], []
-        for number, (sequence, most) in enumerate(wanted):
-            unread = sequence.tokens[sequence.num_drafted :]
-            if len(sequence.tokens) + most > self._runner.max_seq_len:
+        for number, (state, most) in enumerate(wanted):
+            unread = state.tokens[state.num_drafted :]
+            if len(state.tokens) + most > self._runner.max_seq_len:
                 continue
             if most > 0 and len(unread) <= room and len(reading) < self._runner.max_wanted:
-                reading.append((number, Rows(sequence.blocks, unread, sequence.num_drafted, 1)))
+                reading.append((number, Rows(state.blocks, unread, state.num_drafted, 1)))
                 room -= len(unread)
         while reading:
             logits = self._run([rows for _, rows in reading], np.zeros((0, 2), np.int32))
@@ -49,8 +49,8 @@ class Drafter:
                 return [()] * len(wanted)
             going_on = []
             for (number, rows), row in zip(reading, logits):
-                sequence, most = wanted[number]
-                sequence.num_drafted = min(rows.start + len(rows.tokens), len(sequence.tokens))
+                state, most = wanted[number]
+                state.num_drafted = min(rows.start + len(rows.tokens), len(state.tokens))
                 found[number].append(int(np.argmax(row)))
                 if len(found[number]) < most:
                     place = rows.start + len(rows.tokens)
@@ -65,24 +65,24 @@ class Drafter:
         longest = self._runner.max_seq_len
         unread = [
             part for part in plan.parts
-            if part.sequence.num_drafted == part.start and part.start + part.count <= longest
+            if part.state.num_drafted == part.start and part.start + part.count <= longest
         ]  # fmt: skip
         parts = [part for part in unread if part.count > 1 or not part.is_last]  # a last token is read for the guesses
         rows = [
-            Rows(part.sequence.blocks, part.sequence.tokens[part.start : part.start + part.count], part.start, 0)
+            Rows(part.state.blocks, part.state.tokens[part.start : part.start + part.count], part.start, 0)
             for part in parts
         ]
         copies = np.array(plan.copies, np.int32).reshape(-1, 2)
         if (rows or len(copies)) and self._run(rows, copies) is not None:
             for part in parts:
-                part.sequence.num_drafted = part.start + part.count
+                part.state.num_drafted = part.start + part.count
 
     def reset(self) -> None:
         """Forget everything that was read."""
         if self._runner is not None:
             self._runner.reset()
 
-    def _run(self, rows: Many[Rows], copies: np.ndarray) -> np.ndarray | None:
+    def _run(self, rows: Sequence[Rows], copies: np.ndarray) -> np.ndarray | None:
         if self._runner is None:
             return None
         try:

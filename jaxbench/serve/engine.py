@@ -24,7 +24,7 @@ from jaxbench.serve.blocks import BlockPool
 from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.drafting import Drafter
 from jaxbench.serve.marking import Watermarks
-from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
+from jaxbench.serve.request import Ended, Request, RequestState, TokenLogprobs
 from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
 MAX_FAILURES = 2  # failed steps after which a request ends with an error
@@ -86,7 +86,7 @@ class Engine:
                 raise ValueError(f"draft: {name} is {getattr(draft, name)}, and the model's {getattr(runner, name)}")
             self._drafter = Drafter(draft)
             self.scheduler.draft = self._drafter.guess
-        self._sequences: dict[str, Sequence] = {}
+        self._states: dict[str, RequestState] = {}
         self._arrivals = 0
         self.num_steps = self.num_guessed = self.num_right = 0
 
@@ -98,7 +98,7 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._sequences)
+        return bool(self._states)
 
     def add(self, request: Request) -> None:
         """Add a request to the queue.
@@ -109,22 +109,22 @@ class Engine:
           QueueFull: the engine holds as many requests as may run and wait.
         """
         self.check(request)
-        if request.id in self._sequences:
+        if request.id in self._states:
             raise ValueError(f"request {request.id!r}: the id is in use")
-        if len(self._sequences) >= self.limits.most:
-            raise QueueFull(f"{len(self._sequences)} requests are here, no more may be")
-        sequence = Sequence(request, self._arrivals)
+        if len(self._states) >= self.limits.most:
+            raise QueueFull(f"{len(self._states)} requests are here, no more may be")
+        state = RequestState(request, self._arrivals)
         if request.grammar is not None and self._grammars is not None:
-            sequence.constraint = self._grammars.begin(request.grammar)
+            state.constraint = self._grammars.begin(request.grammar)
         if request.watermark is not None and self._marks is not None:
-            sequence.marker = self._marks.begin(request)
+            state.marker = self._marks.begin(request)
         self._arrivals += 1
-        self._sequences[request.id] = sequence
-        self.scheduler.add(sequence)
+        self._states[request.id] = state
+        self.scheduler.add(state)
 
-    def sequence(self, id: str) -> Sequence:
-        """Return a request in the engine with its state."""
-        return self._sequences[id]
+    def state(self, id: str) -> RequestState:
+        """Return the state of a request in the engine."""
+        return self._states[id]
 
     def check(self, request: Request) -> None:
         """Check that a request can be served if it is the only one.
@@ -156,13 +156,13 @@ class Engine:
 
     def cancel(self, id: str, ended: Ended = "cancelled") -> Event | None:
         """End a request now and return its event; None where no request has this id."""
-        return self._end(self._sequences[id], ended) if id in self._sequences else None
+        return self._end(self._states[id], ended) if id in self._states else None
 
     def step(self) -> list[Event]:
         """Compute one step, and return the events of all requests."""
         now = self._clock()
-        late = [each for each in self._sequences.values() if each.request.deadline <= now]
-        events = [self._end(sequence, "deadline") for sequence in late]
+        late = [each for each in self._states.values() if each.request.deadline <= now]
+        events = [self._end(state, "deadline") for state in late]
         plan = self.scheduler.plan()
         if not plan.parts:
             return events
@@ -185,60 +185,60 @@ class Engine:
 
     def _next_tokens(self, part: Part, logits: Float[np.ndarray, "M V"]) -> list[Event]:
         """Return the tokens that follow from a part, as events: one, and another for every right guess."""
-        sequence, guess, events = part.sequence, part.guess, []
+        state, guess, events = part.state, part.guess, []
         for number, row in enumerate(logits):
             self.scheduler.computed(part, number)  # before the request may end, so that others find its text
-            events.append(self._next_token(sequence, row))
+            events.append(self._next_token(state, row))
             token = events[-1].token
             if events[-1].ended or number == len(guess) or token != guess[number]:
                 break
         right = len(events) - 1
         if guess:
             self.num_guessed, self.num_right = self.num_guessed + len(guess), self.num_right + right
-            sequence.lookup.heard(len(guess), right, len(sequence.tokens))
+            state.lookup.heard(len(guess), right, len(state.tokens))
         return events
 
     def _batch(self, plan: Plan) -> Batch:
         rows = [
-            Rows(part.sequence.blocks, part.tokens, part.start, 1 + len(part.guess) if part.is_last else 0)
+            Rows(part.state.blocks, part.tokens, part.start, 1 + len(part.guess) if part.is_last else 0)
             for part in plan.parts
         ]
         return batch_of(self.runner, rows, np.array(plan.copies, np.int32).reshape(-1, 2))
 
-    def _next_token(self, sequence: Sequence, logits: Float[np.ndarray, " V"]) -> Event:
-        request = sequence.request
+    def _next_token(self, state: RequestState, logits: Float[np.ndarray, " V"]) -> Event:
+        request = state.request
         try:
-            token, logprobs = sampler.choose(sequence, logits)
+            token, logprobs = sampler.choose(state, logits)
             is_over = token in request.end_ids
-            if sequence.constraint is not None and not is_over:
-                sequence.constraint.accept(token)
-                is_over = sequence.constraint.is_over
+            if state.constraint is not None and not is_over:
+                state.constraint.accept(token)
+                is_over = state.constraint.is_over
         except Exception as error:
-            return self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
-        sequence.tokens.append(token)
-        if is_over or sequence.num_new == request.max_new_tokens:
+            return self._end(state, "error", error=f"{type(error).__name__}: {error}")
+        state.tokens.append(token)
+        if is_over or state.num_new == request.max_new_tokens:
             ended: Ended = "stop" if is_over else "length"
-            return self._end(sequence, ended)._replace(token=token, logprobs=logprobs)
-        return Event(request.id, token, logprobs, None, None, sequence.num_cached or 0)
+            return self._end(state, ended)._replace(token=token, logprobs=logprobs)
+        return Event(request.id, token, logprobs, None, None, state.num_cached or 0)
 
-    def _end(self, sequence: Sequence, ended: Ended, *, error: str | None = None) -> Event:
-        sequence.ended = ended
+    def _end(self, state: RequestState, ended: Ended, *, error: str | None = None) -> Event:
+        state.ended = ended
         if ended == "error":
-            for block in sequence.blocks:
+            for block in state.blocks:
                 self.scheduler.pool.distrust(block)
-        self.scheduler.remove(sequence)
-        del self._sequences[sequence.request.id]
-        return Event(sequence.request.id, None, None, ended, error, sequence.num_cached or 0)
+        self.scheduler.remove(state)
+        del self._states[state.request.id]
+        return Event(state.request.id, None, None, ended, error, state.num_cached or 0)
 
     def _start_over(self, plan: Plan, error: Exception) -> list[Event]:
         """Recover from a failed step: every running request waits again, with an empty cache."""
         events = []
-        for sequence in [part.sequence for part in plan.parts]:
-            sequence.failures += 1
-            if sequence.failures >= MAX_FAILURES:
-                events.append(self._end(sequence, "error", error=f"{type(error).__name__}: {error}"))
-        for sequence in list(self.scheduler.running):
-            self.scheduler.preempt(sequence)
+        for state in [part.state for part in plan.parts]:
+            state.failures += 1
+            if state.failures >= MAX_FAILURES:
+                events.append(self._end(state, "error", error=f"{type(error).__name__}: {error}"))
+        for state in list(self.scheduler.running):
+            self.scheduler.preempt(state)
         self.scheduler.pool.forget()
         self.runner.reset()
         if self._drafter is not None:
@@ -255,7 +255,7 @@ class Engine:
         waiting = iter(requests)
         more: Request | None = next(waiting, None)
         while more is not None or self.is_busy:
-            while more is not None and len(self._sequences) < self.limits.most:
+            while more is not None and len(self._states) < self.limits.most:
                 self.add(more)
                 found[more.id] = []
                 more = next(waiting, None)

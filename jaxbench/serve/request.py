@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -91,12 +91,12 @@ class Marker(Protocol):
 
     draws: bool  # it takes logits after temperature and filters; its result is drawn from unchanged
 
-    def __call__(self, tokens: Many[int], logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
+    def __call__(self, tokens: Sequence[int], logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
         """Return the marked logits of the token after the text."""
 
 
-class Sequence:
-    """A request in the engine, with its state."""
+class RequestState:
+    """A request in the engine: its answer so far, its blocks, and what guides its tokens."""
 
     def __init__(self, request: Request, arrival: int):
         self.request, self.arrival = request, arrival

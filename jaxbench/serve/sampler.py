@@ -5,19 +5,19 @@ A token depends on its logits, the request's settings and its place in the answe
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from jaxbench import philox
 from jaxbench.native import library
-from jaxbench.serve.request import Sampling, Sequence, TokenLogprobs
+from jaxbench.serve.request import RequestState, Sampling, TokenLogprobs
 
 Array = np.ndarray
 
 
-def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLogprobs | None]:
+def choose(state: RequestState, logits: Float[Array, " V"]) -> tuple[int, TokenLogprobs | None]:
     """Return the next token of a request, and its log-probabilities where they are wanted.
 
     Raises:
@@ -27,25 +27,25 @@ def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLo
     largest = float(np.max(logits))  # NaN if any logit is
     if not np.isfinite(largest):
         raise FloatingPointError(f"logits: the largest of {len(logits)} is {largest}")
-    sampling = sequence.request.sampling
+    sampling = state.request.sampling
     changed = logits
     if sampling.changes_logits:
-        changed = penalized(logits, sampling, sequence.tokens, sequence.tokens[len(sequence.request.prompt) :])
-    marker = sequence.marker
+        changed = penalized(logits, sampling, state.tokens, state.tokens[len(state.request.prompt) :])
+    marker = state.marker
     if marker is not None and not marker.draws:
-        changed = marker(sequence.tokens, changed)
-    if sequence.constraint is not None:
-        changed = sequence.constraint.masked(changed)
+        changed = marker(state.tokens, changed)
+    if state.constraint is not None:
+        changed = state.constraint.masked(changed)
     if marker is not None and marker.draws:
-        changed = marker(sequence.tokens, filtered(changed, sampling))
+        changed = marker(state.tokens, filtered(changed, sampling))
         sampling = Sampling(temperature=1.0, seed=sampling.seed, choice=sampling.choice)
-    token = drawn(changed, sampling, step=sequence.num_new)
-    wanted = sequence.request.logprobs
+    token = drawn(changed, sampling, step=state.num_new)
+    wanted = state.request.logprobs
     return token, None if wanted is None else logprobs(logits, token, wanted)
 
 
 def penalized(
-    logits: Float[Array, " V"], sampling: Sampling, tokens: Many[int], answer: Many[int]
+    logits: Float[Array, " V"], sampling: Sampling, tokens: Sequence[int], answer: Sequence[int]
 ) -> Float[Array, " V"]:
     """Apply penalties and biases: repetition as sample.penalize_repetition, the others as in OpenAI's interface."""
     changed = logits.astype(np.float32, copy=True)

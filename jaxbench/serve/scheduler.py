@@ -16,7 +16,7 @@ import pydantic
 
 from jaxbench.config import Base
 from jaxbench.serve.blocks import ROOT, BlockPool
-from jaxbench.serve.request import Sequence
+from jaxbench.serve.request import RequestState
 
 
 class Limits(Base):
@@ -68,7 +68,7 @@ class Limits(Base):
 class Part(NamedTuple):
     """Tokens of a request that a step computes."""
 
-    sequence: Sequence
+    state: RequestState
     start: int  # position of the first
     count: int
     guess: tuple[int, ...] = ()  # tokens after the text, computed in the same step
@@ -76,12 +76,12 @@ class Part(NamedTuple):
     @property
     def is_last(self) -> bool:
         """True where the next token follows from the part's last one."""
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.start + self.count == len(self.state.tokens)
 
     @property
     def tokens(self) -> list[int]:
         """The tokens, including guesses."""
-        return [*self.sequence.tokens[self.start : self.start + self.count], *self.guess]
+        return [*self.state.tokens[self.start : self.start + self.count], *self.guess]
 
 
 class Plan(NamedTuple):
@@ -96,7 +96,8 @@ class Plan(NamedTuple):
         return sum(part.count + len(part.guess) for part in self.parts)
 
 
-Draft = Callable[[list[tuple[Sequence, int]]], list[tuple[int, ...]]]  # (text, maximum of tokens) of each -> guesses
+# (text, maximum of tokens) of each -> guesses
+Draft = Callable[[list[tuple[RequestState, int]]], list[tuple[int, ...]]]
 
 
 class Scheduler:
@@ -105,20 +106,20 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, *, segment: int | None = None):
         """segment: the runner's, if any: prompts are cut at its multiples, and answers are read token by token."""
         self.pool, self.limits, self._segment = pool, limits, segment
-        self.running: list[Sequence] = []  # by rank
-        self.waiting: list[Sequence] = []  # by rank
+        self.running: list[RequestState] = []  # by rank
+        self.waiting: list[RequestState] = []  # by rank
         self.num_preempted = 0
         self.draft: Draft | None = None  # guesses where lookup in the text itself finds none
         self._copies: dict[int, int] = {}  # block -> source to copy from before the next step
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, state: RequestState) -> None:
         """Add a request to those waiting, by rank."""
-        bisect.insort(self.waiting, sequence, key=lambda each: each.rank)
+        bisect.insort(self.waiting, state, key=lambda each: each.rank)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of waiting requests that are still to be computed."""
-        return sum(sequence.num_waiting for sequence in self.waiting)
+        return sum(state.num_waiting for state in self.waiting)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""
@@ -132,15 +133,15 @@ class Scheduler:
         """Plan the next step, admitting and preempting requests for it."""
         self._admit()
         budget, parts = self.limits.max_batch_tokens, []
-        for sequence in list(self.running):
-            if sequence.num_waiting == 1 and sequence in self.running and self._extend(sequence):
-                parts.append(Part(sequence, sequence.num_computed, 1))
-        parts = [part for part in parts if part.sequence in self.running]
+        for state in list(self.running):
+            if state.num_waiting == 1 and state in self.running and self._extend(state):
+                parts.append(Part(state, state.num_computed, 1))
+        parts = [part for part in parts if part.state in self.running]
         budget -= len(parts)
-        for sequence in self._prompt_order(budget):
-            count = self._length(sequence, budget)
+        for state in self._prompt_order(budget):
+            count = self._length(state, budget)
             if count > 0:
-                parts.append(Part(sequence, sequence.num_computed, count))
+                parts.append(Part(state, state.num_computed, count))
                 budget -= count
         if self.limits.max_guessed and budget > 0:
             parts = self._guessing(parts, budget)
@@ -148,14 +149,14 @@ class Scheduler:
         self._copies.clear()
         return Plan(parts, copies)
 
-    def _prompt_order(self, budget: int) -> list[Sequence]:
+    def _prompt_order(self, budget: int) -> list[RequestState]:
         """Return requests with prompt left to read, by rank, but with short prompts ahead of a long one.
 
         The long one is the first by rank that does not end in this step. Prompts of its priority that do end go ahead
         of it, up to short_prompt_share: they need not wait for all of it, and it gets the rest of the step.
         """
-        reading = [sequence for sequence in self.running if sequence.num_waiting > 1]
-        ahead: list[Sequence] = []
+        reading = [state for state in self.running if state.num_waiting > 1]
+        ahead: list[RequestState] = []
         while reading and reading[0].num_waiting <= budget:
             budget -= reading[0].num_waiting
             ahead.append(reading.pop(0))
@@ -163,18 +164,18 @@ class Scheduler:
             return ahead
         long = reading[0]
         room = min(int(budget * self.limits.short_prompt_share), budget - (self._segment or 1))
-        for sequence in reading[1:]:
-            if sequence.num_waiting <= room and sequence.request.priority == long.request.priority:
-                room -= sequence.num_waiting
-                ahead.append(sequence)
-        return ahead + [sequence for sequence in reading if sequence not in ahead]
+        for state in reading[1:]:
+            if state.num_waiting <= room and state.request.priority == long.request.priority:
+                room -= state.num_waiting
+                ahead.append(state)
+        return ahead + [state for state in reading if state not in ahead]
 
-    def _length(self, sequence: Sequence, budget: int) -> int:
+    def _length(self, state: RequestState, budget: int) -> int:
         """Return the number of tokens in a request's next part, at most `budget`."""
-        count = min(sequence.num_waiting, budget)
+        count = min(state.num_waiting, budget)
         if self._segment is None:
             return count
-        left = len(sequence.request.prompt) - sequence.num_computed
+        left = len(state.request.prompt) - state.num_computed
         if left <= 0:  # an answer that lost its slot, read again
             return min(count, 1)
         return left if left <= count else count // self._segment * self._segment
@@ -183,48 +184,48 @@ class Scheduler:
         """Return the parts, decoding ones with guesses as far as there are rows and blocks that nobody waits for."""
         made, unguessed = [], []
         for number, part in enumerate(parts):
-            sequence = part.sequence
+            state = part.state
             if part.count == 1 and part.is_last:
-                most = min(self.limits.max_guessed, budget, sequence.request.max_new_tokens - sequence.num_new - 1)
-                guess = sequence.lookup.guess(sequence.tokens, most)
-                part = part._replace(guess=guess[: self._reach(sequence, len(guess))])
+                most = min(self.limits.max_guessed, budget, state.request.max_new_tokens - state.num_new - 1)
+                guess = state.lookup.guess(state.tokens, most)
+                part = part._replace(guess=guess[: self._reach(state, len(guess))])
                 budget -= len(part.guess)
-                if not guess and self.draft is not None and self._may_draft(sequence):
+                if not guess and self.draft is not None and self._may_draft(state):
                     unguessed.append((number, min(most, max(0, budget))))
                     budget -= unguessed[-1][1]
             made.append(part)
         if unguessed and self.draft is not None:
-            wanted = [(made[i].sequence, self._reach(made[i].sequence, most)) for i, most in unguessed]
+            wanted = [(made[i].state, self._reach(made[i].state, most)) for i, most in unguessed]
             for (number, _), guess in zip(unguessed, self.draft(wanted)):
                 made[number] = made[number]._replace(guess=guess)
         return made
 
-    def _may_draft(self, sequence: Sequence) -> bool:
+    def _may_draft(self, state: RequestState) -> bool:
         """True where guesses are not paused, and no block of the text is still to be copied."""
-        return sequence.lookup.may_guess(len(sequence.tokens)) and not any(b in self._copies for b in sequence.blocks)
+        return state.lookup.may_guess(len(state.tokens)) and not any(b in self._copies for b in state.blocks)
 
-    def _reach(self, sequence: Sequence, wanted: int) -> int:
+    def _reach(self, state: RequestState, wanted: int) -> int:
         """Return how many of the wanted tokens after its text a request has blocks for, after giving it spare ones."""
         size = self.pool.block_size
-        while len(sequence.blocks) * size < len(sequence.tokens) + wanted:
+        while len(state.blocks) * size < len(state.tokens) + wanted:
             if self.pool.num_available <= len(self.running) + len(self.waiting):
                 break
-            sequence.blocks.append(self._allocate())
-        return min(wanted, len(sequence.blocks) * size - len(sequence.tokens))
+            state.blocks.append(self._allocate())
+        return min(wanted, len(state.blocks) * size - len(state.tokens))
 
     def _admit(self) -> None:
         """Admit waiting requests by rank, up to the first that does not fit."""
         while self.waiting:
-            sequence = self.waiting[0]
-            while not self._take_blocks(sequence):
+            state = self.waiting[0]
+            while not self._take_blocks(state):
                 last = self.running[-1] if self.running else None
-                if last is None or last.request.priority <= sequence.request.priority:
+                if last is None or last.request.priority <= state.request.priority:
                     return
                 self.preempt(last)
-            self.waiting.remove(sequence)
-            bisect.insort(self.running, sequence, key=lambda each: each.rank)
+            self.waiting.remove(state)
+            bisect.insort(self.running, state, key=lambda each: each.rank)
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
+    def _take_blocks(self, state: RequestState) -> bool:
         """Give a request blocks for all its tokens, sharing those that hold its text; False where too few are free.
 
         One block stays free for every running request that may need one, so that a request that was just admitted is
@@ -235,18 +236,18 @@ class Scheduler:
         growing = sum(len(each.blocks) < self.most_blocks(each.most_tokens) for each in self.running)
         if self.pool.num_available <= growing:  # tried in every step while a request waits: the cheap check first
             return False
-        match = self.pool.match(sequence.tokens)
-        needed = self.most_blocks(len(sequence.tokens)) - len(match.blocks)
+        match = self.pool.match(state.tokens)
+        needed = self.most_blocks(len(state.tokens)) - len(match.blocks)
         if self.pool.num_available < needed + growing:
             for block in reversed(match.blocks):
                 self.pool.release(block)
             return False
         new = [self._allocate() for _ in range(needed)]
-        sequence.blocks, sequence.digests = match.blocks + new, list(match.digests)
-        sequence.num_computed = len(match.blocks) * self.pool.block_size + match.tail_length
-        sequence.num_drafted = sequence.num_computed  # the draft has read it too; if not, its guesses are bad
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
+        state.blocks, state.digests = match.blocks + new, list(match.digests)
+        state.num_computed = len(match.blocks) * self.pool.block_size + match.tail_length
+        state.num_drafted = state.num_computed  # the draft has read it too; if not, its guesses are bad
+        if state.num_cached is None:
+            state.num_cached = state.num_computed
         if match.tail is not None and match.tail != new[0]:
             self._copies[new[0]] = match.tail
         return True
@@ -257,51 +258,51 @@ class Scheduler:
         self._copies.pop(block, None)
         return block
 
-    def _extend(self, sequence: Sequence) -> bool:
+    def _extend(self, state: RequestState) -> bool:
         """Give a running request the block of its next token; False where it is preempted itself."""
-        while len(sequence.blocks) < self.most_blocks(len(sequence.tokens)):
+        while len(state.blocks) < self.most_blocks(len(state.tokens)):
             block = self._allocate()
             if block is not None:
-                sequence.blocks.append(block)
+                state.blocks.append(block)
                 continue
             last = self.running[-1]
             self.preempt(last)
-            if last is sequence:
+            if last is state:
                 return False
         return True
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Take a running request's blocks; it waits again and keeps its answer so far."""
-        self.running.remove(sequence)
-        self._release(sequence)
-        self.add(sequence)
+        self.running.remove(state)
+        self._release(state)
+        self.add(state)
         self.num_preempted += 1
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, state: RequestState) -> None:
         """Remove a request, running or waiting."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
+        if state in self.running:
+            self.running.remove(state)
+            self._release(state)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(state)
 
     def computed(self, part: Part, num_right: int = 0) -> None:
         """Record that a part's keys and values are in the blocks, and publish blocks that are now full.
 
         num_right: guesses that are part of the text now.
         """
-        sequence, size = part.sequence, self.pool.block_size
-        sequence.num_computed = part.start + part.count + num_right
-        while (len(sequence.digests) + 1) * size <= sequence.num_computed:
-            number = len(sequence.digests)
-            parent = sequence.digests[-1] if sequence.digests else ROOT
-            tokens = sequence.tokens[number * size : (number + 1) * size]
-            sequence.digests.append(self.pool.publish(sequence.blocks[number], parent, tokens))
+        state, size = part.state, self.pool.block_size
+        state.num_computed = part.start + part.count + num_right
+        while (len(state.digests) + 1) * size <= state.num_computed:
+            number = len(state.digests)
+            parent = state.digests[-1] if state.digests else ROOT
+            tokens = state.tokens[number * size : (number + 1) * size]
+            state.digests.append(self.pool.publish(state.blocks[number], parent, tokens))
 
-    def _release(self, sequence: Sequence) -> None:
-        for block in reversed(sequence.blocks):  # others share the beginning of a text: it is kept longest
+    def _release(self, state: RequestState) -> None:
+        for block in reversed(state.blocks):  # others share the beginning of a text: it is kept longest
             self.pool.release(block)
-        sequence.blocks, sequence.digests, sequence.num_computed, sequence.num_drafted = [], [], 0, 0
+        state.blocks, state.digests, state.num_computed, state.num_drafted = [], [], 0, 0
 
     def check(self) -> None:
         """Check the invariants of requests and blocks.
@@ -310,13 +311,13 @@ class Scheduler:
           AssertionError: one does not hold.
         """
         readers = [0] * self.pool.num_blocks
-        for sequence in self.running:
-            assert len(set(sequence.blocks)) == len(sequence.blocks), sequence.blocks
-            assert self.most_blocks(sequence.num_computed) <= len(sequence.blocks), sequence.blocks
-            for block in sequence.blocks:
+        for state in self.running:
+            assert len(set(state.blocks)) == len(state.blocks), state.blocks
+            assert self.most_blocks(state.num_computed) <= len(state.blocks), state.blocks
+            for block in state.blocks:
                 readers[block] += 1
         self.pool.check(readers)
-        assert all(not sequence.blocks for sequence in self.waiting)
+        assert all(not state.blocks for state in self.waiting)
         for group in (self.running, self.waiting):
             assert [each.rank for each in group] == sorted(each.rank for each in group)
         assert len(self.running) <= self.limits.max_running

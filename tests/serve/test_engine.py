@@ -83,9 +83,9 @@ def _row_before(self, plan):
     return batch._replace(wanted=np.maximum(batch.wanted - 1, 0))
 
 
-def _forgets(self, sequence):
-    scheduler.Scheduler.whole_preempt(self, sequence)
-    sequence.tokens = list(sequence.request.prompt)
+def _forgets(self, state):
+    scheduler.Scheduler.whole_preempt(self, state)
+    state.tokens = list(state.request.prompt)
 
 
 def _shares_its_last_block(self, tokens):
@@ -102,8 +102,8 @@ def _takes_every_guess(self, part, logits):
     return events
 
 
-def _cut_where_the_step_is_full(self, sequence, budget):
-    return min(sequence.num_waiting, budget)
+def _cut_where_the_step_is_full(self, state, budget):
+    return min(state.num_waiting, budget)
 
 
 BUGS = {
@@ -241,9 +241,9 @@ def test_the_beginning_of_a_text_is_computed_once_and_a_part_of_a_block_is_copie
     assert tokens_of(events) == alone(first)
     second = Request("second", (*range(10), 7), 4)
     busy.add(second)
-    sequence = busy.sequence("second")
+    state = busy.state("second")
     events = busy.step()
-    assert sequence.num_cached == 10  # two whole blocks and two of the third
+    assert state.num_cached == 10  # two whole blocks and two of the third
     while busy.is_busy:
         events += busy.step()
     assert tokens_of(events) == alone(second)
@@ -263,7 +263,7 @@ def test_a_request_of_lower_priority_gives_its_room_to_one_of_higher():
     busy.step()
     busy.add(Request("high", (2,) * 20, 4, priority=0))
     assert [event.id for event in busy.step() + busy.step()] == ["high"]
-    low, high = busy.sequence("low"), busy.sequence("high")
+    low, high = busy.state("low"), busy.state("high")
     assert busy.scheduler.running == [high] and busy.scheduler.waiting == [low]
 
 
@@ -315,7 +315,7 @@ def test_a_grammar_that_refuses_a_token_costs_one_request():
     busy = made()
     for each in ("a", "b"):
         busy.add(Request(each, (1, 2, 3), 5))
-    busy.sequence("a").constraint = Stubborn()
+    busy.state("a").constraint = Stubborn()
     events = busy.step()
     assert [(event.id, event.ended) for event in events] == [("a", "error"), ("b", None)]
     assert "may not come" in events[0].error

@@ -12,14 +12,14 @@ from __future__ import annotations
 import collections
 import random
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from absl import flags
 
 from jaxbench import cli, terminal
 from jaxbench.serve import sampler
 from jaxbench.serve.engine import Engine, Event, QueueFull
-from jaxbench.serve.request import Request, Sampling, Sequence
+from jaxbench.serve.request import Request, RequestState, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.study.oracle import HashModel, HashRunner, SegmentModel, SlotRunner
 
@@ -112,7 +112,7 @@ class Fuzz:
             self.counts["refused"] += 1
             return
         self.requests[name], self.answers[name] = request, []
-        self.engine.sequence(name).lookup = Knowing(self, request)
+        self.engine.state(name).lookup = Knowing(self, request)
 
     def cancel(self) -> None:
         """Cancel a request."""
@@ -175,7 +175,7 @@ class Fuzz:
 
     def next_token(self, request: Request, answer: list[int]) -> int:
         """Return the token that the request gets when it is alone."""
-        alone = Sequence(request, 0)
+        alone = RequestState(request, 0)
         alone.tokens += answer
         return sampler.choose(alone, self.model.logits(alone.tokens, len(request.prompt)))[0]
 
@@ -186,7 +186,7 @@ class Knowing:
     def __init__(self, fuzz: Fuzz, request: Request):
         self._fuzz, self._request = fuzz, request
 
-    def guess(self, tokens: Many[int], most: int) -> tuple[int, ...]:
+    def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """As lookup.Lookup."""
         if self._fuzz.draft is not None and self._fuzz.random.random() < 0.7:
             return ()  # the draft's turn
