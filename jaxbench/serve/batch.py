@@ -112,7 +112,7 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
             if number < done:
                 continue
             waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line, turns)))
-            if len(waiting) >= service.config.engine.limits.most:
+            if len(waiting) >= service.config.engine.limits.max_requests:
                 await _written(waiting, job.part, advance)
         while waiting:
             await _written(waiting, job.part, advance)

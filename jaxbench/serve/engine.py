@@ -111,7 +111,7 @@ class Engine:
         self.check(request)
         if request.id in self._states:
             raise ValueError(f"request {request.id!r}: the id is in use")
-        if len(self._states) >= self.limits.most:
+        if len(self._states) >= self.limits.max_requests:
             raise QueueFull(f"{len(self._states)} requests are here, no more may be")
         state = RequestState(request, self._arrivals)
         if request.grammar is not None and self._grammars is not None:
@@ -195,7 +195,7 @@ class Engine:
         right = len(events) - 1
         if guess:
             self.num_guessed, self.num_right = self.num_guessed + len(guess), self.num_right + right
-            state.lookup.heard(len(guess), right, len(state.tokens))
+            state.lookup.record(len(guess), right, len(state.tokens))
         return events
 
     def _batch(self, plan: Plan) -> Batch:
@@ -255,7 +255,7 @@ class Engine:
         waiting = iter(requests)
         more: Request | None = next(waiting, None)
         while more is not None or self.is_busy:
-            while more is not None and len(self._states) < self.limits.most:
+            while more is not None and len(self._states) < self.limits.max_requests:
                 self.add(more)
                 found[more.id] = []
                 more = next(waiting, None)

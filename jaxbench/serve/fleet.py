@@ -216,7 +216,7 @@ def beginning_of(data: bytes) -> str:
 
 def application(config: ServerConfig, watermarks: Watermarks | None, *, replicas: int, cpus: float) -> Any:
     """Return the bound deployments, for serve.run. cpus: of each replica, shared by its threads."""
-    most = config.engine.limits.most
+    most = config.engine.limits.max_requests
     engine = serve.deployment(
         Replica, name="replica", num_replicas=replicas, max_ongoing_requests=most, max_queued_requests=most,
         ray_actor_options={"num_cpus": cpus}, graceful_shutdown_timeout_s=config.drain_s, health_check_period_s=2.0,

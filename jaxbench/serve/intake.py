@@ -169,7 +169,7 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     """
     if body.model is not None:
         check_model(body.model, name)
-    most = min(service.config.max_choices, service.config.engine.limits.most)
+    most = min(service.config.max_choices, service.config.engine.limits.max_requests)
     num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
     if body.n * num_prompts > most:
         said = "" if num_prompts == 1 else f" for each of {num_prompts} prompts"

@@ -43,7 +43,7 @@ class Lookup:
         """Return False while guesses are paused; length: of the text."""
         return length >= self._pause_until
 
-    def heard(self, num_guessed: int, num_right: int, length: int) -> None:
+    def record(self, num_guessed: int, num_right: int, length: int) -> None:
         """Record how many tokens of a guess were right; length: of the text now."""
         self._share = MEMORY * self._share + (1.0 - MEMORY) * num_right / num_guessed
         if self._share < LEAST_SHARE:

@@ -83,7 +83,7 @@ class TokenLogprobs(NamedTuple):
     """Log-probability, nats, of a token before temperature and filters, and of the most probable ones."""
 
     token: float
-    most: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]
 
 
 class Marker(Protocol):
@@ -123,11 +123,11 @@ class RequestState:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def most_tokens(self) -> int:
+    def max_total_tokens(self) -> int:
         """Number of tokens of the prompt and of the longest answer."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
-    def num_waiting(self) -> int:
+    def num_uncomputed(self) -> int:
         """Number of tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed

@@ -36,7 +36,7 @@ class Limits(Base):
         return min(self.max_running * (1 + self.max_guessed), self.max_batch_tokens)
 
     @property
-    def most(self) -> int:
+    def max_requests(self) -> int:
         """Maximum number of requests in the engine, running and waiting."""
         return self.max_running + self.max_waiting
 
@@ -119,22 +119,22 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of waiting requests that are still to be computed."""
-        return sum(state.num_waiting for state in self.waiting)
+        return sum(state.num_uncomputed for state in self.waiting)
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.pool.block_size)
 
     def fits(self, num_tokens: int) -> bool:
         """True where a request of `num_tokens` tokens fits if it is the only one."""
-        return self.most_blocks(num_tokens) < self.pool.num_blocks
+        return self.blocks_for(num_tokens) < self.pool.num_blocks
 
     def plan(self) -> Plan:
         """Plan the next step, admitting and preempting requests for it."""
         self._admit()
         budget, parts = self.limits.max_batch_tokens, []
         for state in list(self.running):
-            if state.num_waiting == 1 and state in self.running and self._extend(state):
+            if state.num_uncomputed == 1 and state in self.running and self._extend(state):
                 parts.append(Part(state, state.num_computed, 1))
         parts = [part for part in parts if part.state in self.running]
         budget -= len(parts)
@@ -155,24 +155,24 @@ class Scheduler:
         The long one is the first by rank that does not end in this step. Prompts of its priority that do end go ahead
         of it, up to short_prompt_share: they need not wait for all of it, and it gets the rest of the step.
         """
-        reading = [state for state in self.running if state.num_waiting > 1]
+        reading = [state for state in self.running if state.num_uncomputed > 1]
         ahead: list[RequestState] = []
-        while reading and reading[0].num_waiting <= budget:
-            budget -= reading[0].num_waiting
+        while reading and reading[0].num_uncomputed <= budget:
+            budget -= reading[0].num_uncomputed
             ahead.append(reading.pop(0))
         if not reading:
             return ahead
         long = reading[0]
         room = min(int(budget * self.limits.short_prompt_share), budget - (self._segment or 1))
         for state in reading[1:]:
-            if state.num_waiting <= room and state.request.priority == long.request.priority:
-                room -= state.num_waiting
+            if state.num_uncomputed <= room and state.request.priority == long.request.priority:
+                room -= state.num_uncomputed
                 ahead.append(state)
         return ahead + [state for state in reading if state not in ahead]
 
     def _length(self, state: RequestState, budget: int) -> int:
         """Return the number of tokens in a request's next part, at most `budget`."""
-        count = min(state.num_waiting, budget)
+        count = min(state.num_uncomputed, budget)
         if self._segment is None:
             return count
         left = len(state.request.prompt) - state.num_computed
@@ -188,14 +188,14 @@ class Scheduler:
             if part.count == 1 and part.is_last:
                 most = min(self.limits.max_guessed, budget, state.request.max_new_tokens - state.num_new - 1)
                 guess = state.lookup.guess(state.tokens, most)
-                part = part._replace(guess=guess[: self._reach(state, len(guess))])
+                part = part._replace(guess=guess[: self._allocate_for_guesses(state, len(guess))])
                 budget -= len(part.guess)
                 if not guess and self.draft is not None and self._may_draft(state):
                     unguessed.append((number, min(most, max(0, budget))))
                     budget -= unguessed[-1][1]
             made.append(part)
         if unguessed and self.draft is not None:
-            wanted = [(made[i].state, self._reach(made[i].state, most)) for i, most in unguessed]
+            wanted = [(made[i].state, self._allocate_for_guesses(made[i].state, most)) for i, most in unguessed]
             for (number, _), guess in zip(unguessed, self.draft(wanted)):
                 made[number] = made[number]._replace(guess=guess)
         return made
@@ -204,8 +204,8 @@ class Scheduler:
         """True where guesses are not paused, and no block of the text is still to be copied."""
         return state.lookup.may_guess(len(state.tokens)) and not any(b in self._copies for b in state.blocks)
 
-    def _reach(self, state: RequestState, wanted: int) -> int:
-        """Return how many of the wanted tokens after its text a request has blocks for, after giving it spare ones."""
+    def _allocate_for_guesses(self, state: RequestState, wanted: int) -> int:
+        """Give a request spare blocks for tokens after its text, and return how many of the wanted ones have room."""
         size = self.pool.block_size
         while len(state.blocks) * size < len(state.tokens) + wanted:
             if self.pool.num_available <= len(self.running) + len(self.waiting):
@@ -233,11 +233,11 @@ class Scheduler:
         """
         if len(self.running) >= self.limits.max_running:
             return False
-        growing = sum(len(each.blocks) < self.most_blocks(each.most_tokens) for each in self.running)
+        growing = sum(len(each.blocks) < self.blocks_for(each.max_total_tokens) for each in self.running)
         if self.pool.num_available <= growing:  # tried in every step while a request waits: the cheap check first
             return False
         match = self.pool.match(state.tokens)
-        needed = self.most_blocks(len(state.tokens)) - len(match.blocks)
+        needed = self.blocks_for(len(state.tokens)) - len(match.blocks)
         if self.pool.num_available < needed + growing:
             for block in reversed(match.blocks):
                 self.pool.release(block)
@@ -260,7 +260,7 @@ class Scheduler:
 
     def _extend(self, state: RequestState) -> bool:
         """Give a running request the block of its next token; False where it is preempted itself."""
-        while len(state.blocks) < self.most_blocks(len(state.tokens)):
+        while len(state.blocks) < self.blocks_for(len(state.tokens)):
             block = self._allocate()
             if block is not None:
                 state.blocks.append(block)
@@ -313,7 +313,7 @@ class Scheduler:
         readers = [0] * self.pool.num_blocks
         for state in self.running:
             assert len(set(state.blocks)) == len(state.blocks), state.blocks
-            assert self.most_blocks(state.num_computed) <= len(state.blocks), state.blocks
+            assert self.blocks_for(state.num_computed) <= len(state.blocks), state.blocks
             for block in state.blocks:
                 readers[block] += 1
         self.pool.check(readers)

@@ -128,14 +128,14 @@ class Completion(Form):
         shown = [self._name(token) for token in tokens]
         return {
             "tokens": shown, "token_logprobs": [each.token for each in found],
-            "top_logprobs": [self._most(each) | {token: each.token} for token, each in zip(shown, found)],
+            "top_logprobs": [self._top(each) | {token: each.token} for token, each in zip(shown, found)],
             "text_offset": [self._offset(number, token, goes_on) for token in tokens],
         }  # fmt: skip
 
-    def _most(self, found: TokenLogprobs) -> dict[str, float]:
+    def _top(self, found: TokenLogprobs) -> dict[str, float]:
         """Return the most probable tokens by name; where several share a name, the first."""
         named: dict[str, float] = {}
-        for token, value in found.most:
+        for token, value in found.top:
             named.setdefault(self._name(token), value)
         return named
 
@@ -213,7 +213,7 @@ class Chat(Form):
         if not found:
             return None
         content = [
-            self._one(token, each.token) | {"top_logprobs": [self._one(*most) for most in each.most]}
+            self._one(token, each.token) | {"top_logprobs": [self._one(*pair) for pair in each.top]}
             for token, each in zip(tokens, found)
         ]
         return {"content": content}

@@ -103,7 +103,7 @@ def _takes_every_guess(self, part, logits):
 
 
 def _cut_where_the_step_is_full(self, state, budget):
-    return min(state.num_waiting, budget)
+    return min(state.num_uncomputed, budget)
 
 
 BUGS = {
@@ -358,13 +358,13 @@ def test_a_text_that_repeats_itself_is_guessed_from_itself_and_bad_guesses_pause
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert known.guess(text, 4) == (4, 5) and known.guess(text, 0) == ()  # nobody knows yet how good they are
     for _ in range(8):
-        known.heard(4, 4, len(text))
+        known.record(4, 4, len(text))
     assert known.guess(text, 4) == (4, 5, 6, 1)
     assert known.guess([*text, 9], 4) == ()
     for _ in range(8):
-        known.heard(4, 0, len(text))
+        known.record(4, 0, len(text))
     assert hot.guess(text, 4) == (4, 5)
-    hot.heard(2, 0, len(text))
+    hot.record(2, 0, len(text))
     assert hot.guess(text, 4) == ()  # one was enough
     longer = text + [7] * 30 + text
     assert known.guess(text, 4) == () and known.guess(longer, 2) == ()  # the third pause is as long as four

@@ -201,7 +201,7 @@ class Knowing:
         """As lookup.Lookup."""
         return True
 
-    def heard(self, num_guessed: int, num_right: int, length: int) -> None:
+    def record(self, num_guessed: int, num_right: int, length: int) -> None:
         """As lookup.Lookup."""
         self._fuzz.counts["guessed"] += num_guessed
         self._fuzz.counts["guessed right"] += num_right
