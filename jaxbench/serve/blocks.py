@@ -39,29 +39,29 @@ class BlockPool:
             raise ValueError(f"blocks: {num_blocks} of {block_size} positions; wanted at least 2 of at least 1")
         self.block_size, self.num_blocks = block_size, num_blocks
         self._free = collections.deque(range(1, num_blocks))  # blocks that hold nothing
-        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # known, unread; oldest first
+        self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()  # known, unread; oldest first
         self._readers = [0] * num_blocks
-        self._text: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> parent's digest, its own, tokens
+        self._known: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> parent's digest, its own, tokens
         self._block: dict[bytes, int] = {}  # digest -> block
-        self._behind: dict[bytes, set[int]] = collections.defaultdict(set)  # parent's digest -> blocks
+        self._children: dict[bytes, set[int]] = collections.defaultdict(set)  # parent's digest -> blocks
 
     @property
     def num_available(self) -> int:
         """Number of blocks that can be allocated: those that hold nothing and those that nobody reads."""
-        return len(self._free) + len(self._kept)
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_known(self) -> int:
         """Number of blocks that can be found by their text."""
-        return len(self._text)
+        return len(self._known)
 
     def allocate(self) -> int | None:
         """Allocate a block, or return None if there is none; the known text that has been unread longest makes room."""
         if self._free:
             block = self._free.popleft()
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
-            self._forget(block)
+        elif self._evictable:
+            block, _ = self._evictable.popitem(last=False)
+            self._drop(block)
         else:
             return None
         self._readers[block] = 1
@@ -77,14 +77,14 @@ class BlockPool:
             raise ValueError(f"blocks: block {block} is released, and nobody reads it")
         self._readers[block] -= 1
         if self._readers[block] == 0:
-            if block in self._text:
-                self._kept[block] = None
+            if block in self._known:
+                self._evictable[block] = None
             else:
                 self._free.append(block)
 
     def is_shared(self, block: int) -> bool:
         """Return whether others read it too, or may find it by its text."""
-        return self._readers[block] > 1 or block in self._text
+        return self._readers[block] > 1 or block in self._known
 
     def publish(self, block: int, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Make a full block known by its text, and return the digest; a known text keeps its first block.
@@ -92,13 +92,13 @@ class BlockPool:
         parent: digest of the block before it, ROOT for the first.
         """
         own = digest(parent, tokens)
-        if own not in self._block and block not in self._text:
-            self._text[block] = parent, own, tuple(tokens)
+        if own not in self._block and block not in self._known:
+            self._known[block] = parent, own, tuple(tokens)
             self._block[own] = block
-            self._behind[parent].add(block)
+            self._children[parent].add(block)
         return own
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def acquire_prefix(self, tokens: Sequence[int]) -> Match:
         """Find blocks that hold the beginning of a text, and add a reader; at least one token is left to compute."""
         size, most = self.block_size, len(tokens) - 1
         blocks, digests, parent = [], [], ROOT
@@ -112,38 +112,39 @@ class BlockPool:
             digests.append(own)
             parent = own
         for block in blocks:
-            self._read(block)
+            self._add_reader(block)
         rest = tokens[len(blocks) * size : most]
         tail, length = None, 0
-        for block in self._behind.get(parent, ()):
-            common = _common(self._text[block][2], rest)
+        for block in self._children.get(parent, ()):
+            common = _common(self._known[block][2], rest)
             if common > length or (common == length > 0 and tail is not None and block < tail):
                 tail, length = block, common
         return Match(blocks, tail, length, digests)
 
-    def distrust(self, block: int) -> None:
+    def invalidate(self, block: int) -> None:
         """Make the text of a block in use unknown: the block's content may be wrong."""
-        if block in self._text:
-            self._forget(block)
+        if block in self._known:
+            self._drop(block)
 
-    def forget(self) -> None:
+    def invalidate_all(self) -> None:
         """Make every text unknown: the content of the blocks is no longer valid."""
-        for block in list(self._text):
-            self._forget(block)
-        self._free.extend(self._kept)
-        self._kept.clear()
+        for block in list(self._known):
+            self._drop(block)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
 
-    def _read(self, block: int) -> None:
+    def _add_reader(self, block: int) -> None:
         if self._readers[block] == 0:
-            del self._kept[block]
+            del self._evictable[block]
         self._readers[block] += 1
 
-    def _forget(self, block: int) -> None:
-        parent, own, _ = self._text.pop(block)
+    def _drop(self, block: int) -> None:
+        """Make a block's text unknown; whether the block is free is the caller's business."""
+        parent, own, _ = self._known.pop(block)
         del self._block[own]
-        self._behind[parent].discard(block)
-        if not self._behind[parent]:
-            del self._behind[parent]
+        self._children[parent].discard(block)
+        if not self._children[parent]:
+            del self._children[parent]
 
     def check(self, readers: Sequence[int]) -> None:
         """Check the invariants; readers: how many requests hold each block.
@@ -151,18 +152,19 @@ class BlockPool:
         Raises:
           AssertionError: a block is in two lists or in none, or a number is wrong.
         """
-        free, kept = set(self._free), set(self._kept)
+        free, evictable = set(self._free), set(self._evictable)
         held = {block for block in range(1, self.num_blocks) if self._readers[block]}
         assert list(readers) == self._readers, (list(readers), self._readers)
-        assert len(free) == len(self._free) and not (free & kept or free & held or kept & held), (free, kept, held)
-        assert free | kept | held == set(range(1, self.num_blocks)), (free, kept, held)
-        assert kept <= set(self._text) and not free & set(self._text), (kept, free)
-        assert {own: block for block, (_, own, _) in self._text.items()} == self._block
-        behind = collections.defaultdict(set)
-        for block, (parent, own, tokens) in self._text.items():
+        assert len(free) == len(self._free), self._free
+        assert not (free & evictable or free & held or evictable & held), (free, evictable, held)
+        assert free | evictable | held == set(range(1, self.num_blocks)), (free, evictable, held)
+        assert evictable <= set(self._known) and not free & set(self._known), (evictable, free)
+        assert {own: block for block, (_, own, _) in self._known.items()} == self._block
+        children = collections.defaultdict(set)
+        for block, (parent, own, tokens) in self._known.items():
             assert own == digest(parent, tokens) and len(tokens) == self.block_size, (block, own)
-            behind[parent].add(block)
-        assert behind == self._behind, (behind, self._behind)
+            children[parent].add(block)
+        assert children == self._children, (children, self._children)
 
 
 def digest(parent: bytes, tokens: Sequence[int]) -> bytes:

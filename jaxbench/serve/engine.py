@@ -225,7 +225,7 @@ class Engine:
         state.ended = ended
         if ended == "error":
             for block in state.blocks:
-                self.scheduler.pool.distrust(block)
+                self.scheduler.pool.invalidate(block)
         self.scheduler.remove(state)
         del self._states[state.request.id]
         return Event(state.request.id, None, None, ended, error, state.num_cached or 0)
@@ -239,7 +239,7 @@ class Engine:
                 events.append(self._end(state, "error", error=f"{type(error).__name__}: {error}"))
         for state in list(self.scheduler.running):
             self.scheduler.preempt(state)
-        self.scheduler.pool.forget()
+        self.scheduler.pool.invalidate_all()
         self.runner.reset()
         if self._drafter is not None:
             self._drafter.reset()

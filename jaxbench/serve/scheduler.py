@@ -236,7 +236,7 @@ class Scheduler:
         growing = sum(len(each.blocks) < self.blocks_for(each.max_total_tokens) for each in self.running)
         if self.pool.num_available <= growing:  # tried in every step while a request waits: the cheap check first
             return False
-        match = self.pool.match(state.tokens)
+        match = self.pool.acquire_prefix(state.tokens)
         needed = self.blocks_for(len(state.tokens)) - len(match.blocks)
         if self.pool.num_available < needed + growing:
             for block in reversed(match.blocks):

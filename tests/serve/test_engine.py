@@ -74,7 +74,7 @@ def _no_copies(self):
 
 
 def _one_too_many(self, tokens):
-    found = blocks.BlockPool.whole_match(self, tokens)
+    found = blocks.BlockPool.whole_acquire_prefix(self, tokens)
     return found if found.tail is None else found._replace(tail_length=found.tail_length + 1)
 
 
@@ -89,9 +89,9 @@ def _forgets(self, state):
 
 
 def _shares_its_last_block(self, tokens):
-    found = blocks.BlockPool.whole_match(self, tokens)
+    found = blocks.BlockPool.whole_acquire_prefix(self, tokens)
     if found.tail is not None:
-        self._read(found.tail)
+        self._add_reader(found.tail)
         return found._replace(blocks=[*found.blocks, found.tail], tail=None, tail_length=0)
     return found
 
@@ -109,10 +109,10 @@ def _cut_where_the_step_is_full(self, state, budget):
 BUGS = {
     "a block's beginning is not copied": (scheduler.Scheduler, "plan", _no_copies),
     "a block is known by its own text alone": (blocks, "digest", lambda parent, tokens: bytes(tokens)),
-    "a block that others read is written to": (blocks.BlockPool, "match", _shares_its_last_block),
-    "one token of a copied block counts too much": (blocks.BlockPool, "match", _one_too_many),
+    "a block that others read is written to": (blocks.BlockPool, "acquire_prefix", _shares_its_last_block),
+    "one token of a copied block counts too much": (blocks.BlockPool, "acquire_prefix", _one_too_many),
     "an answer is lost where its blocks are": (scheduler.Scheduler, "preempt", _forgets),
-    "a cache is trusted behind a failed step": (blocks.BlockPool, "forget", lambda self: None),
+    "a cache is trusted behind a failed step": (blocks.BlockPool, "invalidate_all", lambda self: None),
     "a wrong guess counts as computed": (engine.Engine, "_next_tokens", _takes_every_guess),
     "a prompt is cut where the step is full": (scheduler.Scheduler, "_length", _cut_where_the_step_is_full),
     "logits are those of the row before": (engine.Engine, "_batch", _row_before),

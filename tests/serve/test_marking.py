@@ -83,7 +83,7 @@ def tokens(events):
 
 def test_a_text_is_marked_in_company_as_it_is_alone_and_its_key_is_found(engine, watermarks):
     engine.runner.reset()
-    engine.scheduler.pool.forget()
+    engine.scheduler.pool.invalidate_all()
     asked, compiled = requests(), []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compiled.append(event) if "compile" in event else None
@@ -95,7 +95,7 @@ def test_a_text_is_marked_in_company_as_it_is_alone_and_its_key_is_found(engine,
     assert compiled == []  # marks are ready before the first request
     finder = Finder(watermarks, None, CONFIG.vocab_size)
     for request in asked:
-        engine.scheduler.pool.forget()
+        engine.scheduler.pool.invalidate_all()
         (alone,) = engine.generate([request]).values()
         answer = tokens(busy[request.id])
         assert answer == tokens(alone), request.id
