@@ -61,7 +61,7 @@ def near_tie(reference: Sequence[float], other: Sequence[float], device: str) ->
 def failures(records: Sequence[Record]) -> list[str]:
     """Return one sentence for each float32 output that differs from the reference's by more than a near tie."""
     return [
-        f"tokens: {_parting(record)}"
+        f"tokens: {_describe_difference(record)}"
         for record in records
         if record.metric == "tokens"
         and record.value == 0.0
@@ -81,13 +81,13 @@ def notes(records: Sequence[Record]) -> list[str]:
     for label, arms in groups.items():
         if len(arms) < 2:
             continue
-        parting = [_parting(record) for record in arms.values() if record.value == 0.0]
+        parting = [_describe_difference(record) for record in arms.values() if record.value == 0.0]
         equal = ", ".join(labels.arm(name) for name, record in arms.items() if record.value != 0.0)
         sentences += [f"{label}: equal on {equal}" if not parting else f"{label}: differs: {'; '.join(parting)}"]
     return sentences
 
 
-def _parting(record: Record) -> str:
+def _describe_difference(record: Record) -> str:
     """Say where an arm's output first differs from the reference's; prompt and step count from 0."""
     detail = record.detail
     (row, step), reference = detail["first_difference"], detail["reference"]

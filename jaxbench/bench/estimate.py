@@ -12,32 +12,32 @@ from jaxbench.training.train_config import TrainConfig
 IMPORT_BYTES = 450 * 2**20  # resident set of one worker after imports, measured: 250 (jax) to 450 MB (transformers)
 
 
-def inference_bytes(config: TransformerConfig, load: Workload) -> int:
+def inference_bytes(config: TransformerConfig, workload: Workload) -> int:
     """Bytes that one worker needs for a prefill or decode workload: weights, cache, largest activations.
 
     Sizes are those of the padded bucket. The cache counts twice (prefill's and its padded copy), and so do one layer's
     scores and widest intermediate (the value and what is computed from it).
     """
-    size = prompts.bucket(load.batch, load.prompt_tokens, max(load.new_tokens, 1))
+    size = prompts.bucket(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
     rows = size.batch_size * size.prompt_length
     scores = size.batch_size * config.num_heads * size.prompt_length**2 * 4  # float32, one layer at a time
     widest = rows * max(2 * config.d_ff, 4 * config.d_model) * 4
     logits = 3 * size.batch_size * config.vocab_size * 4  # as computed, widened, and for the draw
-    cache = flops.kv_cache_bytes(config, batch=size.batch_size, length=size.num_slots, dtype=load.dtype)
-    return flops.parameter_bytes(config, load.dtype) + 2 * (cache + scores + widest) + logits
+    cache = flops.kv_cache_bytes(config, batch=size.batch_size, length=size.num_slots, dtype=workload.dtype)
+    return flops.parameter_bytes(config, workload.dtype) + 2 * (cache + scores + widest) + logits
 
 
-def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | None = None) -> int:
+def train_bytes(config: TransformerConfig, workload: Workload, *, weights: str | None = None) -> int:
     """Bytes that one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations.
 
     `weights` is the type of weights and moments if it differs from that of the products.
     """
-    size = flops.dtype_bytes(load.dtype)
-    tokens = load.batch * load.prompt_tokens
+    size = flops.dtype_bytes(workload.dtype)
+    tokens = workload.batch * workload.prompt_tokens
     layer = tokens * (8 * config.d_model + 4 * config.d_ff) * size
-    layer += 2 * load.batch * config.num_heads * load.prompt_tokens**2 * 4
+    layer += 2 * workload.batch * config.num_heads * workload.prompt_tokens**2 * 4
     logits = 3 * tokens * config.vocab_size * 4  # logits, their softmax and gradient
-    return 4 * flops.parameter_bytes(config, weights or load.dtype) + config.num_layers * layer + logits
+    return 4 * flops.parameter_bytes(config, weights or workload.dtype) + config.num_layers * layer + logits
 
 
 def check_run(settings: TrainConfig) -> int:
@@ -79,15 +79,15 @@ def check_roofline(settings: Roofline) -> int:
 def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
     """Return the peak bytes over the suite's stages with every arm's worker alive, and the workload that causes it."""
     totals = [(0, "nothing")]
-    for load in suite.workloads():
-        if load.kind == "train":
+    for workload in suite.workloads():
+        if workload.kind == "train":
             shallow = config.model_copy(update={"num_layers": min(suite.train.num_layers, config.num_layers)})
-            held = "float32" if suite.train.form == "run" else load.dtype
-            micro = load.model_copy(update={"batch": load.batch // suite.train.accumulation})
+            held = "float32" if suite.train.form == "run" else workload.dtype
+            micro = workload.model_copy(update={"batch": workload.batch // suite.train.accumulation})
             own, resting = train_bytes(shallow, micro, weights=held), 4 * flops.parameter_bytes(shallow, held)
         else:
-            own, resting = inference_bytes(config, load), flops.parameter_bytes(config, load.dtype)
-        totals.append((own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES, load.label()))
+            own, resting = inference_bytes(config, workload), flops.parameter_bytes(config, workload.dtype)
+        totals.append((own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES, workload.label()))
     return max(totals, key=lambda total: total[0])
 
 

@@ -44,20 +44,21 @@ def color(name: str) -> str:
     return ARMS[kind].color if (kind := name.removesuffix(AGAIN)) in ARMS else "#8b8f98"
 
 
-def workload(load: Workload, *, with_kind: bool = True) -> str:
+def full(workload: Workload, *, with_kind: bool = True) -> str:
     """Display name of a workload: `decode, float32, batch 8, 64 + 48 tokens`."""
-    parts = [load.kind] if with_kind and load.kind != "none" else []
-    parts += [load.dtype] if load.dtype else []
-    parts += [f"batch {load.batch}"] if load.batch else []
-    if load.prompt_tokens:
-        parts.append(f"{load.prompt_tokens}" + (f" + {load.new_tokens}" if load.new_tokens else "") + " tokens")
+    parts = [workload.kind] if with_kind and workload.kind != "none" else []
+    parts += [workload.dtype] if workload.dtype else []
+    parts += [f"batch {workload.batch}"] if workload.batch else []
+    if workload.prompt_tokens:
+        new = f" + {workload.new_tokens}" if workload.new_tokens else ""
+        parts.append(f"{workload.prompt_tokens}{new} tokens")
     return ", ".join(parts)
 
 
-def short(load: Workload) -> str:
+def short(workload: Workload) -> str:
     """Short display name of a workload for the terminal: `float32 b8 64+48`."""
-    tokens = f"{load.prompt_tokens}" + (f"+{load.new_tokens}" if load.new_tokens else "")
-    parts = (load.dtype, f"b{load.batch}" if load.batch else "", tokens if load.prompt_tokens else "")
+    tokens = f"{workload.prompt_tokens}" + (f"+{workload.new_tokens}" if workload.new_tokens else "")
+    parts = (workload.dtype, f"b{workload.batch}" if workload.batch else "", tokens if workload.prompt_tokens else "")
     return " ".join(part for part in parts if part)
 
 

@@ -64,9 +64,9 @@ class Launch:
             self._start()
             for dtype in suite.dtypes():
                 self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
-            for load in suite.train_workloads():
+            for workload in suite.train_workloads():
                 train = suite.train.model_dump(exclude={"enabled", "dtype", "num_layers"})
-                self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
+                self._stage(workload, [workload], num_layers=suite.train.num_layers, train=train)
             if suite.roofline.enabled and self.plan.device == "cpu":
                 self._roofline()
                 for each in self.measured:
@@ -137,7 +137,7 @@ class Launch:
         self.file.append(*rows)
 
     def _stage(
-        self, stage: Workload, loads: list[Workload], *, num_layers: int | None = None, train: dict | None = None
+        self, stage: Workload, workloads: list[Workload], *, num_layers: int | None = None, train: dict | None = None
     ) -> None:
         """Load one dtype in every arm, prepare, warm up, measure in rounds, unload."""
         ready: dict[tuple[str, Workload], dict] = {}
@@ -146,93 +146,96 @@ class Launch:
             answer = self._ask(arm, "load", dtype=stage.dtype, num_layers=num_layers, train=train)
             if answer is None:
                 reason = self.lost.get(arm, "the model could not be loaded in this arm")
-                self._append_absent(arm, loads, "error", reason)
+                self._append_absent(arm, workloads, "error", reason)
                 continue
-            for load in loads:
-                facts = self._prepare(arm, load)
+            for workload in workloads:
+                facts = self._prepare(arm, workload)
                 if facts is not None:
-                    ready[arm, load] = facts
-            if train is None and "seconds" in answer and any((arm, load) in ready for load in loads):
+                    ready[arm, workload] = facts
+            if train is None and "seconds" in answer and any((arm, each) in ready for each in workloads):
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
-        samples = self._rounds(stage, loads, ready)
+        samples = self._rounds(stage, workloads, ready)
         samples = {key: answers for key, answers in samples.items() if key not in self.failed}  # an error, no rates
         if self.plan.suite.decode.latency:
-            self._latencies([load for load in loads if load.kind == "decode"], ready)
-        for (arm, load), answers in samples.items():
+            self._latencies([each for each in workloads if each.kind == "decode"], ready)
+        for (arm, workload), answers in samples.items():
             answers = answers[visit.settled([sum(sample_rates.seconds_of(answer)) for answer in answers]) :]
-            self.measured.append((arm, load, answers, ready[arm, load]))
+            self.measured.append((arm, workload, answers, ready[arm, workload]))
             self._append_measured(*self.measured[-1])
-        self._append_tokens(loads)
+        self._append_tokens(workloads)
         for arm in self._alive(quietly=True):
-            has_run = any((arm, load) in ready for load in loads)  # else the arm holds no model in this stage
+            has_run = any((arm, each) in ready for each in workloads)  # else the arm holds no model in this stage
             for metric, size in (self._ask(arm, "memory") or {}).items() if has_run else ():
                 self._append(arm, metric, stage, [size])
             self._ask(arm, "unload")
 
-    def _prepare(self, arm: str, load: Workload) -> dict | None:
+    def _prepare(self, arm: str, workload: Workload) -> dict | None:
         """Compile and warm up one workload; None when it failed (the failure is kept)."""
-        facts = self._ask(arm, "prepare", load, workload=load.model_dump())
+        facts = self._ask(arm, "prepare", workload, workload=workload.model_dump())
         if facts is None:
             return None
         if "skip" in facts:
-            self._append_absent(arm, [load], "skipped", facts["skip"])
+            self._append_absent(arm, [workload], "skipped", facts["skip"])
             return None
         for _ in range(self.plan.suite.rounds.warmup):
-            answer = self._ask(arm, "warm", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
+            answer = self._ask(arm, "warm", workload, workload=workload.model_dump(), inputs=self.plan.inputs[workload])
             if answer is None:
                 return None
-            if load.kind == "train":
-                self._note_output(arm, load, answer)  # the loss of the first step
+            if workload.kind == "train":
+                self._note_output(arm, workload, answer)  # the loss of the first step
         if "compile_s" in facts:
             name = "compile_cold_s" if self.index == 1 else "compile_warm_s"
-            self._append(arm, name, load, [facts["compile_s"]])
+            self._append(arm, name, workload, [facts["compile_s"]])
             self.compile_s += facts["compile_s"]
         for name in ("temp_bytes", "argument_bytes", "flops"):
             if facts.get(name) is not None:
-                self._append(arm, name, load, [facts[name]])
+                self._append(arm, name, workload, [facts[name]])
         return facts
 
-    def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
+    def _rounds(
+        self, stage: Workload, workloads: list[Workload], ready: dict
+    ) -> dict[tuple[str, Workload], list[dict]]:
         samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
         joules: dict[tuple[str, Workload], list[float]] = defaultdict(list)
         before, stalls = len(self.control.seconds), 0
         self.control.is_calm()
-        for index, load in itertools.product(range(self.num_rounds), loads):
-            self.say(f"{stage.label()}: round {index + 1} of {self.num_rounds}, {load.label()}")
+        for index, workload in itertools.product(range(self.num_rounds), workloads):
+            self.say(f"{stage.label()}: round {index + 1} of {self.num_rounds}, {workload.label()}")
             with visit.competing(self.plan.suite.rounds.competing):
                 for arm in self.order if index % 2 == 0 else self.order[::-1]:
-                    if (arm, load) not in ready or (arm, load) in self.failed or arm in self.lost:
+                    if (arm, workload) not in ready or (arm, workload) in self.failed or arm in self.lost:
                         continue
-                    self._read(load)
-                    request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
-                    measure = functools.partial(self._ask, arm, "measure", load, **request)
-                    made = visit.visit(measure, self.control, sample_s=self.plan.suite.sample_s(load.kind))
-                    samples[arm, load] += made.answers
+                    self._read(workload)
+                    request = {"workload": workload.model_dump(), "inputs": self.plan.inputs[workload]}
+                    measure = functools.partial(self._ask, arm, "measure", workload, **request)
+                    made = visit.visit(measure, self.control, sample_s=self.plan.suite.sample_s(workload.kind))
+                    samples[arm, workload] += made.answers
                     stalls += made.repeats
                     if made.answers:
-                        self._note_output(arm, load, made.answers[0])
+                        self._note_output(arm, workload, made.answers[0])
                     if made.joules is not None:
-                        joules[arm, load].append(made.joules / (sample_rates.tokens_of(load) * len(made.answers)))
-        workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
+                        num_tokens = sample_rates.tokens_of(workload) * len(made.answers)
+                        joules[arm, workload].append(made.joules / num_tokens)
+        control = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
         seconds = tuple(self.control.seconds[before:])
         detail = {"visits_made_again": stalls} if stalls else {}
         self.file.append(
-            self._record("control_s", workload, verdicts.median(seconds), "s", samples=seconds, detail=detail)
+            self._record("control_s", control, verdicts.median(seconds), "s", samples=seconds, detail=detail)
         )
-        for load in [load for load in loads if self.reads[load]]:
-            reads = tuple(self.reads[load])
-            self.file.append(self._record("reads_beside", load, verdicts.median(reads), "bytes/s", samples=reads))
-        for (arm, load), values in joules.items():
-            if (arm, load) in self.failed:
+        for workload in [each for each in workloads if self.reads[each]]:
+            reads = tuple(self.reads[workload])
+            self.file.append(self._record("reads_beside", workload, verdicts.median(reads), "bytes/s", samples=reads))
+        for (arm, workload), values in joules.items():
+            if (arm, workload) in self.failed:
                 continue
-            self._append(arm, "energy_j_per_token", load, values)
+            self._append(arm, "energy_j_per_token", workload, values)
         return {key: answers for key, answers in samples.items() if answers}
 
-    def _read(self, load: Workload) -> None:
+    def _read(self, workload: Workload) -> None:
         """Measure the read bandwidth once more, if the suite asks for it before each decode visit."""
         settings, alive = self.plan.suite.roofline, self._alive(quietly=True)
         arm = next((arm for arm, row in ARMS.items() if row.library and arm in alive), None)
-        if load.kind != "decode" or not (settings.enabled and settings.in_rounds and arm):
+        if workload.kind != "decode" or not (settings.enabled and settings.in_rounds and arm):
             return
         if READER not in self.workers:  # a separate process, so that its array is in no arm's peak memory
             log = self.plan.workdir / "logs" / f"launch{self.index}-{READER}.log"
@@ -241,17 +244,17 @@ class Launch:
             if (answer := self._ask(READER, "start", **self._places())) is None or answer["skip"]:
                 self.lost.setdefault(READER, "cannot start")  # so that it gets no further requests
         if answer := self._ask(READER, "read", size=settings.read_bytes, repeats=3):
-            self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
+            self.reads[workload].append(roofline.rate(settings.read_bytes, answer["seconds"]))
 
-    def _latencies(self, loads: list[Workload], ready: dict) -> None:
+    def _latencies(self, workloads: list[Workload], ready: dict) -> None:
         """Record the seconds of every token of one generation per arm."""
-        for load in loads:
+        for workload in workloads:
             for arm in self.order:
-                if (arm, load) in ready and (arm, load) not in self.failed and arm not in self.lost:
-                    request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
-                    answer = self._ask(arm, "token_seconds", load, metric="token_s", **request)
+                if (arm, workload) in ready and (arm, workload) not in self.failed and arm not in self.lost:
+                    request = {"workload": workload.model_dump(), "inputs": self.plan.inputs[workload]}
+                    answer = self._ask(arm, "token_seconds", workload, metric="token_s", **request)
                     if answer and answer["seconds"]:
-                        self._append(arm, "token_s", load, answer["seconds"])
+                        self._append(arm, "token_s", workload, answer["seconds"])
 
     # Records
 
@@ -264,90 +267,90 @@ class Launch:
             samples=tuple(map(float, values)), versions=self.versions.get(arm, {}),
         ))  # fmt: skip
 
-    def _append_absent(self, arm: str, loads: list[Workload], status: str, reason: str) -> None:
+    def _append_absent(self, arm: str, workloads: list[Workload], status: str, reason: str) -> None:
         """Append records of the workloads for which an arm has no rate, with the reason."""
         self.file.append(
-            *(self._record(sample_rates.main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads)
+            *(self._record(sample_rates.main_metric(x), x, arm=arm, status=status, reason=reason) for x in workloads)
         )
 
-    def _append_measured(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
+    def _append_measured(self, arm: str, workload: Workload, answers: list[dict], facts: dict) -> None:
         """Append the records of a workload's samples; a second call replaces those of the first."""
-        self._append_rates(arm, load, answers, facts)
-        if load.kind == "train" and self.plan.suite.train.form == "run":
-            self._append_mfu(arm, load, answers, facts["device_kind"])
+        self._append_rates(arm, workload, answers, facts)
+        if workload.kind == "train" and self.plan.suite.train.form == "run":
+            self._append_mfu(arm, workload, answers, facts["device_kind"])
 
-    def _append_rates(self, arm: str, load: Workload, answers: list[dict], facts: dict) -> None:
-        products = {"single_row": facts["single_row"]} if load.kind == "decode" and "single_row" in facts else {}
-        for metric, values in sample_rates.rates(load, answers).items():
+    def _append_rates(self, arm: str, workload: Workload, answers: list[dict], facts: dict) -> None:
+        products = {"single_row": facts["single_row"]} if workload.kind == "decode" and "single_row" in facts else {}
+        for metric, values in sample_rates.rates(workload, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
-                config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                read = verdicts.median(self.reads[load]) if self.reads[load] else self.rates.read_bytes_per_s
+                config = self.plan.trained_config() if workload.kind == "train" else self.plan.model.config
+                read = verdicts.median(self.reads[workload]) if self.reads[workload] else self.rates.read_bytes_per_s
                 limits = self.rates._replace(read_bytes_per_s=read)
                 share = roofline.share(
-                    config, load, verdicts.median(values), limits, weight_bytes=facts.get("weight_bytes")
+                    config, workload, verdicts.median(values), limits, weight_bytes=facts.get("weight_bytes")
                 )
                 detail = products | ({} if share is None else {"share_of_roofline": share})
-            self._append(arm, metric, load, values, **detail)
+            self._append(arm, metric, workload, values, **detail)
 
-    def _append_mfu(self, arm: str, load: Workload, answers: list[dict], device_kind: str) -> None:
+    def _append_mfu(self, arm: str, workload: Workload, answers: list[dict], device_kind: str) -> None:
         """Record the MFU: the model's FLOP/s over the device's rate, with attention counted in full and by half.
 
         The rate is the data sheet's if the device has one (observe.py), else the one measured in this launch.
         """
-        known = observe.peak_flops(device_kind, load.dtype)
-        peak = known or self.rates.gemm_flops_per_s.get(load.dtype)
+        known = observe.peak_flops(device_kind, workload.dtype)
+        peak = known or self.rates.gemm_flops_per_s.get(workload.dtype)
         if not peak:
             return
         for metric, is_causal in (("train_mfu", False), ("train_mfu_causal", True)):
-            work = observe.flops_per_token(self.plan.trained_config(), load.prompt_tokens, is_causal=is_causal)
-            values = [work * rate / peak for rate in sample_rates.rates(load, answers)["train_tokens_per_s"]]
+            work = observe.flops_per_token(self.plan.trained_config(), workload.prompt_tokens, is_causal=is_causal)
+            values = [work * rate / peak for rate in sample_rates.rates(workload, answers)["train_tokens_per_s"]]
             detail = {"peak_flops_per_s": peak, "peak": "data sheet" if known else "measured", "flops_per_token": work}
-            self._append(arm, metric, load, values, **detail)
+            self._append(arm, metric, workload, values, **detail)
 
-    def _append_tokens(self, loads: list[Workload]) -> None:
+    def _append_tokens(self, workloads: list[Workload]) -> None:
         """Record the digest of each arm's output and where it first differs from the baseline's."""
-        for load in loads:
-            outputs = self.tokens.get(load, {})
+        for workload in workloads:
+            outputs = self.tokens.get(workload, {})
             base = self.plan.suite.verdicts.baseline
             reference = base if base in outputs else next(iter(outputs), None)
             for arm, tokens in outputs.items():
-                tolerance = agreement.LOSS_TOLERANCE[load.dtype] if load.kind == "train" else 0.0
+                tolerance = agreement.LOSS_TOLERANCE[workload.dtype] if workload.kind == "train" else 0.0
                 difference = agreement.first_difference(outputs[reference], tokens, tolerance=tolerance)
                 same_as = outputs[reference] if difference is None else tokens
                 detail = {"digest": agreement.digest(same_as), "reference": reference, "first_difference": difference}
-                if load.kind == "train":
+                if workload.kind == "train":
                     detail |= {"loss": tokens[0][0], "reference_loss": outputs[reference][0][0]}
                 elif difference is not None:
-                    detail |= self._parting(load, reference, arm, *difference)
+                    detail |= self._difference_detail(workload, reference, arm, *difference)
                 same = 1.0 if difference is None else 0.0
-                self.file.append(self._record("tokens", load, same, "count", arm=arm, detail=detail))
+                self.file.append(self._record("tokens", workload, same, "count", arm=arm, detail=detail))
 
-    def _parting(self, load: Workload, reference: str, arm: str, row: int, step: int) -> dict:
+    def _difference_detail(self, workload: Workload, reference: str, arm: str, row: int, step: int) -> dict:
         """Return the first two tokens that differ and, in float32, whether the logits there are a near tie."""
-        ours, theirs = (self.tokens[load][name][row] for name in (arm, reference))
+        ours, theirs = (self.tokens[workload][name][row] for name in (arm, reference))
         if step >= min(len(ours), len(theirs)):
             return {}
         detail = {"token": ours[step], "reference_token": theirs[step]}
-        if load.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights")):
+        if workload.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights")):
             return detail
-        context = self.plan.inputs[load][row] + theirs[:step]
+        context = self.plan.inputs[workload][row] + theirs[:step]
         answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
         if not all(answers):
             return detail
         return detail | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
 
-    def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
+    def _note_output(self, arm: str, workload: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""
-        if load.kind == "train":
-            self.tokens[load].setdefault(arm, [[answer["loss"]]])
+        if workload.kind == "train":
+            self.tokens[workload].setdefault(arm, [[answer["loss"]]])
         elif "tokens" in answer:
-            self.tokens[load].setdefault(arm, answer["tokens"])
+            self.tokens[workload].setdefault(arm, answer["tokens"])
 
     # Workers
 
     def _ask(
-        self, arm: str, operation: str, load: Workload | None = None, *, metric: str | None = None, **arguments
+        self, arm: str, operation: str, for_workload: Workload | None = None, *, metric: str | None = None, **arguments
     ) -> dict | None:
         """Send a request; a failure is recorded and returns None. metric: of the error record; None = the main one."""
         if arm in self.lost:
@@ -359,10 +362,10 @@ class Launch:
         self.say(f"error: {reason}")
         if not self.workers[arm].alive:
             self.lost[arm] = reason
-        if load is not None:
-            self.failed[arm, load] = reason
-        metric = metric or (operation if load is None else sample_rates.main_metric(load))
-        self.file.append(self._record(metric, load or Workload(), arm=arm, status="error", reason=reason))
+        if for_workload is not None:
+            self.failed[arm, for_workload] = reason
+        metric = metric or (operation if for_workload is None else sample_rates.main_metric(for_workload))
+        self.file.append(self._record(metric, for_workload or Workload(), arm=arm, status="error", reason=reason))
         return None
 
     def _alive(self, *, quietly: bool = False) -> list[str]:

@@ -106,7 +106,7 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
         "model_sha256": model.sha256,
         "text_sha256": text_sha256,
     }
-    inputs = {load: draw(token_ids, load, seed=suite.seed) for load in suite.workloads()}
+    inputs = {workload: draw(token_ids, workload, seed=suite.seed) for workload in suite.workloads()}
     return Plan(suite, model, device, threads, workdir, config_id, origin, run_id, text_sha256, inputs, common)
 
 
@@ -164,7 +164,7 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
 
 def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
     """Return the token ids that prompts are cut from, and the sha256 of the text."""
-    wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
+    wanted = 4 * sum(workload.batch * (workload.prompt_tokens + 1) for workload in suite.workloads()) + 4096
     if model.tokenizer is None:
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
         return ids, hashlib.sha256(ids.tobytes()).hexdigest()
@@ -180,16 +180,16 @@ def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
     return np.asarray(ids, dtype=np.int64), sha256
 
 
-def draw(token_ids: Int[np.ndarray, " N"], load: Workload, *, seed: int) -> list[list[int]]:
+def draw(token_ids: Int[np.ndarray, " N"], workload: Workload, *, seed: int) -> list[list[int]]:
     """Cut one workload's rows from the text at distinct places, fixed by the seed; a train row has one more token."""
-    length = load.prompt_tokens + (1 if load.kind == "train" else 0)
+    length = workload.prompt_tokens + (1 if workload.kind == "train" else 0)
     if length < 1:
-        raise ValueError(f"compare: {load.label()} has an empty prompt (prompt_tokens={load.prompt_tokens})")
-    if len(token_ids) < length + load.batch:
+        raise ValueError(f"compare: {workload.label()} has an empty prompt (prompt_tokens={workload.prompt_tokens})")
+    if len(token_ids) < length + workload.batch:
         raise ValueError(
-            f"compare: {load.label()} needs {load.batch} rows of {length} tokens, the text has {len(token_ids)}; "
-            "pass a longer --data"
+            f"compare: {workload.label()} needs {workload.batch} rows of {length} tokens, the text has "
+            f"{len(token_ids)}; pass a longer --data"
         )
-    generator = np.random.default_rng([seed, load.batch, length])
-    starts = generator.choice(len(token_ids) - length + 1, size=load.batch, replace=False)
+    generator = np.random.default_rng([seed, workload.batch, length])
+    starts = generator.choice(len(token_ids) - length + 1, size=workload.batch, replace=False)
     return [token_ids[start : start + length].tolist() for start in starts]

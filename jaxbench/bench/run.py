@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxbench import outputs, process_environment, store
-from jaxbench.bench import agreement, launch, parts, plan
+from jaxbench.bench import agreement, launch, parts
+from jaxbench.bench.plan import Plan, make_plan
 from jaxbench.bench.suite import Suite
 from jaxbench.measure import environment, records
 from jaxbench.measure.records import Record, RecordFile
@@ -52,34 +53,34 @@ def compare(
     if resume:
         records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file raises before anything is written
     with store.alone(workdir / records.RESULTS_NAME):
-        work = plan.make_plan(suite, device=device, workdir=workdir)
-        file = _begun(work, resume=resume, say=say)
-        parts.parity(work, file, say)
-        parts.tpu(work, file, say)
-        run_launches(work, file, started=started, say=say)
+        plan = make_plan(suite, device=device, workdir=workdir)
+        file = _begun(plan, resume=resume, say=say)
+        parts.parity(plan, file, say)
+        parts.tpu(plan, file, say)
+        run_launches(plan, file, started=started, say=say)
         if profile:
-            parts.profile(work, file, say)
-        results = file.of_run(work.run_id)
+            parts.profile(plan, file, say)
+        results = file.of_run(plan.run_id)
     say(f"{sum(r.metric == records.LAUNCH_DONE for r in results)} launches in {time.monotonic() - started:.0f} s")
     return results
 
 
-def _begun(work: plan.Plan, *, resume: bool, say: Callable[[str], None]) -> RecordFile:
+def _begun(plan: Plan, *, resume: bool, say: Callable[[str], None]) -> RecordFile:
     """Open the results file of a new or resumed run, and write environment.json and suite.json next to it."""
-    suite, workdir = work.suite, work.workdir
-    file = open_results(work, resume=resume)
-    if aside := file.left_aside(work.run_id, work.origin):
+    suite, workdir = plan.suite, plan.workdir
+    file = open_results(plan, resume=resume)
+    if aside := file.left_aside(plan.run_id, plan.origin):
         say(aside)
-    if not file.of_run(work.run_id):
-        file.append(work.record(records.RUN, detail=work.origin))
-    facts = environment.describe(threads=work.threads)
-    settings = launch.worker_environment(work.device, cache=workdir / launch.CACHE, threads=work.threads)
-    facts["settings"] = fair_settings(threads=work.threads, variables=settings)
+    if not file.of_run(plan.run_id):
+        file.append(plan.record(records.RUN, detail=plan.origin))
+    facts = environment.describe(threads=plan.threads)
+    settings = launch.worker_environment(plan.device, cache=workdir / launch.CACHE, threads=plan.threads)
+    facts["settings"] = fair_settings(threads=plan.threads, variables=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
     outputs.write_json(workdir / "environment.json", facts)
-    ids = {"run_id": work.run_id, "config_id": work.config_id}
-    about = {"device": work.device, "suite": suite.model_dump(mode="json")}
+    ids = {"run_id": plan.run_id, "config_id": plan.config_id}
+    about = {"device": plan.device, "suite": suite.model_dump(mode="json")}
     outputs.write_json(workdir / "suite.json", ids | about)
     return file
 
@@ -117,29 +118,29 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
+def open_results(plan: Plan, *, resume: bool) -> RecordFile:
     """Return the results file; a new run renames an earlier file and never deletes it."""
-    file = RecordFile(work.workdir / records.RESULTS_NAME)
+    file = RecordFile(plan.workdir / records.RESULTS_NAME)
     if not resume:
         file.set_aside()
     return file
 
 
-def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Callable[[str], None]) -> None:
+def run_launches(plan: Plan, file: RecordFile, *, started: float, say: Callable[[str], None]) -> None:
     """Run the launches that are not finished yet, as far as the budget allows; the first of them always runs."""
-    rounds = work.suite.rounds
-    done = file.finished_launches(work.run_id)
+    rounds = plan.suite.rounds
+    done = file.finished_launches(plan.run_id)
     missing = [index for index in range(1, rounds.launches + 1) if index not in done]
     if len(missing) < rounds.launches:
         say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
-    shutil.rmtree(work.workdir / launch.CACHE / launch.PROGRAMS, ignore_errors=True)  # may be of other code
+    shutil.rmtree(plan.workdir / launch.CACHE / launch.PROGRAMS, ignore_errors=True)  # may be of other code
     expected = 0.0
     for index in missing:
         left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
         if expected and left < expected * SHORT:
             reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {index} would; raise rounds.budget_s"
             say(reason)
-            file.append(work.record("budget", status="skipped", reason=reason, launch=index))
+            file.append(plan.record("budget", status="skipped", reason=reason, launch=index))
             return
         # Launches matter more than rounds: if LEAST_LAUNCHES would not fit, each launch has a single round.
         is_short = expected * max(1, min(LEAST_LAUNCHES, rounds.launches) - index + 1) > left
@@ -148,7 +149,7 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
         begun, name = time.monotonic(), f"launch {index}/{rounds.launches}"
         if num_rounds < rounds.rounds:
             say(f"{name}: {num_rounds} of {rounds.rounds} rounds, to keep the budget")
-        single = launch.Launch(work, index, file, lambda text, name=name: say(f"{name} {text}"), num_rounds=num_rounds)
+        single = launch.Launch(plan, index, file, lambda text, name=name: say(f"{name} {text}"), num_rounds=num_rounds)
         single.run()
         took = time.monotonic() - begun
         expected = took - (single.compile_s if index == 1 else 0.0)  # later launches load what launch 1 compiled

@@ -5,21 +5,22 @@ from __future__ import annotations
 from jaxbench.measure.records import Workload
 
 
-def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
+def rates(workload: Workload, answers: list[dict]) -> dict[str, list[float]]:
     """Return rates by metric, one value per sample, from the workers' seconds; the same rule for every arm."""
-    if load.kind == "train":
-        return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
+    prompt_tokens = workload.batch * workload.prompt_tokens
+    if workload.kind == "train":
+        return {"train_tokens_per_s": [prompt_tokens / answer["step_s"] for answer in answers]}
     first = [answer["first_s"] for answer in answers if "first_s" in answer]
-    if load.kind == "prefill":
-        return {"prefill_tokens_per_s": [load.batch * load.prompt_tokens / seconds for seconds in first]}
-    steps = load.new_tokens - 1
-    decode = [load.batch * steps / answer["rest_s"] for answer in answers]
+    if workload.kind == "prefill":
+        return {"prefill_tokens_per_s": [prompt_tokens / seconds for seconds in first]}
+    steps = workload.new_tokens - 1
+    decode = [workload.batch * steps / answer["rest_s"] for answer in answers]
     return ({"first_token_s": first} if first else {}) | {"decode_tokens_per_s": decode}
 
 
-def tokens_of(load: Workload) -> int:
+def tokens_of(workload: Workload) -> int:
     """Number of tokens of one sample: trained on, in the prompts, or generated."""
-    return load.batch * (load.new_tokens or load.prompt_tokens)
+    return workload.batch * (workload.new_tokens or workload.prompt_tokens)
 
 
 def seconds_of(answer: dict) -> tuple[float, ...]:
@@ -27,9 +28,9 @@ def seconds_of(answer: dict) -> tuple[float, ...]:
     return (answer["step_s"],) if "step_s" in answer else (answer.get("first_s", 0.0), answer["rest_s"])
 
 
-def main_metric(load: Workload) -> str:
+def main_metric(workload: Workload) -> str:
     """Name of the main rate of a workload."""
-    return f"{load.kind}_tokens_per_s"
+    return f"{workload.kind}_tokens_per_s"
 
 
 def unit_of(metric: str) -> str:

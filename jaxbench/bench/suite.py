@@ -173,7 +173,7 @@ class Suite(Base):
 
     def workloads(self) -> list[Workload]:
         """Return the inference workloads, grouped by dtype so that weights load once per dtype, then the train step."""
-        return [load for dtype in self.dtypes() for load in self.inference(dtype)] + self.train_workloads()
+        return [workload for dtype in self.dtypes() for workload in self.inference(dtype)] + self.train_workloads()
 
     def sample_s(self, kind: str) -> float:
         """Seconds that a visit's samples take for workloads of this kind."""
@@ -209,11 +209,11 @@ class Suite(Base):
 
     def check_context(self, max_seq_len: int) -> None:
         """Raise ValueError if a workload does not fit the model's trained context."""
-        for load in self.workloads():
-            length = load.prompt_tokens + load.new_tokens
+        for workload in self.workloads():
+            length = workload.prompt_tokens + workload.new_tokens
             if length > max_seq_len:
                 raise ValueError(
-                    f"suite: {load.label()} takes {length} positions, the model's context is {max_seq_len}; "
+                    f"suite: {workload.label()} takes {length} positions, the model's context is {max_seq_len}; "
                     "lower prompt_tokens or new_tokens"
                 )
 

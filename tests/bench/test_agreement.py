@@ -10,10 +10,10 @@ DECODE = Workload(kind="decode", dtype="float32", batch=1)
 TRAIN = Workload(kind="train", dtype="float32", batch=1)
 
 
-def tokens(arm: str, load: Workload = DECODE, **detail) -> Record:
+def tokens(arm: str, workload: Workload = DECODE, **detail) -> Record:
     """Return an arm's record, which differs from the reference's where `first_difference` is given."""
     same = 0.0 if detail else 1.0
-    return Record(metric="tokens", arm=arm, workload=load, value=same, detail={"reference": "torch_eager"} | detail)
+    return Record(metric="tokens", arm=arm, workload=workload, value=same, detail={"reference": "torch_eager"} | detail)
 
 
 @pytest.mark.parametrize(

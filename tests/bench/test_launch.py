@@ -248,8 +248,8 @@ def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
     of_torch = launch.worker_environment("cpu", cache=tmp_path, threads=2, library="PyTorch")
     assert environment["MALLOC_ARENA_MAX"] == "1" and "MALLOC_ARENA_MAX" not in of_torch
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
-    load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
-    assert sample_rates.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
+    workload = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
+    assert sample_rates.rates(workload, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
 
 
 def test_the_roofline_s_arrays_are_no_part_of_a_model_s_peak(tmp_path):

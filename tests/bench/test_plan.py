@@ -32,7 +32,7 @@ TINY_SUITE = Suite.model_validate(
 
 def test_a_plan_of_the_tiny_suite_has_inputs_of_the_stated_shapes(tmp_path):
     work = plan.make_plan(TINY_SUITE, device="cpu", workdir=tmp_path)
-    shapes = {load.kind: np.shape(rows) for load, rows in work.inputs.items()}
+    shapes = {workload.kind: np.shape(rows) for workload, rows in work.inputs.items()}
     assert shapes == {"prefill": (1, 32), "decode": (2, 8), "train": (2, 17)}
     again = plan.make_plan(TINY_SUITE, device="cpu", workdir=tmp_path)
     assert again.inputs == work.inputs and again.config_id == work.config_id
@@ -58,18 +58,18 @@ def test_records_of_a_plan_carry_their_origin(tmp_path):
 
 
 def test_rows_are_distinct_windows_of_the_text():
-    load = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=6, new_tokens=2)
-    rows = plan.draw(np.arange(100), load, seed=3)
+    workload = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=6, new_tokens=2)
+    rows = plan.draw(np.arange(100), workload, seed=3)
     assert len({tuple(row) for row in rows}) == 4
     assert all(np.diff(row).tolist() == [1] * 5 for row in rows)
 
 
 def test_an_empty_prompt_and_a_short_text_are_errors():
-    load = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=0, new_tokens=2)
+    workload = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=0, new_tokens=2)
     with pytest.raises(ValueError, match="empty prompt"):
-        plan.draw(np.arange(100), load, seed=0)
+        plan.draw(np.arange(100), workload, seed=0)
     with pytest.raises(ValueError, match=r"needs 4 rows of 99 tokens, the text has 100"):
-        plan.draw(np.arange(100), load.model_copy(update={"prompt_tokens": 99}), seed=0)
+        plan.draw(np.arange(100), workload.model_copy(update={"prompt_tokens": 99}), seed=0)
 
 
 def test_a_batch_that_cannot_fit_is_refused_from_the_configuration_alone():
@@ -86,11 +86,11 @@ def test_the_default_suite_is_estimated_under_eight_gib():
 
 @pytest.mark.parametrize("field", ["batch", "prompt_tokens"])
 def test_estimates_grow_with_batch_and_length(field):
-    load = Workload(kind="decode", dtype="float32", batch=2, prompt_tokens=64, new_tokens=8)
-    larger = load.model_copy(update={field: 4 * getattr(load, field)})
-    assert estimate.inference_bytes(SMOLLM, larger) > estimate.inference_bytes(SMOLLM, load)
-    assert estimate.inference_bytes(SMOLLM, load) > flops.parameter_bytes(SMOLLM, "float32")
-    train = load.model_copy(update={"kind": "train"})
+    workload = Workload(kind="decode", dtype="float32", batch=2, prompt_tokens=64, new_tokens=8)
+    larger = workload.model_copy(update={field: 4 * getattr(workload, field)})
+    assert estimate.inference_bytes(SMOLLM, larger) > estimate.inference_bytes(SMOLLM, workload)
+    assert estimate.inference_bytes(SMOLLM, workload) > flops.parameter_bytes(SMOLLM, "float32")
+    train = workload.model_copy(update={"kind": "train"})
     wider = larger.model_copy(update={"kind": "train"})
     assert estimate.train_bytes(SMOLLM, wider) > estimate.train_bytes(SMOLLM, train)
     assert estimate.train_bytes(SMOLLM, train) > 4 * flops.parameter_bytes(SMOLLM, "float32")

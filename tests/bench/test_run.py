@@ -33,18 +33,18 @@ class FakeLaunch:
     clock = [0.0]
     lasts_s = 10.0
 
-    def __init__(self, work, number, file, say, *, num_rounds):
+    def __init__(self, plan, number, file, say, *, num_rounds):
         self.compile_s = 0.0
         FakeLaunch.num_rounds.append(num_rounds)
-        self.work, self.number, self.file = work, number, file
+        self.plan, self.number, self.file = plan, number, file
 
     def run(self):
         FakeLaunch.begun.append(self.number)
         FakeLaunch.clock[0] += self.lasts_s
-        self.file.append(self.work.record("decode_tokens_per_s", arm="flax", value=1.0, launch=self.number))
+        self.file.append(self.plan.record("decode_tokens_per_s", arm="flax", value=1.0, launch=self.number))
         if self.number == self.interrupt_at:
             raise KeyboardInterrupt
-        self.file.append(self.work.record(records.LAUNCH_DONE, value=self.number, launch=self.number))
+        self.file.append(self.plan.record(records.LAUNCH_DONE, value=self.number, launch=self.number))
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_launches_are_shortened_before_there_are_too_few(compare):
 
 
 def test_everything_that_was_asked_for_and_failed_is_named():
-    load = Workload(kind="decode", dtype="float32", batch=1)
+    decode = Workload(kind="decode", dtype="float32", batch=1)
     found = [
         Record(metric="parity", arm="flax", detail={"passed": True, "worst": 1e-14}),
         Record(metric="parity", arm="equinox", detail={"passed": False, "worst": 0.3}),
@@ -126,9 +126,11 @@ def test_everything_that_was_asked_for_and_failed_is_named():
         Record(metric="tpu", device="v5e:2x2", status="error", reason="took longer than 600 s"),
         Record(metric="tpu", device="v5p:2x2x1", status="skipped", reason="libtpu is not installed"),
         Record(metric="tpu_memory_bytes", device="v5e:1x1", status="error", reason="does not fit"),
-        Record(metric="decode_tokens_per_s", arm="llama_cpp", workload=load, status="skipped", reason="not installed"),
-        Record(metric="decode_tokens_per_s", arm="flax", workload=load, launch=1, status="error", reason="signal 9"),
-        Record(metric="decode_tokens_per_s", arm="flax", workload=load, launch=2, status="error", reason="signal 9"),
+        Record(
+            metric="decode_tokens_per_s", arm="llama_cpp", workload=decode, status="skipped", reason="not installed"
+        ),
+        Record(metric="decode_tokens_per_s", arm="flax", workload=decode, launch=1, status="error", reason="signal 9"),
+        Record(metric="decode_tokens_per_s", arm="flax", workload=decode, launch=2, status="error", reason="signal 9"),
     ]
     assert run.failures(found) == [
         "parity: equinox: worst relative difference 3.0e-01",
@@ -151,9 +153,9 @@ class Differing(FakeLaunch):
     """A launch whose arms write other tokens."""
 
     def run(self):
-        load = Workload(kind="decode", dtype="float32", batch=1)
+        workload = Workload(kind="decode", dtype="float32", batch=1)
         detail = {"first_difference": [0, 3], "reference": "torch_eager", "token": 7, "reference_token": 1}
-        self.file.append(self.work.record("tokens", arm="flax", workload=load, value=0.0, launch=1, detail=detail))
+        self.file.append(self.plan.record("tokens", arm="flax", workload=workload, value=0.0, launch=1, detail=detail))
         super().run()
 
 

@@ -24,13 +24,13 @@ def test_every_suite_loads_and_opens_with_its_command(name):
 
 def test_the_default_suite_is_the_decided_matrix():
     suite = config.load(FOLDER / "default.yaml", [], Suite)
-    labels = [load.label() for load in suite.workloads()]
+    labels = [workload.label() for workload in suite.workloads()]
     assert suite.rounds.launches >= 5 and suite.rounds.budget_s <= 600
     assert suite.arms == ("flax", "equinox", "flax_native", "torch_eager", "torch_compile", "transformers")
     assert [label for label in labels if label.startswith("prefill")] == [
         f"prefill {dtype} b1 p{tokens}" for dtype in ("float32", "bfloat16") for tokens in (37, 512)
     ]
-    decode = {(load.dtype, load.batch) for load in suite.workloads() if load.kind == "decode"}
+    decode = {(workload.dtype, workload.batch) for workload in suite.workloads() if workload.kind == "decode"}
     assert decode == {(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)}
     assert suite.sample_s("train") > suite.sample_s("decode") == suite.rounds.sample_s
     assert Suite().sample_s("train") == Suite().rounds.sample_s
@@ -40,7 +40,7 @@ def test_the_default_suite_is_the_decided_matrix():
 def test_the_training_suite_measures_the_run_s_step_and_nothing_else():
     suite = config.load(FOLDER / "training.yaml", [], Suite)
     assert suite.arms == ("flax", "torch_eager", "torch_compile") and suite.train.form == "run"
-    assert [load.label() for load in suite.workloads()] == ["train float32 b4 p128", "train bfloat16 b4 p128"]
+    assert [workload.label() for workload in suite.workloads()] == ["train float32 b4 p128", "train bfloat16 b4 p128"]
     assert suite.rounds.launches >= 3 and suite.rounds.budget_s <= 600
 
 

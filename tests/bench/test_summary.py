@@ -72,10 +72,10 @@ def test_verdicts_hold_for_all_rates_together():
     """A p-value of 0.03 decides a row that stands alone, and not one of many."""
     records, logs = [], stats.t.ppf(1 - 0.015, 2) / math.sqrt(3) + np.array([-1.0, 0.0, 1.0])
     for n in range(5):
-        load = DECODE.model_copy(update={"batch": n + 1})
+        workload = DECODE.model_copy(update={"batch": n + 1})
         values = np.exp(logs if n == 0 else logs - logs.mean())
-        records += [r.model_copy(update={"workload": load}) for r in rate("torch_eager", [1.0, 1.0, 1.0])]
-        records += [r.model_copy(update={"workload": load}) for r in rate("flax", values.tolist())]
+        records += [r.model_copy(update={"workload": workload}) for r in rate("torch_eager", [1.0, 1.0, 1.0])]
+        records += [r.model_copy(update={"workload": workload}) for r in rate("flax", values.tolist())]
     alone = summary.rows([r for r in records if r.workload.batch == 1], Verdicts())
     assert [r.verdict for r in alone] == ["baseline", "faster"]
     assert {r.verdict for r in summary.rows(records, Verdicts())} == {"baseline", "undecided"}

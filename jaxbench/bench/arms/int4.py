@@ -35,7 +35,7 @@ class Int4Linear(torch.nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def quantized(weight: Float[Tensor, "O I"]) -> tuple[Int[Tensor, "O I"], Float[Tensor, "L O 2"]]:
+def quantized(weight: Float[Tensor, "O I"]) -> tuple[Int[Tensor, "O I"], Float[Tensor, "groups O 2"]]:
     """Return 4-bit codes of a weight, and the scale and zero of each group: weight = (code - 8) * scale + zero.
 
     The range of a group is its least to its largest value, so the codes of a weight that was Q4_1 are found again.

@@ -92,7 +92,7 @@ def tpu_rows(view: View) -> list[TpuRow]:
     for record in view.records:
         if not record.metric.startswith("tpu") or (record.metric == "tpu" and record.status == "ok"):
             continue
-        label = labels.workload(record.workload)
+        label = labels.full(record.workload)
         short = f"{record.workload.kind} {labels.short(record.workload)}".removeprefix("none").strip()
         row = groups.setdefault((record.device, label), TpuRow(record.device, label, short, {}, {}, record.reason))
         name = record.metric.removeprefix("tpu_")
@@ -150,8 +150,8 @@ def program_notes(view: View) -> list[str]:
             "agree"
         )
         notes += [
-            f"{labels.METRICS[metric]}, {labels.workload(load)}: {first} {a:.0f}, {second} {b:.0f}"
-            for (metric, load), (a, b) in pairs.items()
+            f"{labels.METRICS[metric]}, {labels.full(workload)}: {first} {a:.0f}, {second} {b:.0f}"
+            for (metric, workload), (a, b) in pairs.items()
             if a != b
         ]
     return notes
@@ -163,14 +163,14 @@ def headline(view: View) -> list[tuple[str, str, str]]:
     decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
     if decode:
         first = decode[0]
-        shown = labels.workload(first.workload, with_kind=False)
+        shown = labels.full(first.workload, with_kind=False)
         cards.append((f"{labels.significant(first.value)} tokens/s", "Flax decode", shown))
         peer = next((r for r in view.rows if r[:2] == first[:2] and r.arm == "transformers" and r.value), None)
         if peer:
             cards.append((f"{first.value / peer.value:.2f}×", "Hugging Face generate", f"Flax decode, {shown}"))
     steps = [row for row in view.rows if row.metric == "train_tokens_per_s" and row.arm == "flax" and row.value]
     if steps and not decode:
-        shown = labels.workload(steps[0].workload, with_kind=False)
+        shown = labels.full(steps[0].workload, with_kind=False)
         cards.append((f"{labels.significant(steps[0].value)} tokens/s", "Flax train step", shown))
     if view.parity:
         passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"

@@ -150,10 +150,11 @@ def _place(rows: Sequence[Row]) -> tuple[list[tuple[Row, float]], Layout]:
     return list(zip(itertools.chain(*groups.values()), layout.y, strict=True)), layout
 
 
-def heading(metric: str, load: Workload) -> str:
+def heading(metric: str, workload: Workload) -> str:
     """Heading of one metric on one workload."""
-    shown = labels.workload(load, with_kind=labels.METRICS.get(metric, metric).split()[0] not in (load.kind, "train"))
-    return ": ".join(part for part in (labels.METRICS.get(metric, metric), shown) if part)
+    name = labels.METRICS.get(metric, metric)
+    shown = labels.full(workload, with_kind=name.split()[0] not in (workload.kind, "train"))
+    return ": ".join(part for part in (name, shown) if part)
 
 
 def _bars(rows: Sequence[Row], value: Callable[[Row], float], text: Callable[[Row], str], axis: str) -> Figure | None:

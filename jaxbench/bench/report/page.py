@@ -70,7 +70,7 @@ def _table(view: View) -> dict[str, dict[str, dict[str, Row]]]:
     table: dict[str, dict[str, dict[str, Row]]] = {}
     for row in contents.find(view, TABLE_METRICS):
         better = ", more is better" * summary.COMPARED.get(row.metric, False)
-        name = labels.workload(row.workload, with_kind=not row.metric.startswith(row.workload.kind))
+        name = labels.full(row.workload, with_kind=not row.metric.startswith(row.workload.kind))
         lines = table.setdefault(labels.METRICS.get(row.metric, row.metric) + better, {})
         lines.setdefault(name or "whole process", {})[row.arm] = row
     return table

@@ -24,8 +24,8 @@ def draw(view: View) -> str:
     lines, top = [], 88
     for start in range(0, len(panels), columns):
         row = panels[start : start + columns]
-        for index, (load, rows) in enumerate(row):
-            lines += _panel(load, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
+        for index, (workload, rows) in enumerate(row):
+            lines += _panel(workload, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
         top += TITLE + STEP * max(len(rows) for _, rows in row) + GAP
     if not panels:
         lines.append(element("text", "no rates were measured", class_="note", x=MARGIN, y=top + 20))
@@ -36,17 +36,18 @@ def draw(view: View) -> str:
 def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
     rows = contents.find(view, METRICS) or contents.find(view, ("train_tokens_per_s",))
     groups = contents.by_workload([row for row in rows if row.value])
-    return sorted(((load, own) for (_, load), own in groups.items()), key=lambda panel: panel[0].dtype != "float32")
+    panels = [(workload, own) for (_, workload), own in groups.items()]
+    return sorted(panels, key=lambda panel: panel[0].dtype != "float32")
 
 
-def _panel(load: Workload, rows: list[Row], left: int, top: int) -> list[str]:
+def _panel(workload: Workload, rows: list[Row], left: int, top: int) -> list[str]:
     """Draw one workload: one bar per arm, with its rate at the bar's end."""
     label, room = 112, 62
     largest = max(row.value for row in rows)
-    tokens = f"{load.prompt_tokens} + {load.new_tokens}" if load.new_tokens else f"{load.prompt_tokens}"
+    tokens = f"{workload.prompt_tokens} + {workload.new_tokens}" if workload.new_tokens else f"{workload.prompt_tokens}"
     lines = [
-        element("text", f"{load.kind.capitalize()}, batch {load.batch}", class_="head", x=left, y=top + 22),
-        element("text", f"{load.dtype}, {tokens} tokens", class_="note", x=left, y=top + 40),
+        element("text", f"{workload.kind.capitalize()}, batch {workload.batch}", class_="head", x=left, y=top + 22),
+        element("text", f"{workload.dtype}, {tokens} tokens", class_="note", x=left, y=top + 40),
     ]
     for index, row in enumerate(rows):
         y = top + TITLE - 8 + index * STEP

@@ -138,11 +138,11 @@ def _measured_table(view: View):
     for name in view.arms:
         table.add_column(labels.arm(name), justify="right")
     last = None
-    for (metric, load), rows in contents.by_workload(contents.find(view, TERMINAL_METRICS)).items():
+    for (metric, workload), rows in contents.by_workload(contents.find(view, TERMINAL_METRICS)).items():
         if last is not None and metric != last:
             table.add_section()
         last, cells = metric, {row.arm: row for row in rows}
-        name = f"[bold]{labels.METRICS.get(metric, metric)}[/bold]\n{labels.short(load)}"
+        name = f"[bold]{labels.METRICS.get(metric, metric)}[/bold]\n{labels.short(workload)}"
         table.add_row(name, *(_terminal_cell(cells.get(arm)) for arm in view.arms))
     return table
 

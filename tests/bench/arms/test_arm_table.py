@@ -91,7 +91,7 @@ def test_the_roofline_measures_one_arm_of_each_array_library(newcomer):
         def _alive(self, quietly=False):
             return list(ARMS)
 
-        def _ask(self, arm, operation, *load, **arguments):
+        def _ask(self, arm, operation, *workload, **arguments):
             asked.append(arm)
             return {"seconds": [1.0]}
 

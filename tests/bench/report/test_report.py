@@ -43,8 +43,8 @@ def measured() -> list[Record]:
             found.append(Record(value=rate, samples=(rate, rate), **row, **common))
             memory = {"metric": "peak_memory_bytes", "unit": "bytes", "workload": DECODE, "value": 2.0**30}
             found.append(Record(**memory, **common))
-            load = Workload(kind="load", dtype="float32")
-            found.append(Record(metric="load_s", value=1.5, unit="s", workload=load, **common))
+            workload = Workload(kind="load", dtype="float32")
+            found.append(Record(metric="load_s", value=1.5, unit="s", workload=workload, **common))
             found.append(Record(metric="tokens", workload=DECODE, value=1.0, detail={"digest": "d1"}, **common))
     reason = "no <train> step & no reason"
     found.append(Record(metric="parity", arm="equinox", status="error", reason="took longer than 300 s"))
@@ -159,7 +159,7 @@ def test_programs_that_differ_are_named(tmp_path):
     suite = Suite(arms=("flax", "equinox", "torch_eager"))
     notes = contents.program_notes(contents.gather(found, suite, tmp_path))
     assert notes[0].endswith("1 of 2 figures agree")
-    assert notes[1] == f"compiled temp bytes, {labels.workload(DECODE)}: Flax 7, Equinox 8"
+    assert notes[1] == f"compiled temp bytes, {labels.full(DECODE)}: Flax 7, Equinox 8"
 
 
 def test_csv_keeps_full_precision(view, tmp_path):
@@ -277,7 +277,7 @@ def test_an_interval_without_information_is_a_dash_everywhere_and_stays_a_number
 
 
 def test_workloads_read_as_sentences():
-    assert labels.workload(DECODE) == "decode, float32, batch 1, 64 + 48 tokens"
+    assert labels.full(DECODE) == "decode, float32, batch 1, 64 + 48 tokens"
     assert labels.short(DECODE) == "float32 b1 64+48"
     assert figures.heading("decode_tokens_per_s", DECODE) == "decode: float32, batch 1, 64 + 48 tokens"
     assert figures.heading("first_token_s", DECODE) == "first token: decode, float32, batch 1, 64 + 48 tokens"
