@@ -179,12 +179,25 @@ class Bank(nnx.Module):
         """State of empty banks."""
         wide = jnp.promote_types(self.dtype, jnp.float32)
         recent, slots = (jnp.zeros((batch_size, n, self.d_model), self.dtype) for n in self.capacities)
-        none = jnp.zeros((batch_size,), jnp.int32)
+        zeros = jnp.zeros((batch_size,), jnp.int32)
         mass = jnp.zeros((batch_size, sum(self.capacities)), wide)
         age = jnp.zeros((batch_size, self.capacities[1]), jnp.int32)
         pending = jnp.zeros((batch_size, self.block_size, self.d_model), self.dtype)
         cosine = jnp.zeros(batch_size, wide)
-        return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
+        return BankState(
+            recent=recent,
+            slots=slots,
+            num_recent=zeros,
+            num_slots=zeros,
+            use=mass,
+            mass=mass,
+            age=age,
+            evicted=zeros,
+            cosine=cosine,
+            pending=pending,
+            count=zeros,
+            compressed=zeros,
+        )
 
     def reset(self, state: BankState, is_reset: Bool[Array, " B"]) -> BankState:
         """Reset some rows of a state to empty banks."""

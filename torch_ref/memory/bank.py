@@ -153,12 +153,25 @@ class Bank(torch.nn.Module):
         like = self.gate.new_zeros(())
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
         recent, slots = (like.new_zeros((batch_size, n, self.d_model)) for n in self.capacities)
-        none = torch.zeros((batch_size,), dtype=torch.int32, device=like.device)
+        zeros = torch.zeros((batch_size,), dtype=torch.int32, device=like.device)
         mass = wide.new_zeros((batch_size, sum(self.capacities)))
         age = torch.zeros((batch_size, self.capacities[1]), dtype=torch.int32, device=like.device)
         pending = like.new_zeros((batch_size, self.block_size, self.d_model))
         cosine = wide.new_zeros(batch_size)
-        return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
+        return BankState(
+            recent=recent,
+            slots=slots,
+            num_recent=zeros,
+            num_slots=zeros,
+            use=mass,
+            mass=mass,
+            age=age,
+            evicted=zeros,
+            cosine=cosine,
+            pending=pending,
+            count=zeros,
+            compressed=zeros,
+        )
 
     def reset(self, state: BankState, is_reset: Bool[Tensor, " B"]) -> BankState:
         """Reset some rows of a state to empty banks."""
