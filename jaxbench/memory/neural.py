@@ -4,8 +4,8 @@ x gives queries, keys and values (projection, depthwise causal convolution, SiLU
 eta, theta and alpha per token and head. chunk.py writes and reads chunk by chunk. Read-outs are normalised, gated and
 projected. Chunks count a row's own tokens, so padding and other rows of the batch change nothing; the state carries an
 unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2 and 4.4.
-Axis letters: as in chunk.py; C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
-tokens.
+Axis letters: as in chunk.py; C slots of a chunk, Q channels of the convolutions (q, k, v), K their taps, J = K - 1, P
+persistent tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NeuralState(NamedTuple):
     momentum: Weights
     anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
     count: Int[Array, " B"]  # tokens of the current chunk read so far
-    tail: Float[Array, "B J C"]  # last inputs of the convolutions
+    tail: Float[Array, "B J Q"]  # last inputs of the convolutions
 
     @property
     def penalised(self) -> tuple[Float[Array, "..."], ...]:
@@ -53,7 +53,7 @@ class Projections(NamedTuple):
 
     tokens: Tokens
     gate: Float[Array, "B T I"] | None  # output gate; None = no gate
-    tail: Float[Array, "B J C"]  # last inputs of the convolutions
+    tail: Float[Array, "B J Q"]  # last inputs of the convolutions
 
 
 class Conv(nnx.Module):
@@ -152,12 +152,14 @@ class NeuralMemory(nnx.Module):
             return x.astype(self.dtype), self.init_state(len(x)) if state is None else state
         learn = learn and self.theta is not None
         if learn and state is None and is_token is None and not within_chunk:
-            return self._read_whole(x)
+            return self._write_and_read_from_start(x)
         state = self.init_state(len(x)) if state is None else state
         tokens, num_tokens = layout.left_align(x, is_token)
         projected = self._project(tokens, state.tail, num_tokens)
         if learn:
-            read_out, state = self._write_and_read(projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1)
+            read_out, state = self._write_and_read_aligned(
+                projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1
+            )
         else:
             read_out = self._read_only(projected.tokens.query, state)
         out = self._output(read_out, projected.gate)
@@ -168,7 +170,7 @@ class NeuralMemory(nnx.Module):
         state = self._blank(batch_size)
         if self.persistent is None:
             return state
-        return self._read_rows(self._persistent(batch_size), state)[1]
+        return self._write_and_read_unpadded(self._persistent(batch_size), state)[1]
 
     def reset(self, state: NeuralState, is_reset: Bool[Array, " B"]) -> NeuralState:
         """Reset some rows of a state to the initial state."""
@@ -209,15 +211,17 @@ class NeuralMemory(nnx.Module):
                 f"memory: the state's tail is {state.tail.shape}, wanted {tail} (rows, taps - 1, channels)"
             )
 
-    def _read_whole(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], NeuralState]:
-        """Read sequences from their start, after the persistent tokens."""
+    def _write_and_read_from_start(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], NeuralState]:
+        """Write and read sequences from their start, after the persistent tokens."""
         state = self._blank(len(x))
         if self.persistent is None:
-            return self._read_rows(x, state)
-        out, state = self._read_rows(jnp.concatenate([self._persistent(len(x)), x], axis=1), state)
+            return self._write_and_read_unpadded(x, state)
+        out, state = self._write_and_read_unpadded(jnp.concatenate([self._persistent(len(x)), x], axis=1), state)
         return out[:, self.persistent.shape[0] :], state
 
-    def _read_rows(self, x: Float[Array, "B T D"], state: NeuralState) -> tuple[Float[Array, "B T D"], NeuralState]:
+    def _write_and_read_unpadded(
+        self, x: Float[Array, "B T D"], state: NeuralState
+    ) -> tuple[Float[Array, "B T D"], NeuralState]:
         """Write and read rows without padding from a blank state; the last chunk may be shorter."""
         batch_size, length, _ = x.shape
         size = self.chunk_size
@@ -225,27 +229,27 @@ class NeuralMemory(nnx.Module):
         tokens = layout.tree_map(layout.heads_first, projected.tokens)
         weights, momentum, _ = self._merge_heads(state)
 
-        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
+        def step(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum), (tokens, coeffs) = carry, inputs
-            output, weights, momentum = self._learn(weights, weights, momentum, tokens, coeffs)
+            output, weights, momentum = self._write_and_read_chunk(weights, weights, momentum, tokens, coeffs)
             return (weights, momentum), output
 
         carry, parts, whole = (weights, momentum), [], length // size * size
         if whole:
             chunks = layout.tree_map(lambda x: layout.split_chunks(x[:, :whole], size), tokens)
-            carry, outputs = layout.scan_chunks(read, carry, (chunks, self._coefficients(chunks)))
+            carry, outputs = layout.scan_chunks(step, carry, (chunks, self._coefficients(chunks)))
             parts.append(layout.join_chunks(outputs))
         anchor = carry[0]
         if whole < length:
             rest = layout.tree_map(lambda x: x[:, whole:], tokens)
-            carry, output = layout.rematerialised(read, carry, (rest, None))
+            carry, output = layout.rematerialised(step, carry, (rest, None))
             parts.append(output)
         read_out = layout.tokens_first(jnp.concatenate(parts, axis=1), self.num_heads)
         count = jnp.full((batch_size,), length - whole, jnp.int32)
         state = NeuralState(*self._split_heads(*carry, anchor), count, projected.tail)
         return self._output(read_out, projected.gate), state
 
-    def _learn(
+    def _write_and_read_chunk(
         self, anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, coeffs: chunk.Coefficients | None
     ) -> tuple[Float[Array, "E C H"], Weights, Weights]:
         """Write and read a chunk, as chunk.learn; without the eta gate, momentum stays zero."""
@@ -257,7 +261,7 @@ class NeuralMemory(nnx.Module):
         coeffs = chunk.coefficients(layout.tree_map(layout.merge_heads, chunks), read=self.rule.read)
         return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), coeffs)
 
-    def _write_and_read(
+    def _write_and_read_aligned(
         self, tokens: Tokens, state: NeuralState, num_tokens: Int[Array, " B"], within_chunk: bool
     ) -> tuple[Float[Array, "B T N H"], NeuralState]:
         """Write and read the first num_tokens of each row from any state.
@@ -278,14 +282,14 @@ class NeuralMemory(nnx.Module):
         chunks = layout.tree_map(lambda x: layout.split_chunks(x, size), tokens)
         is_begun = jnp.any(chunks.is_token, axis=2) & (jnp.arange(num_chunks)[:, None] > 0)
 
-        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
+        def step(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum, anchor), (tokens, is_begun, coeffs) = carry, inputs
             anchor = layout.select_rows(is_begun, weights, anchor)
-            output, weights, momentum = self._learn(anchor, weights, momentum, tokens, coeffs)
+            output, weights, momentum = self._write_and_read_chunk(anchor, weights, momentum, tokens, coeffs)
             return (weights, momentum, anchor), output
 
         inputs = (chunks, is_begun, self._coefficients(chunks))
-        carry, outputs = layout.scan_chunks(read, self._merge_heads(state), inputs)
+        carry, outputs = layout.scan_chunks(step, self._merge_heads(state), inputs)
         read_out = layout.tokens_first(layout.join_chunks(outputs), self.num_heads)
         weights, momentum, anchor = self._split_heads(*carry)
         count = (state.count + num_tokens.astype(jnp.int32)) % self.chunk_size
@@ -300,7 +304,7 @@ class NeuralMemory(nnx.Module):
         return layout.tokens_first(read_out, self.num_heads)
 
     def _project(
-        self, x: Float[Array, "B T D"], tail: Float[Array, "B J C"], num_tokens: Int[Array, " B"] | None
+        self, x: Float[Array, "B T D"], tail: Float[Array, "B J Q"], num_tokens: Int[Array, " B"] | None
     ) -> Projections:
         """Queries, keys, values and gates of a row's first num_tokens, None = all (Titans, eq. 11, section 4.4).
 
