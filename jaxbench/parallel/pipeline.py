@@ -55,9 +55,9 @@ class Pipeline(NamedTuple):
     loss_of: Callable[[Array, Any], Array]  # loss of (logits, batch): a mean over batch.mask
     config: ParallelConfig  # its micro-batches, schedule and gradient_type
     is_attention_split: bool  # over model
-    stages: int
-    model: int  # devices that share a stage's layers
-    sequence: int  # devices that share a row's tokens
+    num_stages: int
+    num_model_devices: int  # which share a stage's layers
+    num_sequence_devices: int  # which share a row's tokens
     remat: int  # blocks recomputed together in a stage's backward pass, 0 = none; see remat.py
     remat_names: str
 
@@ -98,7 +98,7 @@ def _loss_share(
     """Sum of this device's token losses divided by the number of targets in the batch; in nats."""
     model = _merged(pipeline.ends, ends)
     hidden = _copied(model.final_norm(hidden))
-    length = hidden.shape[1] // pipeline.model
+    length = hidden.shape[1] // pipeline.num_model_devices
     start = lax.axis_index(MODEL) * length
     hidden, micro = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, length, axis=1), (hidden, micro))
     logits = model.embed.attend(hidden) if model.head is None else model.head(hidden)
@@ -113,21 +113,21 @@ def _run_stage(
 ) -> tuple[Hidden, Scalar]:
     """Run this stage's layers forward: its output activations, and its loss share (0 except in the last stage)."""
     layers, ends = weights
-    stage, last = lax.axis_index(STAGE), pipeline.stages - 1
+    stage, last = lax.axis_index(STAGE), pipeline.num_stages - 1
     hidden = lax.cond(stage == 0, lambda: _embedded(pipeline, ends, micro), lambda: received)
     angles = None
     if pipeline.frequencies is not None:
         angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
     keys = micro.positions, micro.segments
-    if pipeline.sequence > 1:
+    if pipeline.num_sequence_devices > 1:
         keys = jax.tree.map(lambda x: lax.all_gather(x, SEQUENCE, axis=1, tiled=True), keys)
     context = Context(Spans(micro.positions, keys[0], micro.segments, keys[1]), angles, None, None)
     points: dict[str, Callable] = {}
-    if pipeline.model > 1:
+    if pipeline.num_model_devices > 1:
         points |= {"mlp_in": _copied, "mlp_out": _summed}
-    if pipeline.model > 1 and pipeline.is_attention_split:
+    if pipeline.num_model_devices > 1 and pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}
-    if pipeline.sequence > 1:
+    if pipeline.num_sequence_devices > 1:
         points |= {sharding.ATTENTION: _attend_to_row}
     with sharding.activations(points):
         hidden = _run_blocks(pipeline, layers, hidden, context)
@@ -146,8 +146,8 @@ def _run_blocks(pipeline: Pipeline, layers: dict[str, Array], hidden: Hidden, co
                 layer |= {name: _copied(layer[name]) for name in SHARED_BY_HEADS if name in layer}
             block = _merged(pipeline.layer, layer)
             if pipeline.is_attention_split:
-                block.attention.num_heads //= pipeline.model
-                block.attention.num_kv_heads //= pipeline.model
+                block.attention.num_heads //= pipeline.num_model_devices
+                block.attention.num_kv_heads //= pipeline.num_model_devices
             hidden, _ = block(hidden, context, (0, 0))
         return hidden
 
@@ -180,9 +180,9 @@ def _attend_to_row(
 # Schedules
 
 
-def _shift(tree: Any, step: int, stages: int) -> Any:
+def _shift(tree: Any, step: int, num_stages: int) -> Any:
     """Send every array to the next stage (step 1) or the previous one (step -1); the stage at the end gets zeros."""
-    pairs = [(stage, stage + step) for stage in range(stages) if 0 <= stage + step < stages]
+    pairs = [(stage, stage + step) for stage in range(num_stages) if 0 <= stage + step < num_stages]
     if not pairs:
         return jax.tree.map(jnp.zeros_like, tree)
     return jax.tree.map(lambda x: lax.ppermute(x, STAGE, pairs), tree)
@@ -193,11 +193,11 @@ def _next_micro(pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, t
 
     The first stage takes the front of the stream [M/S B T]; the others take the one received with their activations.
     """
-    slot = tick % (pipeline.config.micro_batches // pipeline.stages)
+    slot = tick % (pipeline.config.micro_batches // pipeline.num_stages)
     front = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stream)
     is_first = lax.axis_index(STAGE) == 0
     micro = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), front, arrived)
-    moved = _shift(front, -1, pipeline.stages)
+    moved = _shift(front, -1, pipeline.num_stages)
     return micro, jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), stream, moved)
 
 
@@ -222,10 +222,10 @@ def _run_schedule(
     """
     stage = lax.axis_index(STAGE)
     micro_batches = pipeline.config.micro_batches
-    offset, num_slots = timing(pipeline.config.schedule, pipeline.stages, micro_batches)
+    offset, num_slots = timing(pipeline.config.schedule, pipeline.num_stages, micro_batches)
     run = functools.partial(_run_stage, pipeline, num_targets=num_targets)
 
-    def tick(carry: _Carry, tick: Int[Array, ""]) -> tuple[_Carry, None]:
+    def run_tick(carry: _Carry, tick: Int[Array, ""]) -> tuple[_Carry, None]:
         micro, stream = _next_micro(pipeline, carry.stream, carry.micro, tick)
         forward, backward = tick - stage, tick - (offset - stage)  # which micro-batches: outside [0, M), none
         has_forward = (forward >= 0) & (forward < micro_batches)
@@ -233,15 +233,15 @@ def _run_schedule(
         store = functools.partial(_stored, forward % num_slots, has_forward)
         stash = jax.tree.map(store, carry.stash, (carry.received, micro))
         output = lax.cond(
-            has_forward & (stage != pipeline.stages - 1),  # the last stage's is part of its backward pass
+            has_forward & (stage != pipeline.num_stages - 1),  # the last stage's is part of its backward pass
             lambda: run(weights, carry.received, micro)[0],
             lambda: jnp.zeros_like(carry.received),
         )
         pull_back = functools.partial(_pull_back, run, weights, stash, backward % num_slots, carry.output_grad, scale)
         pass_on = lambda loss, grads: (jnp.zeros_like(carry.received), loss, grads)
         input_grad, loss, grads = lax.cond(has_backward, pull_back, pass_on, carry.loss, carry.grads)
-        received, micro = _shift((output, micro), 1, pipeline.stages)
-        return _Carry(received, micro, _shift(input_grad, -1, pipeline.stages), stream, stash, loss, grads), None
+        received, micro = _shift((output, micro), 1, pipeline.num_stages)
+        return _Carry(received, micro, _shift(input_grad, -1, pipeline.num_stages), stream, stash, loss, grads), None
 
     micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
     nothing = (jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro)  # a stage's input
@@ -249,7 +249,7 @@ def _run_schedule(
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), weights)
     ticks = jnp.arange(offset + micro_batches, dtype=jnp.int32)
     start = _Carry(*nothing, nothing[0], stream, stash, jnp.zeros((), _wide(pipeline.dtype)), grads)
-    end, _ = lax.scan(tick, start, ticks)
+    end, _ = lax.scan(run_tick, start, ticks)
     return end.loss, end.grads
 
 
@@ -310,8 +310,8 @@ def make_loss(
         sizes = plan.mesh.shape
         pipeline = Pipeline(
             layer, ends, model.frequencies, model.dtype, model.embed.embedding.shape[1], loss_of, plan.config,
-            is_attention_split=plan.config.heads == "split", stages=sizes[STAGE], model=sizes[MODEL],
-            sequence=sizes[SEQUENCE], remat=model.remat, remat_names=model.remat_names,
+            is_attention_split=plan.config.heads == "split", num_stages=sizes[STAGE], num_model_devices=sizes[MODEL],
+            num_sequence_devices=sizes[SEQUENCE], remat=model.remat, remat_names=model.remat_names,
         )  # fmt: skip
         graph, params = parameters.split(model)
         run = functools.partial(_loss_and_gradients, pipeline, plan)
@@ -335,7 +335,7 @@ def _loss_and_gradients(
         layers, ends = weights
         layers = {name: _of_stage(pipeline, value, layer_specs[name]) for name, value in layers.items()}
         ends = {name: whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
-        each = plan.config.micro_batches // pipeline.stages
+        each = plan.config.micro_batches // pipeline.num_stages
         stream = jax.tree.map(lambda x: x.reshape(each, x.shape[0] // each, *x.shape[1:]), batch)
         weights = (_with_biases_once(pipeline, layers), ends)
         loss, (layers, ends) = _run_schedule(pipeline, weights, stream, num_targets, scale)
@@ -364,7 +364,7 @@ def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) ->
     value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
     if dim is not None:
         return lax.all_to_all(value, STAGE, split_axis=0, concat_axis=dim, tiled=True)
-    each = value.shape[0] // pipeline.stages
+    each = value.shape[0] // pipeline.num_stages
     return lax.dynamic_slice_in_dim(value, lax.axis_index(STAGE) * each, each, axis=0)
 
 
@@ -391,6 +391,6 @@ def _stacked(params: Mapping[str, Array]) -> Weights:
 def _with_biases_once(pipeline: Pipeline, layers: dict[str, Array]) -> dict[str, Array]:
     """Zero the layers' output biases on all devices of `model` but the first, since operator g sums them."""
     added = {"mlp.down_proj.bias"} | ({"attention.o_proj.bias"} if pipeline.is_attention_split else set())
-    if pipeline.model == 1:
+    if pipeline.num_model_devices == 1:
         return layers
     return layers | {name: _on_first(layers[name]) for name in added & layers.keys()}
