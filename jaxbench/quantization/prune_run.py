@@ -136,7 +136,7 @@ def run(
     sizes = tuple(sum(value.size for value in each.values()) for each in (checkpoint.params, params))
     result = Result(path, config, sizes, pruning.count(params), losses, text.held_out_tokens() if losses else 0)
     record = {"source": checkpoint.source, "sha256": checkpoint.sha256, "settings": settings._asdict()}
-    record |= {"text_sha256": None if text is None else text.data.sha256}
+    record |= {"text_sha256": None if text is None else text.data.joined_sha256}
     record |= {"parameters": sizes, "zeros": result.zeros._asdict(), "held_out_nats_per_token": losses}
     record |= {"held_out_tokens": result.held_out_tokens}
     with outputs.whole_folder(path) as made:

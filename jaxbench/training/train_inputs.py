@@ -22,7 +22,13 @@ class Data(NamedTuple):
     held_out: dataset.PackedDataset
     tokenizer: Any
     byte_lengths: np.ndarray | None  # UTF-8 bytes of each id
-    sha256: str
+    text_sha256: str
+    held_out_sha256: str = ""  # of a text of its own; "" = the held-out rows are part of the text
+
+    @property
+    def joined_sha256(self) -> str:
+        """Hashes of the texts, one after the other, as checkpoints and results keep them."""
+        return self.text_sha256 + self.held_out_sha256
 
 
 def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, TransformerConfig, dict[str, np.ndarray]]:
@@ -102,4 +108,4 @@ def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
     lengths = None if tokenizer is None else small_tokenizers.byte_lengths(tokenizer)
     rows = dataset.PackedDataset(first, data.seq_len, seed=settings.seed)
     held_out = dataset.PackedDataset(last, data.seq_len, seed=settings.seed)
-    return Data(rows, held_out, tokenizer, lengths, corpus.sha256 + (last.sha256 if data.validation_path else ""))
+    return Data(rows, held_out, tokenizer, lengths, corpus.sha256, last.sha256 if data.validation_path else "")

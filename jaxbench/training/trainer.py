@@ -72,7 +72,7 @@ def run(
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
     places = {"data": {"path", "validation_path"}}  # the texts themselves count, not their paths
     given = settings.model_dump(mode="json", exclude=places)
-    processes.check_alike(given | {"text_sha256": data.sha256})
+    processes.check_alike(given | {"text_sha256": data.joined_sha256})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
@@ -111,8 +111,8 @@ class _Trainer:
         counts = [record["skipped"] for record in self.records.read() if "skipped" in record]
         self.skipped = counts[-1] if counts else 0  # each record's count is cumulative
         self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
-        self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
-        self.rate = schedules.scaled_peak(
+        self.peak_flops_per_s = observe.peak_of(self.engine, settings.logging.peak_tflops)
+        self.peak_learning_rate = schedules.scaled_peak(
             settings.learning_rate, settings.learning_rate_scaling,
             batch=settings.batch_size, base_batch=settings.base_batch,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class _Trainer:
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
 
     def _identity(self) -> dict[str, Any]:
-        return {"config": self.settings.identity(), "text_sha256": self.data.sha256, "backend": self.backend}
+        return {"config": self.settings.identity(), "text_sha256": self.data.joined_sha256, "backend": self.backend}
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
         """Take the remaining steps, and trace some of them."""
@@ -155,8 +155,8 @@ class _Trainer:
             f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
             f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
         )
-        text, held_out = self.data.sha256[:64], self.data.sha256[64:]
-        self.display.say(f"text sha256 {text}{f', held out {held_out}' if held_out else ''}")
+        held_out = f", held out {self.data.held_out_sha256}" if self.data.held_out_sha256 else ""
+        self.display.say(f"text sha256 {self.data.text_sha256}{held_out}")
         self.display.start(self.start)
         done, early = self.start, self._is_early()
         first_traced, last_traced = self._traced(profile_steps)
@@ -171,7 +171,7 @@ class _Trainer:
                     self.engine.start_profile(str(self.workdir / PROFILE))
                     self.is_traced = True
                 self.throughput.start()
-                rate = schedules.learning_rate(s.schedule, done, peak=self.rate, steps=s.steps)
+                rate = schedules.learning_rate(s.schedule, done, peak=self.peak_learning_rate, steps=s.steps)
                 self.pending.append((done, rate, self.engine.step(arrays, rate)))
                 done += 1
                 if done == last_traced:
@@ -239,7 +239,7 @@ class _Trainer:
 
     def _mfu(self, rate: float) -> dict[str, float]:
         """Model FLOPs utilisation of all devices at a rate of tokens/s, by both conventions."""
-        peak = self.peak * self.engine.num_devices
+        peak = self.peak_flops_per_s * self.engine.num_devices
         optimizer = self.settings.step.optimizer
         return observe.utilisation(
             self.model, self.settings.data.seq_len, tokens_per_s=rate, peak=peak, is_trained=optimizer.is_trained
@@ -305,7 +305,7 @@ class _Trainer:
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean, self.skipped)
         summary = result._asdict() | self._speed()
-        summary |= {"backend": self.backend, "parameters": self.num_parameters, "text_sha256": self.data.sha256}
+        summary |= {"backend": self.backend, "parameters": self.num_parameters, "text_sha256": self.data.joined_sha256}
         summary |= self.progress
         if self.processes.is_first:
             outputs.write_json(self.workdir / SUMMARY, summary)
