@@ -82,18 +82,15 @@ def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3 1"]]:
     return {name: jnp.zeros((len(TYPES), 1), jnp.float32) for name in names(params)}
 
 
-def with_scales(
-    gradients: Callable[[dict[str, Array]], tuple[Array, tuple[Any, dict[str, Array]]]],
-    scales: Mapping[str, Float[Array, "3"]],
-) -> tuple[Array, tuple[Any, dict[str, Float[Array, "3"]]]]:
-    """Loss, gradients and largest magnitudes from gradients(scales), with a row of scales per layer if all are known.
+def with_scales(gradients: Callable[[dict[str, Array]], Any], scales: Mapping[str, Float[Array, "3"]]) -> Any:
+    """Result of gradients(scales), a NamedTuple with a field amax, with a row of scales per layer if all are known.
 
     Else with a column per layer, in another branch of the program, which the first step takes.
     """
 
-    def own(scales: dict[str, Array]) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        loss, (grads, seen) = gradients({name: scale[:, None] for name, scale in scales.items()})
-        return loss, (grads, {name: peaks[:, 0] for name, peaks in seen.items()})
+    def own(scales: dict[str, Array]) -> Any:
+        found = gradients({name: scale[:, None] for name, scale in scales.items()})
+        return found._replace(amax={name: peaks[:, 0] for name, peaks in found.amax.items()})
 
     is_seen = jnp.all(jnp.stack(list(scales.values())) > 0)
     return lax.cond(is_seen, gradients, own, dict(scales))

@@ -56,6 +56,14 @@ class TrainState:
     policy: precision.Policy = dataclasses.field(metadata={"static": True})
 
 
+class _Sums(NamedTuple):
+    """Sums over the micro-batches of a step, and float8's largest magnitudes over all of them."""
+
+    loss: Float[Array, ""]
+    grads: dict[str, Array]
+    amax: dict[str, Array]  # empty without float8
+
+
 def init_state(
     model: Any, params: Mapping[str, np.ndarray], step_config: StepConfig, *, policy: precision.Policy | None = None
 ) -> TrainState:
@@ -161,21 +169,22 @@ def _loss_and_gradients(
     """
     policy = state.policy
 
-    def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
-        params, scales = state.params | trained[0], trained[1]
-        cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
+    def loss_at(
+        trained: dict[str, Array], scales: dict[str, Array], micro: Any, weight: Array, index: Array
+    ) -> tuple[Array, Array]:
+        cast = jax.tree.map(lambda value: value.astype(policy.compute), state.params | trained) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
         loss = loss_fn(parameters.merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
-    grad_fn = jax.value_and_grad(loss_at, has_aux=True)
+    grad_fn = jax.value_and_grad(loss_at, argnums=(0, 1), has_aux=True)
     trained = optimizers.trained(step_config.optimizer, state.params)
 
-    def gradients(scales: dict[str, Array]) -> tuple[Array, tuple[dict, dict]]:
-        return _accumulated(grad_fn, (trained, scales), batch, step_config.accumulation, policy)
+    def gradients(scales: dict[str, Array]) -> _Sums:
+        return _accumulated(grad_fn, trained, scales, batch, step_config.accumulation, policy)
 
     scales = float8.scales(state.amax, step_config.delayed_scaling.margin)
-    loss, (grads, amax) = float8.with_scales(gradients, scales) if scales else gradients(scales)
+    loss, grads, amax = float8.with_scales(gradients, scales) if scales else gradients(scales)
     if policy.is_scaled:
         grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
     return loss, grads, amax
@@ -253,28 +262,33 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _accumulated(
-    grad_fn: Callable[..., Any], trained: tuple[dict, dict], batch: Any, count: int, policy: precision.Policy
-) -> tuple[Array, tuple[dict[str, Array], dict[str, Array]]]:
+    grad_fn: Callable[..., Any],
+    trained: dict[str, Array],
+    scales: dict[str, Array],
+    batch: Any,
+    count: int,
+    policy: precision.Policy,
+) -> _Sums:
     """Loss and gradients, in the accumulation type, summed over `count` sequential micro-batches.
 
-    Also returned, with the gradients: float8's largest magnitudes over all micro-batches.
+    scales: float8's; the "gradients" of them are the largest magnitudes.
     """
     if count == 1:
-        (_, loss), (grads, amax) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
-        return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), amax)
+        first = (batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
+        (_, loss), (grads, amax) = grad_fn(trained, scales, *first)
+        return _Sums(loss, jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), amax)
     micros = _micro_batches(batch, count)
     total = jnp.maximum(jnp.sum(batch.mask), 1).astype(policy.output)
     weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
 
-    def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
-        (_, loss), (grads, amax) = grad_fn(trained, *xs)
-        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1][0], grads)
-        return (carry[0] + loss, (summed, jax.tree.map(jnp.maximum, carry[1][1], amax))), None
+    def body(carry: _Sums, each: tuple[Any, Array, Array]) -> tuple[_Sums, None]:
+        (_, loss), (grads, amax) = grad_fn(trained, scales, *each)
+        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry.grads, grads)
+        return _Sums(carry.loss + loss, summed, jax.tree.map(jnp.maximum, carry.amax, amax)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), trained[0])
-    start = (jnp.zeros((), policy.output), (zeros, jax.tree.map(jnp.zeros_like, trained[1])))
-    (loss, grads), _ = lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))
-    return loss, grads
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), trained)
+    start = _Sums(jnp.zeros((), policy.output), zeros, jax.tree.map(jnp.zeros_like, scales))
+    return lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))[0]
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
