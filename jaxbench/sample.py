@@ -30,8 +30,15 @@ ARGMAX_BLOCK = 256  # values per block of the two-stage argmax in `_largest`
 
 # Platforms where a single row's decode step reads kernels as (out, in): its products are then row sums that absorb the
 # operations before them, 0.88 ms per token of SmolLM2-135M's shape on an H200 instead of 1.11 (docs/gpu.md).
-TURNED_ON = ("gpu",)
-TURNED = (".kernel", ".codes", ".scales", ".zeros")  # (in, out) parameters' endings: floats, and integers with scales
+TRANSPOSES_ON = ("gpu",)
+TRANSPOSED = (".kernel", ".codes", ".scales", ".zeros")  # endings of (in, out) floats, and of integers with scales
+
+
+class _Weights(NamedTuple):
+    """Arrays that both programs read and neither changes."""
+
+    leaves: list[Array]  # the model's
+    shared: tuple  # the processors'
 
 
 class DecodeState(NamedTuple):
@@ -200,12 +207,12 @@ class Generator(prompts.GeneratorBase):
     ):
         super().__init__(model, jax.default_backend(), eos_id=eos_id, sampling=sampling, processors=processors)
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)  # Flax and Equinox models are pytrees
-        self._leaves = [leaf for _, leaf in leaves]
-        self._is_kernel = [
-            getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(TURNED) for path, leaf in leaves
+        self._weights = _Weights([leaf for _, leaf in leaves], self._shared)
+        self._is_transposable = [
+            getattr(leaf, "ndim", 0) == 2 and parameters.dotted(path).endswith(TRANSPOSED) for path, leaf in leaves
         ]
-        self._turned: list[Array] | None = None
-        self._has_room: bool | None = None  # for turned kernels; checked once
+        self._transposed_leaves: list[Array] | None = None
+        self._has_room: bool | None = None  # for transposed kernels; checked once
         self._width: int | None = None  # of vectors, known from the first program that reads any
 
     def compile(
@@ -235,8 +242,8 @@ class Generator(prompts.GeneratorBase):
         decode = known.decode or self._decode_of(bucket.batch_size, bucket.num_slots)
         if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
-            weights, is_turned = self._decode_weights(bucket.batch_size), self._turns(bucket.batch_size)
-            decode_fn = functools.partial(self._decode, is_turned=is_turned)
+            weights, is_transposed = self._decode_weights(bucket.batch_size), self._reads_transposed(bucket.batch_size)
+            decode_fn = functools.partial(self._decode, is_transposed=is_transposed)
             program = jax.jit(decode_fn, donate_argnums=1, out_shardings=place)
             decode = program.lower(weights, state, limit).compile()
         self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
@@ -247,32 +254,27 @@ class Generator(prompts.GeneratorBase):
         """Shardings for a state's tree of shapes; None = the compiler's choice, as on one device."""
         return None
 
-    @property
-    def _weights(self) -> tuple:
-        """Arrays that both programs read and neither changes: the model's and the processors'."""
-        return self._leaves, self._shared
-
-    def _turns(self, batch_size: int) -> bool:
-        """True if a decode program reads turned kernels: for a single row, if the device had memory for them."""
-        if batch_size > 1 or jax.default_backend() not in TURNED_ON:
+    def _reads_transposed(self, batch_size: int) -> bool:
+        """True if a decode program reads transposed kernels: for a single row, if the device had memory for them."""
+        if batch_size > 1 or jax.default_backend() not in TRANSPOSES_ON:
             return False
         if self._has_room is None:
             stats = jax.devices()[0].memory_stats() or {"bytes_limit": math.inf, "bytes_in_use": 0}
-            size = sum(leaf.nbytes for leaf, turns in zip(self._leaves, self._is_kernel) if turns)
+            size = sum(leaf.nbytes for leaf, swaps in zip(self._weights.leaves, self._is_transposable) if swaps)
             self._has_room = 2 * size < stats["bytes_limit"] - stats["bytes_in_use"]
         return self._has_room
 
-    def _turn(self, leaves: Sequence[Array]) -> list[Array]:
+    def _transpose(self, leaves: Sequence[Array]) -> list[Array]:
         """Swap the axes of the kernels."""
-        return [jnp.swapaxes(leaf, 0, 1) if turns else leaf for leaf, turns in zip(leaves, self._is_kernel)]
+        return [jnp.swapaxes(leaf, 0, 1) if swaps else leaf for leaf, swaps in zip(leaves, self._is_transposable)]
 
-    def _decode_weights(self, batch_size: int) -> tuple:
+    def _decode_weights(self, batch_size: int) -> _Weights:
         """Arrays that a decode program reads; for one row on a GPU, a second copy with kernels (out, in), made once."""
-        if not self._turns(batch_size):
+        if not self._reads_transposed(batch_size):
             return self._weights
-        if self._turned is None:
-            self._turned = jax.jit(self._turn)(self._leaves)
-        return self._turned, self._shared
+        if self._transposed_leaves is None:
+            self._transposed_leaves = jax.jit(self._transpose)(self._weights.leaves)
+        return self._weights._replace(leaves=self._transposed_leaves)
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
         """Copy the processors' states, padded with rows of zeros; None = the states that their `init` returns."""
@@ -322,7 +324,7 @@ class Generator(prompts.GeneratorBase):
     _to_host = staticmethod(np.asarray)
 
     def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states, vectors) -> DecodeState:
-        model = jax.tree.unflatten(self._structure, weights[0])
+        model = jax.tree.unflatten(self._structure, weights.leaves)
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
         # Padding follows a row's tokens, so a causal kernel hides it from them; the cache marks its slots as empty.
@@ -334,19 +336,19 @@ class Generator(prompts.GeneratorBase):
         step, slot = jnp.int32(0), jnp.max(lengths)
         cache = cache.padded(num_slots, dtype=self._cache_dtype)
         state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
-        return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
+        return self._append(state, model.logits(last[:, None])[:, 0], weights.shared)
 
-    def _decode(self, weights, state: DecodeState, limit, *, is_turned: bool = False) -> DecodeState:
+    def _decode(self, weights, state: DecodeState, limit, *, is_transposed: bool = False) -> DecodeState:
         rows = jnp.arange(state.tokens.shape[0])
 
-        def step(state: DecodeState) -> DecodeState:  # turned inside the loop: outside, XLA would copy the kernels
-            leaves = self._turn(weights[0]) if is_turned else weights[0]
+        def step(state: DecodeState) -> DecodeState:  # transposed inside the loop: outside, XLA would copy them
+            leaves = self._transpose(weights.leaves) if is_transposed else weights.leaves
             model = jax.tree.unflatten(self._structure, leaves)
             last = (state.lengths - 1)[:, None]
             tokens = state.tokens[rows[:, None], last]
             hidden, cache = model.features(tokens, last, cache=state.cache, slot=state.slot)
             state = state._replace(cache=cache, slot=state.slot + 1)
-            return self._append(state, model.logits(hidden)[:, 0], weights[1])
+            return self._append(state, model.logits(hidden)[:, 0], weights.shared)
 
         return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished), step, state)
 

@@ -143,19 +143,23 @@ def test_a_row_ends_with_the_first_of_several_end_tokens(backend):
 def test_kernels_turned_for_a_single_row_draw_the_same_tokens_and_leave_the_models_own(backend, monkeypatch):
     plain = make(backend, temperature=1.0)
     wanted = [plain(each, max_new_tokens=NEW, seed=5).tokens for each in (PROMPTS[:1], PROMPTS[:2])]
-    assert plain._turned is None
-    monkeypatch.setattr(sample, "TURNED_ON", ("cpu",))
+    assert plain._transposed_leaves is None
+    monkeypatch.setattr(sample, "TRANSPOSES_ON", ("cpu",))
     generator = make(backend, temperature=1.0)
     two = generator(PROMPTS[:2], max_new_tokens=NEW, seed=5)
-    assert generator._turned is None, "two rows read the kernels as they are"
+    assert generator._transposed_leaves is None, "two rows read the kernels as they are"
     for _ in range(2):  # the second finds them turned
         np.testing.assert_array_equal(generator(PROMPTS[:1], max_new_tokens=NEW, seed=5).tokens, wanted[0])
     np.testing.assert_array_equal(two.tokens, wanted[1])
     np.testing.assert_array_equal(generator(PROMPTS[:2], max_new_tokens=NEW, seed=5).tokens, wanted[1])
     assert len(generator.programs) == 2
-    assert sum(generator._is_kernel) == sum(name.endswith(".kernel") for name in PARAMS) > 0
+    assert sum(generator._is_transposable) == sum(name.endswith(".kernel") for name in PARAMS) > 0
     for turned, own, before, is_kernel in zip(
-        generator._turned, generator._weights[0], plain._leaves, generator._is_kernel, strict=True
+        generator._transposed_leaves,
+        generator._weights.leaves,
+        plain._weights.leaves,
+        generator._is_transposable,
+        strict=True,
     ):
         np.testing.assert_array_equal(own, before)
         np.testing.assert_array_equal(turned, own.T if is_kernel else own)

@@ -154,18 +154,18 @@ def generation_programs(
     generator = kind(model, eos_id=None, sampling=prompts.SamplingParams(temperature=0.0))
     # Values that a generator reads from JAX's default platform, which is not the target
     generator._cache_dtype = dtype
-    is_turned = batch == 1 and "gpu" in sample.TURNED_ON
+    is_transposed = batch == 1 and "gpu" in sample.TRANSPOSES_ON
     bucket = prompts.bucket(batch, prompt_tokens, new_tokens)
     arguments = generator._shapes(bucket, generator._padded_states(None, batch, bucket.batch_size), None)
     run = functools.partial(generator._prefill, bucket.num_slots)
     where = generator._place(lambda: jax.eval_shape(run, *arguments))
     prefill = jax.jit(run, out_shardings=where)
     state = jax.eval_shape(prefill, *arguments)
-    leaves, shared = generator._weights
-    leaves = _turned(generator, leaves) if is_turned else leaves
-    decode_fn = functools.partial(generator._decode, is_turned=is_turned)
+    weights = generator._weights
+    weights = weights._replace(leaves=_transposed(generator, weights.leaves)) if is_transposed else weights
+    decode_fn = functools.partial(generator._decode, is_transposed=is_transposed)
     decode = jax.jit(decode_fn, donate_argnums=1, out_shardings=where)
-    rest = (leaves, shared), state, jax.ShapeDtypeStruct((), jnp.int32)
+    rest = weights, state, jax.ShapeDtypeStruct((), jnp.int32)
     return prompts.Programs(_compiled(prefill, place, *arguments), _compiled(decode, place, *rest))
 
 
@@ -201,18 +201,18 @@ def _split(model: Any, config: TransformerConfig, mesh: Any) -> Any:
     return nnx.merge(graph, jax.tree.map(at, state, decoding.shardings(state, config, mesh)))
 
 
-def _turned(generator: Any, leaves: list) -> list:
+def _transposed(generator: Any, leaves: list) -> list:
     """Return the shapes of transposed kernels, sharded as the kernels are."""
     import jax
 
-    def at(shape: Any, leaf: Any, turns: bool) -> jax.ShapeDtypeStruct:
+    def at(shape: Any, leaf: Any, swaps: bool) -> jax.ShapeDtypeStruct:
         where = leaf.sharding
-        if turns and where is not None:
+        if swaps and where is not None:
             spec = (*where.spec, None, None)[:2]
             where = jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec(*reversed(spec)))
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
-    return list(map(at, jax.eval_shape(generator._turn, leaves), leaves, generator._is_kernel))
+    return list(map(at, jax.eval_shape(generator._transpose, leaves), leaves, generator._is_transposable))
 
 
 def _place(target: str, count: int = 1) -> Any:

@@ -68,11 +68,12 @@ class Generator(sample.Generator):
 
     def __init__(self, model: transformer.Transformer, **options: Any):
         super().__init__(model, **options)
-        placed = (getattr(leaf, "sharding", None) for leaf in self._leaves)
+        leaves = self._weights.leaves
+        placed = (getattr(leaf, "sharding", None) for leaf in leaves)
         meshes = [place.mesh for place in placed if isinstance(place, NamedSharding)]
         if not meshes:
             raise ValueError(
-                f"decoding: none of the decoder's {len(self._leaves)} arrays lies on a mesh; call decoding.split first"
+                f"decoding: none of the decoder's {len(leaves)} arrays lies on a mesh; call decoding.split first"
             )
         self._mesh = meshes[0]
 

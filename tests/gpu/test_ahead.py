@@ -209,7 +209,7 @@ settings = config.load({path!r}, {changes!r}, TrainConfig)
 if {kind!r} == "train":
     made = ahead.train_program(settings, "h200")
 else:
-    sample.TURNED_ON = {turned!r}
+    sample.TRANSPOSES_ON = {turned!r}
     weights = {kind!r} if {kind!r} != "decode" else "float"
     sizes = "bfloat16", 1, 16, 32, "h200", weights, "xla", {devices}
     made = ahead.generation_programs(settings.decoder(None), *sizes).decode

@@ -104,7 +104,7 @@ def test_heads_that_the_devices_do_not_divide_are_refused():
 def test_a_width_that_the_devices_do_not_divide_leaves_the_embedding_whole(x64):
     odd = CONFIG.model_copy(update={"d_model": 33, "d_ff": 65, "num_layers": 1})
     alone, together = generators(odd, 2)
-    (embedding,) = [leaf for leaf in together._leaves if leaf.shape == (odd.vocab_size, odd.d_model)]
+    (embedding,) = [leaf for leaf in together._weights.leaves if leaf.shape == (odd.vocab_size, odd.d_model)]
     assert embedding.sharding.mesh.size == 2 and embedding.sharding.is_fully_replicated
     assert (tokens_of(alone) == tokens_of(together)).all()
 
