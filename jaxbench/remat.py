@@ -14,7 +14,6 @@ from jaxbench import sharding
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
 POLICIES = ("none", "block", "group", "names", "offload")
-HOST = "host:"  # prefix of names that are kept in pinned host memory
 
 
 def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ()) -> Any:
@@ -41,32 +40,39 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
         raise ValueError(f"remat: names {unknown or 'of nothing'} are unknown, a block has {', '.join(NAMES)}")
     if policy == "group" and model.scan_layers:
         raise ValueError(f"remat: groups of {group} blocks need scan_layers=False; use policy block")
-    model.remat = {"none": 0, "group": group}.get(policy, 1)
-    prefix = {"names": "", "offload": HOST}.get(policy)
-    model.remat_names = "" if prefix is None else prefix + ",".join(names)
+    model.remat_group = {"none": 0, "group": group}.get(policy, 1)
+    model.remat_names = tuple(names) if policy in ("names", "offload") else ()
+    model.remat_offloads = policy == "offload"
     return model
 
 
-def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+def checkpointed(function: Callable[..., Any], names: Sequence[str], *, offload: bool) -> Callable[..., Any]:
     """Wrap a function so that the backward pass recomputes its inner values, except the named ones (jax.checkpoint).
 
-    names: joined by commas; kept on the device, or in pinned host memory if prefixed with HOST; "" = none.
+    offload: keep them in pinned host memory instead of on the device.
     """
     policies, policy = jax.checkpoint_policies, None
-    if names.startswith(HOST):
+    if offload:
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=names.removeprefix(HOST).split(","),
+            names_which_can_be_offloaded=list(names),
             offload_src="device",
             offload_dst=sharding.PINNED_HOST,
         )
     elif names:
-        policy = policies.save_only_these_names(*names.split(","))
+        policy = policies.save_only_these_names(*names)
     return jax.checkpoint(function, policy=policy)
 
 
 def run_blocks(
-    layers: list[Any], sites: list[Any], hidden: Float[Array, "B T D"], context: Any, *, group: int, names: str
+    layers: list[Any],
+    sites: list[Any],
+    hidden: Float[Array, "B T D"],
+    context: Any,
+    *,
+    group: int,
+    names: Sequence[str],
+    offload: bool,
 ) -> tuple[Float[Array, "B T D"], list[tuple[Float[Array, "B K H S"], Float[Array, "B K S H"]]]]:
     """Residual stream after blocks without a cache, `group` of them per checkpoint, and their keys and values."""
     keys_values: list[tuple[Array, Array]] = []
@@ -82,6 +88,6 @@ def run_blocks(
                 cached.append(key_value)
             return hidden, cached
 
-        hidden, cached = checkpointed(run, names)(states, hidden)
+        hidden, cached = checkpointed(run, names, offload=offload)(states, hidden)
         keys_values += cached
     return hidden, keys_values

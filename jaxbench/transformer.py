@@ -201,7 +201,8 @@ class Transformer(nnx.Module):
         # If True, sample.py passes prompts without positions, so that the kernel reads no mask.
         self.is_fused = config.layer_kind is None and compute.implementation not in ("dense", "blocked")
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # layers with a loss share one weight
-        self.remat, self.remat_names = 0, ""  # blocks recomputed together in the backward pass; see remat.py
+        self.remat_group = 0  # blocks recomputed together in the backward pass, 0 = none; see remat.py
+        self.remat_names, self.remat_offloads = (), False
 
     def __call__(
         self,
@@ -283,8 +284,9 @@ class Transformer(nnx.Module):
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, ...]:
         layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
-        if self.remat and cache is None:
-            hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
+        if self.remat_group and cache is None:
+            how = {"group": self.remat_group, "names": self.remat_names, "offload": self.remat_offloads}
+            hidden, cached = remat.run_blocks(layers, sites, hidden, context, **how)
             return hidden, *extension.by_kind(cached)
         cached = [None] * len(layers) if cache is None else extension.by_layer(cache)
         for i, layer in enumerate(layers):
@@ -303,8 +305,9 @@ class Transformer(nnx.Module):
             block = nnx.merge(graphs[0], layer_weights(state, 0))
             return block(hidden, context, (sites[0], sites[1]), cached)
 
-        run = remat.checkpointed(body, self.remat_names) if self.remat and cache is None else body
-        hidden, (keys, values) = lax.scan(run, hidden, (stacked, sites, cached))
+        if self.remat_group and cache is None:
+            body = remat.checkpointed(body, self.remat_names, offload=self.remat_offloads)
+        hidden, (keys, values) = lax.scan(body, hidden, (stacked, sites, cached))
         return hidden, tuple(keys), tuple(values)
 
 

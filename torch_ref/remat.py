@@ -37,20 +37,24 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
         )
     if policy == "group" and group < 1:
         raise ValueError(f"remat: policy='group' with group={group}, wanted at least 1 block")
-    model.remat, model.remat_names = {"none": 0, "group": group}.get(policy, 1), ""
+    model.remat_group = {"none": 0, "group": group}.get(policy, 1)
+    model.remat_names, model.remat_offloads = (), False
     return model
 
 
-def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+def checkpointed(function: Callable[..., Any], names: Sequence[str], *, offload: bool) -> Callable[..., Any]:
     """Wrap a function so that the backward pass recomputes its inner values (torch.utils.checkpoint); names: none.
 
     Its dropout masks come from Philox with key, step and site, so that no generator's state is kept for them.
+    offload: for the twin; without names nothing is kept.
 
     Raises:
       ValueError: names to keep.
     """
     if names:
-        raise ValueError(f"remat: names {names!r}, wanted none: PyTorch's checkpoints have no names for values")
+        raise ValueError(
+            f"remat: names {','.join(names)!r}, wanted none: PyTorch's checkpoints have no names for values"
+        )
 
     def run(*args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -59,7 +63,14 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
 
 
 def run_blocks(
-    layers: list[Any], sites: list[Any], hidden: Float[Tensor, "B T D"], context: Any, *, group: int, names: str
+    layers: list[Any],
+    sites: list[Any],
+    hidden: Float[Tensor, "B T D"],
+    context: Any,
+    *,
+    group: int,
+    names: Sequence[str],
+    offload: bool,
 ) -> tuple[Float[Tensor, "B T D"], list[tuple[Float[Tensor, "B K H S"], Float[Tensor, "B K S H"]]]]:
     """Residual stream after blocks without a cache, `group` of them per checkpoint, and their keys and values."""
     keys_values: list[tuple[Tensor, Tensor]] = []
@@ -73,6 +84,6 @@ def run_blocks(
                 cached.append(key_value)
             return hidden, cached
 
-        hidden, cached = checkpointed(run, names)(hidden)
+        hidden, cached = checkpointed(run, names, offload=offload)(hidden)
         keys_values += cached
     return hidden, keys_values

@@ -208,7 +208,8 @@ class Transformer(torch.nn.Module):
         self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # layers with a loss share one weight
-        self.remat, self.remat_names = 0, ""  # blocks recomputed together in the backward pass; see remat.py
+        self.remat_group = 0  # blocks recomputed together in the backward pass, 0 = none; see remat.py
+        self.remat_names, self.remat_offloads = (), False
 
     def forward(
         self,
@@ -264,8 +265,9 @@ class Transformer(torch.nn.Module):
         hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
-        if self.remat and cache is None:
-            hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
+        if self.remat_group and cache is None:
+            how = {"group": self.remat_group, "names": self.remat_names, "offload": self.remat_offloads}
+            hidden, cached = remat.run_blocks(layers, sites, hidden, context, **how)
         else:
             for i, (layer, site) in enumerate(zip(layers, sites)):
                 hidden, cached[i] = layer(hidden, context, site, cached[i])

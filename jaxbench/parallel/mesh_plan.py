@@ -213,7 +213,7 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
         graph, params = parameters.split(model)
         # Layers in a loop, or rematerialised ones, gather their own weights. Otherwise the stack of all gathered
         # weights would be kept, and a policy around rematerialised blocks would keep what is inside them.
-        is_by_layer = is_split and bool(model.scan_layers or model.remat)
+        is_by_layer = is_split and bool(model.scan_layers or model.remat_group)
         of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
         inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
 
@@ -222,7 +222,7 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
                 used = used_params(plan, params, leave="layers." if is_by_layer else None)
                 return loss_fn(parameters.merge(graph, used), batch, dropout=dropout)
 
-        if is_split and not model.remat:
+        if is_split and not model.remat_group:
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
         return at(params)
 

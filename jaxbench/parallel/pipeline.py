@@ -58,8 +58,9 @@ class Pipeline(NamedTuple):
     num_stages: int
     num_model_devices: int  # which share a stage's layers
     num_sequence_devices: int  # which share a row's tokens
-    remat: int  # blocks recomputed together in a stage's backward pass, 0 = none; see remat.py
-    remat_names: str
+    remat_group: int  # blocks recomputed together in a stage's backward pass, 0 = none; see remat.py
+    remat_names: tuple[str, ...]
+    remat_offloads: bool
 
 
 # One stage's work, on the local parts of everything
@@ -152,12 +153,12 @@ def _run_blocks(pipeline: Pipeline, layers: dict[str, Array], hidden: Hidden, co
         return hidden
 
     count = next(iter(layers.values())).shape[0]
-    if not pipeline.remat:
+    if not pipeline.remat_group:
         return run(layers, hidden, range(count))
-    for start in range(0, count, pipeline.remat):
+    for start in range(0, count, pipeline.remat_group):
         # The slices are taken inside, so that what a group keeps is the stack, which is there anyway, and its input.
-        group = functools.partial(run, indices=range(start, min(start + pipeline.remat, count)))
-        hidden = remat.checkpointed(group, pipeline.remat_names)(layers, hidden)
+        group = functools.partial(run, indices=range(start, min(start + pipeline.remat_group, count)))
+        hidden = remat.checkpointed(group, pipeline.remat_names, offload=pipeline.remat_offloads)(layers, hidden)
     return hidden
 
 
@@ -311,7 +312,8 @@ def make_loss(
         pipeline = Pipeline(
             layer, ends, model.frequencies, model.dtype, model.embed.embedding.shape[1], loss_of, plan.config,
             is_attention_split=plan.config.heads == "split", num_stages=sizes[STAGE], num_model_devices=sizes[MODEL],
-            num_sequence_devices=sizes[SEQUENCE], remat=model.remat, remat_names=model.remat_names,
+            num_sequence_devices=sizes[SEQUENCE], remat_group=model.remat_group, remat_names=model.remat_names,
+            remat_offloads=model.remat_offloads,
         )  # fmt: skip
         graph, params = parameters.split(model)
         run = functools.partial(_loss_and_gradients, pipeline, plan)

@@ -185,7 +185,7 @@ class Engine:
             return result
 
         model, count = parameters.merge(self.state.graph, narrow), self.step_config.accumulation
-        model.remat, model.scan_layers = 0, False
+        model.remat_group, model.scan_layers = 0, False
         for k in range(count):
             arrays = train.Batch(*batch) if self._is_masked else self._batch(batch)
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in arrays))

@@ -118,7 +118,11 @@ def test_a_stage_with_rematerialised_blocks_keeps_the_input_of_each_group_alone(
     for name, how in (("all", {"policy": "none"}), ("inputs", settings)):
         model = remat.apply(transformer.build(LLAMA, params), **how)
         one = pipeline.Pipeline(*[None] * len(pipeline.Pipeline._fields))._replace(
-            layer=nnx.split(model.layers[0])[0], is_attention_split=False, remat=model.remat, remat_names=""
+            layer=nnx.split(model.layers[0])[0],
+            is_attention_split=False,
+            remat_group=model.remat_group,
+            remat_names=(),
+            remat_offloads=False,
         )
         context = model.begin(jnp.zeros((rows, tokens), jnp.int32), Spans(positions, positions, None, None))[1]
         run = functools.partial(pipeline._run_blocks, one, context=context)
