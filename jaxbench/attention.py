@@ -141,7 +141,7 @@ def attention(
         implementation = "dense"  # a decode step's single query reads the cache once either way
     is_plain = spans.key_positions is None and spans.query_segments is None
     spans = spans._replace(key_positions=spans.query_positions) if is_plain else spans
-    on_mesh = sharding.around_attention() if is_ordered else None
+    on_mesh = sharding.mesh_attention() if is_ordered else None
     _check(num_heads, num_kv_heads, implementation, softcap)
     if 0 in (query.shape[1], key.shape[3]):
         return jnp.zeros_like(query)

@@ -15,7 +15,7 @@ import contextvars
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,8 +32,6 @@ POINTS = (
     "mlp_out",
 )
 PINNED_HOST = "pinned_host"  # JAX's name for host memory that a device reads directly
-ATTENTION = "attention"  # attention itself over whole rows: an action here takes its arguments and computes it
-WEIGHTS = "weights"  # of a recomputed or scanned layer: an action here takes them and the layer's index
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
@@ -178,20 +176,39 @@ def _place_backward(used: NamedSharding, gradient: NamedSharding, _: None, grad:
 place_both_ways.defvjp(_place_forward, _place_backward)
 
 
-_actions: contextvars.ContextVar[Mapping[str, Callable]] = contextvars.ContextVar("activations", default={})  # noqa: B039
+class _Actions(NamedTuple):
+    """Arguments of the `activations` that the running step is traced in."""
+
+    points: Mapping[str, Callable[[jax.Array], jax.Array]]
+    attention: Callable[..., jax.Array] | None
+    weights: Callable[[Any, int], Any] | None
+
+
+_ON_ONE_DEVICE = _Actions({}, None, None)
+_actions: contextvars.ContextVar[_Actions] = contextvars.ContextVar("activations", default=_ON_ONE_DEVICE)
 
 
 @contextlib.contextmanager
-def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[None]:
-    """Apply an action at each named point of whatever is traced inside; enter it inside the compiled function.
+def activations(
+    points: Mapping[str, Callable[[jax.Array], jax.Array]],
+    *,
+    attention: Callable[..., jax.Array] | None = None,
+    weights: Callable[[Any, int], Any] | None = None,
+) -> Iterator[None]:
+    """Place the activations of whatever is traced inside; enter it inside the compiled function.
+
+    Args:
+      points: an action for each of some POINTS.
+      attention: computes attention itself over whole rows, from its arguments; see `mesh_attention`.
+      weights: takes the parameters of a recomputed or scanned layer, and its index; see `layer_weights`.
 
     Raises:
       ValueError: an action for a point that does not exist.
     """
-    unknown = sorted(set(actions) - {*POINTS, ATTENTION, WEIGHTS})
+    unknown = sorted(set(points) - set(POINTS))
     if unknown:
-        raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join((*POINTS, ATTENTION))}")
-    token = _actions.set(actions)
+        raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join(POINTS)}")
+    token = _actions.set(_Actions(points, attention, weights))
     try:
         yield
     finally:
@@ -206,7 +223,7 @@ def constrain(x: jax.Array, point: str) -> jax.Array:
     """
     if point not in POINTS:
         raise ValueError(f"sharding: no activation point {point!r}, known: {', '.join(POINTS)}")
-    action = _actions.get().get(point)
+    action = _actions.get().points.get(point)
     return x if action is None else action(x)
 
 
@@ -216,10 +233,10 @@ def layer_weights(state: Any, index: int) -> Any:
     Called inside what the backward pass recomputes, or inside the loop over layers: what is gathered here is gathered
     for this layer only, and not kept.
     """
-    action = _actions.get().get(WEIGHTS)
+    action = _actions.get().weights
     return state if action is None else action(state, index)
 
 
-def around_attention() -> Callable[..., jax.Array] | None:
+def mesh_attention() -> Callable[..., jax.Array] | None:
     """Attention of the running step over its mesh, mesh_plan.attend; None without a mesh."""
-    return _actions.get().get(ATTENTION)
+    return _actions.get().attention

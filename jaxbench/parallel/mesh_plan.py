@@ -203,10 +203,7 @@ def loss_on(
 def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Array]:
     """Loss under jit's partitioner: weights gathered where they are used, activations constrained at named points."""
     constraint = jax.lax.with_sharding_constraint
-    points: dict[str, Callable] = {
-        name: functools.partial(constraint, shardings=where) for name, where in plan.points.items()
-    }
-    points[sharding.ATTENTION] = functools.partial(attend, plan)
+    points = {name: functools.partial(constraint, shardings=where) for name, where in plan.points.items()}
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
@@ -215,10 +212,10 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
         # weights would be kept, and a policy around rematerialised blocks would keep what is inside them.
         is_by_layer = is_split and bool(model.scan_layers or model.remat_group)
         of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
-        inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
 
         def at(params: dict[str, Array]) -> Array:
-            with sharding.activations(points | inside):
+            weights = of_layer if is_by_layer else None
+            with sharding.activations(points, attention=functools.partial(attend, plan), weights=weights):
                 used = used_params(plan, params, leave="layers." if is_by_layer else None)
                 return loss_fn(parameters.merge(graph, used), batch, dropout=dropout)
 

@@ -128,9 +128,7 @@ def _run_stage(
         points |= {"mlp_in": _copied, "mlp_out": _summed}
     if pipeline.num_model_devices > 1 and pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}
-    if pipeline.num_sequence_devices > 1:
-        points |= {sharding.ATTENTION: _attend_to_row}
-    with sharding.activations(points):
+    with sharding.activations(points, attention=_attend_to_row if pipeline.num_sequence_devices > 1 else None):
         hidden = _run_blocks(pipeline, layers, hidden, context)
     loss_share = functools.partial(_loss_share, pipeline, ends, hidden, micro, num_targets)
     shape = jax.eval_shape(loss_share)

@@ -296,7 +296,7 @@ def test_unknown_cases_and_activation_points_are_named():
 
 def test_points_do_nothing_outside_a_step_and_end_with_it():
     x = jnp.zeros((2, 3))
-    assert sharding.constrain(x, "residual") is x and sharding.around_attention() is None
+    assert sharding.constrain(x, "residual") is x and sharding.mesh_attention() is None
     with sharding.activations({"residual": lambda x: x + 1}):
         assert float(sharding.constrain(x, "residual")[0, 0]) == 1.0
     assert sharding.constrain(x, "residual") is x
