@@ -21,10 +21,6 @@ from jaxbench import narrow_products, prng
 MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def matmul(
     x: Float[Array, "*rows I"], kernel: Float[Array, "..."], *, transposed: bool = False
 ) -> Float[Array, "*rows O"]:
@@ -54,7 +50,7 @@ def rotary_angles(
     positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
     """Rotary cosine and sine of position times frequency, in at least float32; h is half of the head width."""
-    wide = _wide(jnp.dtype(dtype))
+    wide = narrow_products.wide_type(jnp.dtype(dtype))
 
     def table(positions: Array) -> tuple[Array, Array]:
         angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
@@ -130,7 +126,7 @@ _added.defvjp(_added_forward, _added_backward)
 
 def _scaled(normal: Float[Array, "*rows D"], scale: Float[Array, " D"]) -> Float[Array, "*rows D"]:
     """Every row times scale, whose gradient is summed over the rows in at least float32."""
-    wide = _wide(normal.dtype)
+    wide = narrow_products.wide_type(normal.dtype)
     return (normal.astype(wide) * scale.astype(wide).reshape((1,) * (normal.ndim - 1) + (-1,))).astype(normal.dtype)
 
 
@@ -191,7 +187,7 @@ def activated(x: Float[Array, "*rows F"], activation: str) -> Float[Array, "*row
     The backward pass recomputes it from x: intermediate values, if kept, would be wide (docs/gpu.md).
     """
     function = jax.nn.silu if activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
-    return jax.checkpoint(lambda x: function(x.astype(_wide(x.dtype))).astype(x.dtype))(x)
+    return jax.checkpoint(lambda x: function(x.astype(narrow_products.wide_type(x.dtype))).astype(x.dtype))(x)
 
 
 def softcap(x: Float[Array, "..."], *, cap: float) -> Float[Array, "..."]:
@@ -210,7 +206,7 @@ def _norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows 1"], Float[Array, "*rows 1"] | None]:
     """Norm of the last axis, its inverse deviation, and its mean, which is subtracted only if there is a bias."""
-    wide = x.astype(_wide(x.dtype))
+    wide = x.astype(narrow_products.wide_type(x.dtype))
     mean = None if bias is None else jnp.mean(wide, axis=-1, keepdims=True)
     centred = wide if mean is None else wide - mean
     inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)

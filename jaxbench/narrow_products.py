@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
+def wide_type(dtype: Any) -> jnp.dtype:
+    """Return the wider of a type and float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -32,7 +34,7 @@ def as_rounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
     def from_bits(x: Array) -> Array:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
 
-    wide = _wide(x.dtype)
+    wide = wide_type(x.dtype)
     if x.dtype != jnp.bfloat16:
         return x.astype(wide)
     return lax.platform_dependent(x, cuda=from_bits, default=lambda x: x.astype(wide))
@@ -59,8 +61,8 @@ def contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int)
     def rounded(x: Array, kernel: Array, dtype: jnp.dtype) -> Array:
         return lax.dot_general(x, kernel, dimensions, preferred_element_type=dtype).astype(x.dtype)
 
-    wide = functools.partial(rounded, dtype=_wide(x.dtype))
-    if x.dtype == _wide(x.dtype):
+    wide = functools.partial(rounded, dtype=wide_type(x.dtype))
+    if x.dtype == wide_type(x.dtype):
         return wide(x, kernel)
     # NVIDIA's kernels accumulate wide and round as they write; asked for float32, cuBLAS would write it (docs/gpu.md).
     return lax.platform_dependent(x, kernel, cuda=functools.partial(rounded, dtype=x.dtype), default=wide)
@@ -111,7 +113,7 @@ def product(left: Float[Array, "*batch R I"], right: Float[Array, "*batch I O"])
 
 
 def _wide_product(left: Array, right: Array) -> Array:
-    return jnp.matmul(left, right, preferred_element_type=_wide(left.dtype))
+    return jnp.matmul(left, right, preferred_element_type=wide_type(left.dtype))
 
 
 _narrow_product = jax.custom_vjp(_wide_product)

@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import attention, functional, parameters, remat, sharding, train
+from jaxbench import attention, functional, narrow_products, parameters, remat, sharding, train
 from jaxbench.attention import Context, Spans
 from jaxbench.mesh import DATA, FSDP, MODEL, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, refuse_dropout, whole
@@ -245,9 +245,9 @@ def _run_schedule(
     micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
     nothing = (jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro)  # a stage's input
     stash = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), nothing)
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), weights)
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, narrow_products.wide_type(x.dtype)), weights)
     ticks = jnp.arange(offset + micro_batches, dtype=jnp.int32)
-    start = _Carry(*nothing, nothing[0], stream, stash, jnp.zeros((), _wide(pipeline.dtype)), grads)
+    start = _Carry(*nothing, nothing[0], stream, stash, jnp.zeros((), narrow_products.wide_type(pipeline.dtype)), grads)
     end, _ = lax.scan(run_tick, start, ticks)
     return end.loss, end.grads
 
@@ -265,11 +265,6 @@ def _stored(slot: Int[Array, ""], is_new: Bool[Array, ""], kept: Array, value: A
     """Slots `kept` with the value stored in one of them if it is new, else unchanged."""
     old = lax.dynamic_index_in_dim(kept, slot, keepdims=False)
     return lax.dynamic_update_index_in_dim(kept, jnp.where(is_new, value, old), slot, 0)
-
-
-def _wide(dtype: Any) -> jnp.dtype:
-    """Return the wider of the type and float32."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _merged(graph: nnx.GraphDef, named: Mapping[str, Array]) -> Any:
