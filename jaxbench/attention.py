@@ -90,7 +90,7 @@ class Context(NamedTuple):
     spans: Spans
     angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
     slot: Int[Array, ""] | int | None  # cache slot of the call's first key; None without a cache
-    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
+    dropout_stream: functional.DropoutStream | None  # None = no dropout
     local_angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None = None  # of layers with a window (Gemma 3)
 
 

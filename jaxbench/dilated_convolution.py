@@ -6,8 +6,6 @@ hallucination lab's token classifier.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,9 +26,9 @@ class DilatedConvolution(nnx.Module):
         self.dilation, self.dropout, self.site = dilation, dropout, site
 
     def __call__(
-        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], stream: Any = None
+        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], stream: functional.DropoutStream | None = None
     ) -> Float[Array, "B T D"]:
-        """Residual stream; padding counts as zeros. stream: (Philox key, step) of dropout, None = none."""
+        """Residual stream; padding counts as zeros. stream: of dropout, None = none."""
         hidden = jnp.where(is_token[:, :, None], self.norm(x), jnp.zeros((), x.dtype))
         taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
         added = gelu(self.conv(jnp.concatenate(taps, axis=-1)))

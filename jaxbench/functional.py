@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,13 @@ from jaxtyping import Float, Int, UInt32
 from jaxbench import narrow_products, prng
 
 MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
+
+
+class DropoutStream(NamedTuple):
+    """Random stream of one step's dropout masks."""
+
+    key: Array  # of Philox
+    step: Int[Array, ""] | int
 
 
 def matmul(
@@ -78,20 +86,19 @@ def rotate(
 def dropout(
     x: Float[Array, "B T D"],
     rate: float,
-    stream: tuple[Array, Int[Array, ""] | int] | None,
+    stream: DropoutStream | None,
     *,
     site: UInt32[Array, ""] | int,
 ) -> Float[Array, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
-    step; None = no dropout.
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: None = no
+    dropout.
     """
     if stream is None or rate == 0.0:
         return x
-    key, step = stream
     count = x.shape[1] * x.shape[2]
-    words = prng.words(key, step=step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
+    words = prng.words(stream.key, step=stream.step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
     keep = prng.keep_mask(words, rate).reshape(x.shape)
     return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from jaxbench import functional
+
 
 class Batch(NamedTuple):
     """One step's data."""
@@ -99,8 +101,8 @@ def _compared(grad: Array, targets: Array, *, vocab_size: int) -> Float[Array, "
 _picked.defvjp(_picked_forward, _picked_backward)
 
 
-def predict(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, "B T V"]:
-    """Logits [B T V] of a model on a batch; dropout is (Philox key, step), None = off."""
+def predict(model: Any, batch: Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Array, "B T V"]:
+    """Logits [B T V] of a model on a batch; dropout: None = off."""
     return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
 
 
@@ -109,8 +111,8 @@ def loss_of(output: Float[Array, "B T V"], batch: Batch) -> Float[Array, ""]:
     return cross_entropy(output, batch.targets, batch.mask)
 
 
-def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-    """Training loss of a model on a batch, in nats per token; dropout is (Philox key, step), None = off.
+def loss_fn(model: Any, batch: Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Array, ""]:
+    """Training loss of a model on a batch, in nats per token; dropout: None = off.
 
     If layers have an auxiliary loss, such as that of a bank's compression, it is added.
     """

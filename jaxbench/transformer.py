@@ -148,7 +148,7 @@ class Block(nnx.Module):
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
-        mixed = functional.dropout(mixed, self.dropout, context.dropout, site=site)
+        mixed = functional.dropout(mixed, self.dropout, context.dropout_stream, site=site)
         return constrain(x + mixed, "residual"), cached
 
     def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
@@ -156,7 +156,7 @@ class Block(nnx.Module):
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
-        fed = functional.dropout(fed, self.dropout, context.dropout, site=site)
+        fed = functional.dropout(fed, self.dropout, context.dropout_stream, site=site)
         return constrain(x + fed, "residual")
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
@@ -210,9 +210,9 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None,
         *,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
     ) -> Float[Array, "B T V"]:
-        """Next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position.
 
         Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
         `features`).
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
         cache: KVCache | None = None,
         slot: Int[Array, ""] | int | None = None,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
@@ -263,7 +263,7 @@ class Transformer(nnx.Module):
         spans: Spans,
         *,
         slot: Int[Array, ""] | int | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
         """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""

@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench import initial, nn, train, transformer
+from jaxbench import functional, initial, nn, train, transformer
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn as eqx_nn
 from jaxbench.eqx import transformer as eqx_transformer
@@ -249,12 +249,12 @@ def test_a_call_without_positions_takes_a_cache_without_them_and_no_segments():
 
 
 def test_scanned_layers_equal_unrolled_ones_with_dropout_on():
-    key, step = jnp.array([5, 0], jnp.uint32), jnp.int32(3)
+    stream = functional.DropoutStream(jnp.array([5, 0], jnp.uint32), jnp.int32(3))
     outs = []
     for scan_layers in (False, True):
         graph, state = nnx.split(transformer.build(LLAMA, PARAMS, scan_layers=scan_layers))
         run = jax.jit(
-            lambda state, tokens, g=graph: nnx.merge(g, state)(tokens, jnp.asarray(POSITIONS), dropout=(key, step))
+            lambda state, tokens, g=graph: nnx.merge(g, state)(tokens, jnp.asarray(POSITIONS), dropout=stream)
         )
         outs.append(np.asarray(run(state, random_tokens(0))))
     np.testing.assert_allclose(*outs, atol=1e-5)

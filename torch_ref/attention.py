@@ -91,7 +91,7 @@ class Context(NamedTuple):
     spans: Spans
     angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
     slot: Tensor | int | None  # cache slot of the call's first key; None without a cache
-    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
+    dropout_stream: functional.DropoutStream | None  # None = no dropout
     local_angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None = None  # of layers with a window
 
 

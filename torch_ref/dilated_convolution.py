@@ -5,8 +5,6 @@ Twin: jaxbench/dilated_convolution.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -27,9 +25,9 @@ class DilatedConvolution(torch.nn.Module):
         self.dilation, self.dropout, self.site = dilation, dropout, site
 
     def forward(
-        self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], stream: Any = None
+        self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], stream: functional.DropoutStream | None = None
     ) -> Float[Tensor, "B T D"]:
-        """Residual stream; padding counts as zeros. stream: (Philox key, step) of dropout, None = none."""
+        """Residual stream; padding counts as zeros. stream: of dropout, None = none."""
         hidden = torch.where(is_token[:, :, None], self.norm(x), torch.zeros((), dtype=x.dtype, device=x.device))
         taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
         added = gelu(self.conv(torch.cat(taps, dim=-1)))

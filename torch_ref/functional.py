@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,13 @@ from torch_ref import prng
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+class DropoutStream(NamedTuple):
+    """Random stream of one step's dropout masks."""
+
+    key: Tensor  # of Philox
+    step: Int[Tensor, ""] | int
 
 
 def matmul(
@@ -50,19 +58,18 @@ def rotate(
 
 
 def dropout(
-    x: Float[Tensor, "B T D"], rate: float, stream: tuple[Tensor, Tensor | int] | None, *, site: int
+    x: Float[Tensor, "B T D"], rate: float, stream: DropoutStream | None, *, site: int
 ) -> Float[Tensor, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
-    step; None = no dropout.
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: None = no
+    dropout.
     """
     if stream is None or rate == 0.0:
         return x
-    key, step = stream
     count = x.shape[1] * x.shape[2]
     rows = torch.arange(x.shape[0], device=x.device)
-    words = prng.words(key, step=step, site=site, rows=rows, num_elements=count)
+    words = prng.words(stream.key, step=stream.step, site=site, rows=rows, num_elements=count)
     keep = prng.keep_mask(words, rate).reshape(x.shape)
     return torch.where(keep, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
 

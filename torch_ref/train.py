@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from torch_ref import functional
+
 
 class Batch(NamedTuple):
     """One step's data."""
@@ -35,8 +37,8 @@ def cross_entropy(
     return torch.where(mask, losses, losses.new_zeros(())).sum() / count
 
 
-def predict(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, "B T V"]:
-    """Logits [B T V] of a model on a batch; dropout is (Philox key, step), None = off."""
+def predict(model: Any, batch: Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Tensor, "B T V"]:
+    """Logits [B T V] of a model on a batch; dropout: None = off."""
     return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
 
 
@@ -45,7 +47,7 @@ def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
     return cross_entropy(output, batch.targets, batch.mask)
 
 
-def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
+def loss_fn(model: Any, batch: Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Tensor, ""]:
     """Training loss of a model on a batch, in nats per token, plus auxiliary losses, as jaxbench.train.loss_fn."""
     if not model.auxiliary_weight:
         return loss_of(predict(model, batch, dropout=dropout), batch)

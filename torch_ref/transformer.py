@@ -150,13 +150,13 @@ class Block(torch.nn.Module):
         """Residual stream between the block's two branches, and the layer's cache entry."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
-        return x + functional.dropout(mixed, self.dropout, context.dropout, site=site), cached
+        return x + functional.dropout(mixed, self.dropout, context.dropout_stream, site=site), cached
 
     def feed(self, x: Float[Tensor, "B T D"], context: Context, site: int) -> Float[Tensor, "B T D"]:
         """Residual stream after the block, given the one between its branches."""
         fed = self.mlp(self.mlp_norm(x))
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
-        return x + functional.dropout(fed, self.dropout, context.dropout, site=site)
+        return x + functional.dropout(fed, self.dropout, context.dropout_stream, site=site)
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
         """Attention output, and the layer's cache entry."""
@@ -217,9 +217,9 @@ class Transformer(torch.nn.Module):
         positions: Int[Tensor, "B T"] | None,
         *,
         segments: Int[Tensor, "B T"] | None = None,
-        dropout: tuple[Tensor, Tensor | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position.
 
         Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
         `features`).
@@ -235,7 +235,7 @@ class Transformer(torch.nn.Module):
         cache: KVCache | None = None,
         slot: Tensor | int | None = None,
         segments: Int[Tensor, "B T"] | None = None,
-        dropout: tuple[Tensor, Tensor | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
@@ -280,7 +280,7 @@ class Transformer(torch.nn.Module):
         spans: Spans,
         *,
         slot: Tensor | int | None = None,
-        dropout: tuple[Tensor, Tensor | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Context]:
         """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""

@@ -172,13 +172,13 @@ class Block(eqx.Module):
         """Residual stream between the block's two branches, and the layer's cache entry."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
-        return x + functional.dropout(mixed, self.dropout, context.dropout, site=site), cached
+        return x + functional.dropout(mixed, self.dropout, context.dropout_stream, site=site), cached
 
     def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
         """Residual stream after the block, given the one between its branches."""
         fed = self.mlp(self.mlp_norm(x))
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
-        return x + functional.dropout(fed, self.dropout, context.dropout, site=site)
+        return x + functional.dropout(fed, self.dropout, context.dropout_stream, site=site)
 
 
 class Transformer(eqx.Module):
@@ -238,9 +238,9 @@ class Transformer(eqx.Module):
         positions: Int[Array, "B T"] | None,
         *,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
     ) -> Float[Array, "B T V"]:
-        """Next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position.
 
         Position -1 is padding; positions increase along a row within each segment. None = 0, 1, ... in every row (see
         `features`).
@@ -256,7 +256,7 @@ class Transformer(eqx.Module):
         cache: KVCache | None = None,
         slot: Int[Array, ""] | int | None = None,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
@@ -291,7 +291,7 @@ class Transformer(eqx.Module):
         spans: Spans,
         *,
         slot: Int[Array, ""] | int | None = None,
-        dropout: tuple[Array, Array | int] | None = None,
+        dropout: functional.DropoutStream | None = None,
         vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
         """Residual stream before the first block, and the context that all blocks share; vectors: see `features`."""

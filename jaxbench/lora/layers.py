@@ -22,7 +22,7 @@ from jaxbench.extension import Extension
 from jaxbench.lora import placement
 from jaxbench.lora.config import ATTENTION, LoraConfig, LoraTransformerConfig
 
-_stream: ContextVar[tuple | None] = ContextVar("dropout of adapters", default=None)
+_stream: ContextVar[functional.DropoutStream | None] = ContextVar("dropout of adapters", default=None)
 
 
 class LoraLinear(nn.Linear):
@@ -67,7 +67,7 @@ class LoraBlock(transformer.Block):
 @contextlib.contextmanager
 def _dropping(context: Context) -> Iterator[None]:
     """Make adapters called inside draw their dropout masks from the call's stream."""
-    token = _stream.set(context.dropout)
+    token = _stream.set(context.dropout_stream)
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxbench import parameters, sharding, train
+from jaxbench import functional, parameters, sharding, train
 from jaxbench.mesh import DATA, FSDP, ROWS
 from jaxbench.parallel.step_plan import Plan
 
@@ -93,7 +93,7 @@ def make_loss(
         targets, so that the devices' shares are unknown.
     """
 
-    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+    def loss(model: Any, batch: train.Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Array, ""]:
         refuse_dropout(plan, dropout)
         if loss_fn is train.loss_fn and model.auxiliary_weight:
             raise ValueError(
@@ -108,7 +108,7 @@ def make_loss(
     return loss
 
 
-def refuse_dropout(plan: Plan, dropout: tuple[Array, Array] | None) -> None:
+def refuse_dropout(plan: Plan, dropout: functional.DropoutStream | None) -> None:
     """Refuse a stream of dropout masks: they depend on a row's index in the whole batch, which no device knows here.
 
     Raises:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxbench import attention, float8, initial, parameters, sharding, train
+from jaxbench import attention, float8, functional, initial, parameters, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
@@ -206,7 +206,7 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
     points = {name: functools.partial(constraint, shardings=where) for name, where in plan.points.items()}
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
-    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+    def loss(model: Any, batch: train.Batch, *, dropout: functional.DropoutStream | None = None) -> Float[Array, ""]:
         graph, params = parameters.split(model)
         # Layers in a loop, or rematerialised ones, gather their own weights. Otherwise the stack of all gathered
         # weights would be kept, and a policy around rematerialised blocks would keep what is inside them.

@@ -294,7 +294,7 @@ def make_loss(
       ValueError: dropout is on.
     """
 
-    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Scalar:
+    def loss(model: Any, batch: train.Batch, *, dropout: functional.DropoutStream | None = None) -> Scalar:
         refuse_dropout(plan, dropout)
         if batch.positions is None:  # a micro-batch's integers travel with it
             index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)

@@ -201,9 +201,8 @@ def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
     return capture.map_floating(tree, lambda _: next(rest), is_floating=_is_floating)
 
 
-def _dropout(seed: int | None, step: int) -> tuple[jax.Array, jax.Array] | None:
-    """Key and step of dropout's random stream."""
-    return None if seed is None else (prng.key_from_seed(seed), jnp.int32(step))
+def _dropout(seed: int | None, step: int) -> functional.DropoutStream | None:
+    return None if seed is None else functional.DropoutStream(prng.key_from_seed(seed), jnp.int32(step))
 
 
 def _numpy(tree: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -151,9 +151,8 @@ def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensors)
 
 
-def _dropout(seed: int | None, step: int) -> tuple[torch.Tensor, int] | None:
-    """Key and step of dropout's random stream."""
-    return None if seed is None else (prng.key_from_seed(seed), step)
+def _dropout(seed: int | None, step: int) -> functional.DropoutStream | None:
+    return None if seed is None else functional.DropoutStream(prng.key_from_seed(seed), step)
 
 
 def _numpy(x: torch.Tensor, *, copy: bool = True) -> np.ndarray:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import parameters, prng, train, transformer
+from jaxbench import functional, parameters, prng, train, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import worker
@@ -189,7 +189,8 @@ class Engine:
         for k in range(count):
             arrays = train.Batch(*batch) if self._is_masked else self._batch(batch)
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in arrays))
-            dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
+            key = self.dropout_key
+            dropout = None if key is None else functional.DropoutStream(key, jnp.int32(step * count + k))
             with intercepted(nnx_modules(model, root="model"), watch):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(jnp.isfinite(loss)):

@@ -21,7 +21,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import float8, initial, narrow_products, parameters, train
+from jaxbench import float8, functional, initial, narrow_products, parameters, train
 from jaxbench.parallel import offload
 from jaxbench.training import optimizers, precision
 from jaxbench.training.step_config import StepConfig, holds_zeros
@@ -173,7 +173,9 @@ def _loss_and_gradients(
         trained: dict[str, Array], scales: dict[str, Array], micro: Any, weight: Array, index: Array
     ) -> tuple[Array, Array]:
         cast = jax.tree.map(lambda value: value.astype(policy.compute), state.params | trained) | scales
-        dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
+        dropout = None
+        if dropout_key is not None:
+            dropout = functional.DropoutStream(dropout_key, state.step * step_config.accumulation + index)
         loss = loss_fn(parameters.merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
@@ -210,7 +212,7 @@ def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepC
     return jax.tree.map(lambda grad: grad * factor, grads)
 
 
-def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+def held_out_loss(model: Any, batch: Any, *, dropout: functional.DropoutStream | None = None) -> Float[Array, ""]:
     """Cross-entropy of a model's logits in nats per token, without training-only losses (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from jaxbench import config, initial, prng, transformer
+from jaxbench import config, functional, initial, prng, transformer
 from jaxbench.lora import layers as flax_layers
 from jaxbench.lora import peft_files
 from jaxbench.lora.config import LoraConfig, merged, with_lora
@@ -19,6 +19,7 @@ from jaxbench.parity.oracles import transformers_model
 from jaxbench.pretrained import weights
 from jaxbench.training import engine, trainer
 from tests.structure import ROOT
+from torch_ref import functional as torch_functional
 from torch_ref import prng as torch_prng
 from torch_ref.lora import layers as torch_layers
 from torch_ref.training import engine as torch_engine
@@ -56,7 +57,9 @@ def test_backends_agree_with_dropout_and_merged_kernels_compute_the_same():
     shape = with_lora(cases.LLAMA, cases.ADAPTED.lora.model_copy(update={"dropout": 0.3}))
     params = initial.initial_params(shape, 0, distinct=True)
     flax = flax_layers.build(shape, params)
-    run = jax.jit(lambda tokens, key: flax(tokens, POSITIONS, dropout=None if key is None else (key, 3)))
+    run = jax.jit(
+        lambda tokens, key: flax(tokens, POSITIONS, dropout=None if key is None else functional.DropoutStream(key, 3))
+    )
     plain, dropped = run(TOKENS, None), run(TOKENS, prng.key_from_seed(0))
     whole = transformer.build(cases.LLAMA, merged(shape, params))
     np.testing.assert_allclose(jax.jit(lambda x: whole(x, POSITIONS))(TOKENS), plain, rtol=0, atol=2e-6)
@@ -64,7 +67,7 @@ def test_backends_agree_with_dropout_and_merged_kernels_compute_the_same():
     given = (torch.tensor(TOKENS), torch.tensor(POSITIONS))
     with torch.no_grad():
         np.testing.assert_allclose(twin(*given), plain, rtol=0, atol=2e-6)
-        found = twin(*given, dropout=(torch_prng.key_from_seed(0), 3))
+        found = twin(*given, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(0), 3))
     np.testing.assert_allclose(found, dropped, rtol=0, atol=2e-6)
     assert np.abs(np.asarray(dropped) - plain).max() > 1e-3
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import initial, sharding, train, transformer
+from jaxbench import functional, initial, sharding, train, transformer
 from jaxbench.lora import config as lora
 from jaxbench.lora import layers
 from jaxbench.measure import hlo
@@ -142,7 +142,7 @@ BANK = next(one for one in memory_meshes.FORMS if one.id == "bank")
         (
             ADAPTED,
             layers.extension(ADAPTED.lora),
-            (np.zeros(2, np.uint32), 0),
+            functional.DropoutStream(np.zeros(2, np.uint32), 0),
             "or that of adapters.* is not supported",
         ),
         (BANK.model, BANK.extension, None, "gradient_type=float16 adds up means over targets, and layers' own loss"),

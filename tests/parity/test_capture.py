@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench import transformer
+from jaxbench import functional, transformer
 from jaxbench.parity import capture, cases, flax_side, run, torch_side
 from jaxbench.parity.capture import Call
 
@@ -44,9 +44,9 @@ def test_capture_changes_neither_result_nor_classes(traced):
     arrays, (side, _), (trace, _), _ = traced
     before = transformer.Attention.__call__
     with run.pinned("float64"):
-        key = (flax_side.prng.key_from_seed(3), jnp.int32(0))
+        stream = functional.DropoutStream(flax_side.prng.key_from_seed(3), jnp.int32(0))
         tokens, positions = jnp.asarray(arrays.tokens), jnp.asarray(arrays.positions)
-        logits = jax.jit(lambda model: model(tokens, positions, dropout=key))(side.model)
+        logits = jax.jit(lambda model: model(tokens, positions, dropout=stream))(side.model)
         side.trace(arrays, gradients=False, seed=3)
     np.testing.assert_allclose(trace.outputs["model"], logits, rtol=1e-12, atol=1e-13)
     assert transformer.Attention.__call__ is before

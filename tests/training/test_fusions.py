@@ -36,7 +36,7 @@ needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_co
 
 def add_and_norm(x, mixed, scale, key):
     """Residual sum with dropout, and the norm behind it: both are read again later."""
-    hidden = x + functional.dropout(mixed, RATE, (key, 3), site=5)
+    hidden = x + functional.dropout(mixed, RATE, functional.DropoutStream(key, 3), site=5)
     return hidden, functional.rms_norm(hidden, scale, eps=1e-6)
 
 
@@ -58,7 +58,7 @@ def feed(state, x, key):
     block = nnx.merge(
         nnx.graphdef(nnx.eval_shape(lambda: transformer.Block(CONFIG, Compute(dtype=str(x.dtype))))), state
     )
-    return block.feed(x, Context(None, None, None, (key, 3), None), 7)
+    return block.feed(x, Context(None, None, None, functional.DropoutStream(key, 3), None), 7)
 
 
 def with_gradient(function, count):

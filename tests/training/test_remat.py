@@ -11,13 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jaxbench import config, parameters, prng, train, transformer
+from jaxbench import config, functional, parameters, prng, train, transformer
 from jaxbench import remat as jax_remat
 from jaxbench.parity import cases, distance
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, RematConfig, StepConfig
 from jaxbench.training.train_config import TrainConfig
 from tests.structure import ROOT
+from torch_ref import functional as torch_functional
 from torch_ref import prng as torch_prng
 from torch_ref import remat
 from torch_ref import train as torch_train
@@ -46,7 +47,7 @@ def decoder(policy, dtype="float64"):
 def gradients(policy):
     """Loss and gradients of every parameter, with dropout."""
     model, batch = decoder(policy)
-    loss = torch_train.loss_fn(model, batch, dropout=(torch_prng.key_from_seed(SEED), 3))
+    loss = torch_train.loss_fn(model, batch, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(SEED), 3))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -67,7 +68,9 @@ def handed_over(policy):
         return tensor.detach()  # the tensor itself would hold the node that holds it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = torch_train.loss_fn(model, batch, dropout=(torch_prng.key_from_seed(SEED), 3))
+        loss = torch_train.loss_fn(
+            model, batch, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(SEED), 3)
+        )
     assert loss.requires_grad
     return sum(one.nbytes() for one in found)
 
@@ -103,7 +106,9 @@ def peak_bytes(policy):
     """Most bytes alive at once in one forward and backward pass, without parameters and batch."""
     model, batch = decoder(policy)
     with Peak() as counted:
-        torch_train.loss_fn(model, batch, dropout=(torch_prng.key_from_seed(SEED), 3)).backward()
+        torch_train.loss_fn(
+            model, batch, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(SEED), 3)
+        ).backward()
     assert counted.alive == sum(p.nbytes for p in model.parameters()), "gradients alone are left"
     return counted.peak
 
@@ -124,7 +129,7 @@ def test_loss_and_gradients_are_those_of_flax_with_the_same_policy(x64, policy):
     params = cases.load(CASE)[1]
     state = optimizer_step.init_state(transformer.build(CONFIG, params, dtype="float64"), params, how)
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in arrays()))
-    dropout = (prng.key_from_seed(SEED), 3)
+    dropout = functional.DropoutStream(prng.key_from_seed(SEED), 3)
     run = lambda values: train.loss_fn(parameters.merge(state.graph, values), batch, dropout=dropout)
     expected_loss, expected = jax.jit(jax.value_and_grad(run))(state.params)
     loss, found = gradients(policy)
@@ -228,7 +233,9 @@ def test_the_traced_loss_has_the_same_gradients(monkeypatch, policy):
     torch._dynamo.reset()
     expected_loss, expected = gradients("none")
     model, batch = decoder(policy)
-    loss = torch_engine._CompiledLoss()(model, batch, dropout=(torch_prng.key_from_seed(SEED), 3))
+    loss = torch_engine._CompiledLoss()(
+        model, batch, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(SEED), 3)
+    )
     loss.backward()
     named = [{"loss": np.asarray(one)} for one in (loss.detach(), expected_loss)]
     assert distance.compare(*named, kind="loss").passed

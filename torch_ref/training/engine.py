@@ -23,7 +23,7 @@ from jaxbench.measure import worker
 from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS
 from jaxbench.training.train_config import TrainConfig
-from torch_ref import prng, remat, train, transformer
+from torch_ref import functional, prng, remat, train, transformer
 from torch_ref.training import optimizer_step
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # matrix product that measures the machine's rate if no table lists it
@@ -174,7 +174,8 @@ class Engine:
         arrays = self._batch(batch)
         for k in range(count):
             micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
-            dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
+            key = self.dropout_key
+            dropout = None if key is None else functional.DropoutStream(key, step * count + k)
             with torch.no_grad(), optimizer_step.cast_to_compute(model, self.policy):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(torch.isfinite(loss)):
@@ -204,7 +205,7 @@ class Engine:
         # Four separate tensors of ids: one tensor passed twice would compile to another program.
         packed = (ids.clone(), ids.clone()) if self._is_masked else (None, None)
         batch = train.Batch(ids, ids.clone(), packed[0], ones, packed[1])
-        dropout = None if self.dropout_key is None else (self.dropout_key, 0)
+        dropout = None if self.dropout_key is None else functional.DropoutStream(self.dropout_key, 0)
         with optimizer_step.cast_to_compute(model, self.policy):
             loss = self._loss(model, batch, dropout=dropout)
         loss.backward()
@@ -226,9 +227,8 @@ class _CompiledLoss:
         torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
         self._program = torch.compile(train.loss_fn, dynamic=False, fullgraph=True)
 
-    def __call__(self, model: Any, batch: train.Batch, *, dropout: tuple[Tensor, int] | None = None) -> Tensor:
+    def __call__(self, model: Any, batch: train.Batch, *, dropout: functional.DropoutStream | None = None) -> Tensor:
         """Loss in nats per token; dropout's step is passed as a tensor: a number would recompile at each step."""
         if dropout is not None:
-            key, step = dropout
-            dropout = (key, torch.tensor(step, device=key.device))
+            dropout = dropout._replace(step=torch.tensor(dropout.step, device=dropout.key.device))
         return self._program(model, batch, dropout=dropout)

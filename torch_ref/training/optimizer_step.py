@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zeros
-from torch_ref import nn, remat, train
+from torch_ref import functional, nn, remat, train
 
 FUSED = ("cpu", "cuda")  # devices with a fused AdamW
 CLIP_EPS = 1e-6  # added to the norm in the denominator, as torch.nn.utils.clip_grad_norm_ does
@@ -129,7 +129,7 @@ def train_step(
     return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
 
 
-def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Tensor, Any] | None = None) -> Float[Tensor, ""]:
+def held_out_loss(model: Any, batch: Any, *, dropout: functional.DropoutStream | None = None) -> Float[Tensor, ""]:
     """Cross-entropy of a model's logits in nats per token, without training-only losses (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 
@@ -190,7 +190,7 @@ def _accumulate(
     count, summed = step_config.accumulation, None
     total = batch.mask.sum().clamp(min=1) if count > 1 else None  # with one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
-        dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
+        dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
         with cast_to_compute(state.params, state.policy):
             loss = loss_fn(state.params, micro, dropout=dropout)
         if count > 1:
