@@ -88,8 +88,8 @@ def match(
       ValueError: arrays or tensors are left over (the message lists them), or a given name does not exist (the message
         lists the nearest names) or does not fit.
     """
-    by_name, wanted = {leaf.name: leaf for leaf in tensors}, {leaf.name: leaf for leaf in arrays}
-    given, ignored = _given(names or {}, wanted, by_name)
+    arrays_by_name, tensors_by_name = ({leaf.name: leaf for leaf in leaves} for leaves in (arrays, tensors))
+    given, ignored = _given(names or {}, arrays_by_name, tensors_by_name)
     used = set(ignored) | {source for guess in given for source in _sources(guess.rule)}
     free_arrays = [leaf for leaf in arrays if leaf.name not in {guess.name for guess in given}]
     free_tensors = [leaf for leaf in tensors if leaf.name not in used]
