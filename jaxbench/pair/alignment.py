@@ -24,7 +24,7 @@ class Aligned(NamedTuple):
 
     torch_names: dict[str, str]  # name of the call on the PyTorch side
     calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None for one that PyTorch lacks or that fits no layout
-    turned: frozenset[str] = frozenset()  # calls whose inputs are matched in another order than PyTorch's
+    reordered: frozenset[str] = frozenset()  # calls whose inputs are matched in another order than PyTorch's
 
 
 def modules(jax_calls: Iterable[str], torch_calls: Iterable[str], matching: Matching, given: Mapping[str, str]) -> dict:
@@ -119,16 +119,16 @@ def aligned(
         if len(xs) == len(ys)
         for x, y in zip(xs, ys, strict=True)
     )
-    calls, turned = {}, set()
+    calls, reordered = {}, set()
     for name, other in names.items():
         mine, theirs = jax_calls[name], torch_calls[other]
         if name == ROOT:
             calls[name] = theirs  # arranged already
             continue
-        inputs, is_turned = _inputs(mine.inputs, theirs.inputs, layouts, is_in_order=name in in_order)
+        inputs, is_reordered = _inputs(mine.inputs, theirs.inputs, layouts, is_in_order=name in in_order)
         calls[name] = Call(inputs, _outputs(mine.outputs, theirs.outputs, layouts))
-        turned |= {name} if is_turned else set()
-    return Aligned(dict(names), calls, frozenset(turned))
+        reordered |= {name} if is_reordered else set()
+    return Aligned(dict(names), calls, frozenset(reordered))
 
 
 def learned_layouts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[int, tuple[int, ...]]:

@@ -28,10 +28,10 @@ def name_cost(array: Leaf, tensor: Leaf, weights: Mapping[str, float], *, is_pat
     cost = WEIGHT_KIND * (array.kind != tensor.kind)
     cost += WEIGHT_NAME * (1.0 - _similarity(array.words, tensor.words, weights))
     cost += WEIGHT_ROLE * bool(array.role and tensor.role and array.role != tensor.role)
-    return WEIGHT_LAYOUT * _is_turned(array, tensor) + (0.0 if is_path else cost + WEIGHT_PATH)
+    return WEIGHT_LAYOUT * _fits_only_untransposed(array, tensor) + (0.0 if is_path else cost + WEIGHT_PATH)
 
 
-def _is_turned(array: Leaf, tensor: Leaf) -> bool:
+def _fits_only_untransposed(array: Leaf, tensor: Leaf) -> bool:
     """True if a matrix fits only untransposed, though the two frameworks store it transposed to each other."""
     is_matrix = len(array.shape) == len(tensor.shape) == 2 and not tensor.is_bare
     return is_matrix and array.is_reversed != tensor.is_reversed and array.shape != tensor.shape[::-1]

@@ -212,7 +212,7 @@ def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
     first = forced(frozenset())
     own = lambda run: {entry.module: entry.error for entry in run[2] if entry.part == "output"}
     errors = own(first)
-    suspects = frozenset(name for name in first[0].turned if not errors.get(name, 0.0) <= TOLERANCE)
+    suspects = frozenset(name for name in first[0].reordered if not errors.get(name, 0.0) <= TOLERANCE)
     if not suspects:
         return first
     second = forced(suspects)

@@ -25,7 +25,7 @@ ROUNDS = 3  # of assignment, each using the result of the one before
 WEIGHT_SOURCE = 5.0  # above all that one round's errors of order can cost together
 NEVER = 1e6
 MARGIN = 0.1  # difference of costs under which names do not tell two arrays apart
-TURNED = "same values, in another order of axes than its own"
+OTHER_LAYOUT = "same values, in another order of axes than its own"
 BY_NAME, BY_USE, BY_PLACE = "name", "order of use", "order of names"
 MAX_PARTS = 4  # of one fused tensor
 MAX_SHOWN = 12  # leaves that an error names
@@ -309,8 +309,10 @@ def _guesses(pairs: Iterable[tuple[_Slot, _Slot]], alone: set[str], exchangeable
         else:
             part = (tensor.index, tensor.count) if tensor.count > 1 else None
             rule = Rule((tensor.whole.name,), arrangement, part, axis=tensor.axis)
-        is_turned = arrangement != _arrangements(tensor.part, array.part)[0]
-        why = TURNED if is_turned else _why(array.whole, tensor.whole, name in alone, name in exchangeable)
+        if arrangement == _arrangements(tensor.part, array.part)[0]:
+            why = _why(array.whole, tensor.whole, name in alone, name in exchangeable)
+        else:
+            why = OTHER_LAYOUT
         guesses[name] = Guess(name, rule, why)
     return list(guesses.values())
 

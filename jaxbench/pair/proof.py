@@ -17,7 +17,7 @@ from jaxbench.pair.inside import Inside, is_module
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import disturbed, leaves_of
-from jaxbench.pair.matching import TURNED, Matching, match
+from jaxbench.pair.matching import OTHER_LAYOUT, Matching, match
 from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.rules import Read, Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide, calling_torch, default_type, torch_leaves, wide
@@ -113,8 +113,8 @@ class _Work:
             self.twin.load(to_torch(self.matching.rules, arrays, shapes))
             self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
         if pair.weights == "own":
-            turned = [guess for guess in self.matching.guesses if guess.why == TURNED]
-            self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in turned]
+            guesses = [guess for guess in self.matching.guesses if guess.why == OTHER_LAYOUT]
+            self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in guesses]
             own = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
             self.compare("weights", own, theirs, gate="P5", tolerance=1e-6)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.pair.matching import TURNED, Leaf, match
+from jaxbench.pair.matching import OTHER_LAYOUT, Leaf, match
 from jaxbench.pair.rules import Rule, arrangements, to_torch
 
 RANDOM = np.random.default_rng(0)
@@ -31,7 +31,7 @@ def test_a_square_matrix_of_a_class_without_a_layout_keeps_its_axes_unless_the_v
     array, tensor = Leaf("w", (4, 4), 0, True), Leaf("w", (4, 4), 0, is_bare=True)
     assert rules_of([array], [tensor])["w"].arrangement.axes == (0, 1)
     (guess,) = match([array._replace(value=value)], [tensor._replace(value=value.T)]).guesses
-    assert guess.rule.arrangement.axes == (1, 0) and guess.why == TURNED
+    assert guess.rule.arrangement.axes == (1, 0) and guess.why == OTHER_LAYOUT
 
 
 def test_query_key_and_value_come_out_of_one_fused_tensor_in_their_order():
