@@ -50,8 +50,12 @@ def named(
     for dtype in TYPES:
         name = str(dtype).removeprefix("torch.")
         narrow = lambda x, dtype=dtype: as_type(x, dtype)
+
+        def narrow_weights(m: torch.nn.Module, narrow: Callable = narrow) -> None:
+            m._apply(narrow)
+
         try:
-            whole = called(_with(call, narrow), lambda m, narrow=narrow: m._apply(narrow) and None)
+            whole = called(_with(call, narrow), narrow_weights)
             own = _difference(wanted, whole, exact)
         except RuntimeError:  # an operation does not support the type
             continue
