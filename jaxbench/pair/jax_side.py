@@ -5,7 +5,6 @@ The weight rules are part of that function, so its gradients are with respect to
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxbench.pair.jax_model import Handler, JaxModel, as_type, is_floating
 from jaxbench.parity import distance
-from jaxbench.parity.capture import ROOT, Call, Outputs, in_order_of, map_floating, outputs_of
+from jaxbench.parity.capture import ROOT, Call, Outputs, call_names, in_order_of, map_floating, outputs_of
 
 
 class Watched(NamedTuple):
@@ -73,7 +72,7 @@ class JaxSide:
         order: dict[str, None] = {}
 
         def recorder(example: int | None) -> Handler:
-            calls, key = {}, _counted()
+            calls, name_of_call = {}, call_names()
             examples.append(calls)
 
             def record(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -82,7 +81,7 @@ class JaxSide:
                 made = floating(result)
                 order.setdefault(name)
                 if made and not _is_traced((given, made)):
-                    calls[key(name)] = Call(given, made)
+                    calls[name_of_call(name)] = Call(given, made)
                 return result
 
             return record
@@ -109,13 +108,13 @@ class JaxSide:
         examples: list[dict[str, Call]] = []
 
         def forcer(example: int | None) -> Handler:
-            calls, key = {}, _counted()
+            calls, name_of_call = {}, call_names()
             examples.append(calls)
             here = lambda x: x if example is None or x is None else x[example]
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = floating((args, kwargs))
-                if name == ROOT or _is_traced(handed) or (name := key(name)) not in given:
+                if name == ROOT or _is_traced(handed) or (name := name_of_call(name)) not in given:
                     return call(*args, **kwargs)
                 values = zip(handed, map(here, given[name].inputs), strict=True)
                 forced_to = [own if x is None else self.cast(x) for own, x in values]
@@ -223,17 +222,6 @@ class JaxSide:
 def _is_traced(arrays: Any) -> bool:
     """True inside a transformation such as vmap, where arrays are tracers without values."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-
-
-def _counted() -> Callable[[str], str]:
-    """Return a function that gives repeated calls of a module distinct names: name, name#1, name#2."""
-    counts: collections.Counter[str] = collections.Counter()
-
-    def key(name: str) -> str:
-        counts[name] += 1
-        return name if counts[name] == 1 else f"{name}#{counts[name] - 1}"
-
-    return key
 
 
 def floating(tree: Any) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import re
@@ -18,7 +17,7 @@ from jaxbench.pair.keeping import copy_of, restored
 from jaxbench.pair.leaves import disturbed, sources_of
 from jaxbench.pair.matching import Leaf
 from jaxbench.parity import distance
-from jaxbench.parity.capture import ROOT, Call, Outputs, map_floating, outputs_of
+from jaxbench.parity.capture import ROOT, Call, Outputs, call_names, map_floating, outputs_of
 
 # Modules whose weights are [out, in, *window]; Flax's and Haiku's kernels have these axes in reverse order.
 REVERSED = (torch.nn.Linear, conv._ConvNd, torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase,
@@ -198,12 +197,8 @@ def is_called(module: torch.nn.Module) -> bool:
 @contextlib.contextmanager
 def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[None]:
     """Record, inside the context, every call of a module and of those inside it, and every tap."""
-    counts: collections.Counter[str] = collections.Counter()
+    name_of_call = call_names()
     open_calls: list[tuple[str, Any, Any]] = []
-
-    def key(name: str) -> str:
-        counts[name] += 1
-        return name if counts[name] == 1 else f"{name}#{counts[name] - 1}"
 
     def before(name: str) -> Any:
         def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -219,7 +214,7 @@ def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[N
         numbers = tuple(as_numpy(x) for x in floating((args, kwargs)))
         outputs = tuple(as_numpy(x) for x in floating(result))
         if outputs:
-            calls[key(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs))
+            calls[name_of_call(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs))
 
     def tap(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         record(name, args, kwargs, args[0])

@@ -6,6 +6,7 @@ torch_side.py, equinox_side.py) fill these types without changing the models.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,6 +73,17 @@ class Local(NamedTuple):
     module: str
     part: str  # "output", or "input of <child>" for what it passes to a module inside it
     error: float  # relative 2-norm, the largest of its tensors
+
+
+def call_names() -> Callable[[str], str]:
+    """Return a function that gives repeated calls of a module distinct names: name, name#1, name#2."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def name_of_call(module: str) -> str:
+        counts[module] += 1
+        return module if counts[module] == 1 else f"{module}#{counts[module] - 1}"
+
+    return name_of_call
 
 
 def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
