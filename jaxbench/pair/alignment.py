@@ -245,11 +245,10 @@ def preference(axes: tuple[int, ...]) -> int:
     return -1 if axes == tuple(range(len(axes))) else LAYOUTS.index(axes) if axes in LAYOUTS else len(LAYOUTS)
 
 
-def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[capture.Local]:
+def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[capture.LocalError]:
     """Return each module's own errors, and those of what it passes to its children, in order of completion.
 
-    The parts are "output", "output 1" and so on, and "input of <child>". A first output without a counterpart of its
-    shape has infinite error.
+    A first output without a counterpart of its shape has infinite error.
     """
     called, local = {name: wanted for name, wanted in twin.items() if name in forced}, []
     for name, wanted in called.items():
@@ -258,9 +257,9 @@ def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[c
             pairs = zip(mine.inputs, wanted.inputs, strict=True)
             errors = [distance.relative_error(a, b) for a, b in pairs if b is not None]
             parent = capture.enclosing_module(name, called)
-            local.append(capture.Local(parent, f"input of {name}", max(errors, default=0.0)))
+            local.append(capture.LocalError(parent, max(errors, default=0.0), child=name))
         for i, (a, b) in enumerate(zip(mine.outputs, wanted.outputs, strict=True)):
             if b is not None or i == 0:
                 error = np.inf if b is None else distance.relative_error(a, b)
-                local.append(capture.Local(name, f"output {i}" if i else "output", error))
+                local.append(capture.LocalError(name, error, output=i))
     return local

@@ -65,8 +65,8 @@ class _Case(NamedTuple):
 
 
 def likely(
-    culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
-    *, is_training: bool,
+    culprit: capture.LocalError, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide,
+    reference: Run, *, is_training: bool,
 ) -> str:  # fmt: skip
     """Return the likely cause in words; empty where no known change of the PyTorch module explains the JAX module.
 
@@ -85,11 +85,11 @@ def _unchanged(module: torch.nn.Module) -> None:
 
 
 def _case(
-    culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
-    is_training: bool,
+    culprit: capture.LocalError, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide,
+    reference: Run, is_training: bool,
 ) -> _Case | None:  # fmt: skip
     """Build the case to explain; None where the PyTorch module's call is unknown."""
-    child = culprit.part.removeprefix("input of ") if culprit.part != "output" else None
+    child = culprit.child
     name = twin.torch_names.get(culprit.module, culprit.module)  # a plain function's root is not a call in JAX
     if name not in reference.calls:
         return None
@@ -105,7 +105,7 @@ def _case(
     return _Case(module, call, is_training, inner, pick, [distance.widest(x) for x in mine], types)
 
 
-def _found(case: _Case, culprit: capture.Local, twin: alignment.Aligned, reference: Run) -> str:
+def _found(case: _Case, culprit: capture.LocalError, twin: alignment.Aligned, reference: Run) -> str:
     """Return the first known change that explains a case, in words; empty where none does."""
     if case.explained_by(_unchanged):
         return "the same values, handed over in another order" if case.inner is not None else ""

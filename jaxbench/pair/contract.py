@@ -46,8 +46,8 @@ class Result(NamedTuple):
     modules: dict[str, str]  # JAX call -> PyTorch call, of the modules compared
     comparisons: dict[str, Any]  # distances by kind
     framework: str  # of the JAX side
-    local: tuple[capture.Local, ...]  # every module's own error, given the inputs of its PyTorch twin
-    blamed: tuple[capture.Local, ...]  # modules that differ even on the twin's inputs, in order of computation
+    local: tuple[capture.LocalError, ...]  # every module's own error, given the inputs of its PyTorch twin
+    blamed: tuple[capture.LocalError, ...]  # modules that differ even on the twin's inputs, in order of computation
     starts: str | None  # first module, in order of computation, whose output differs
     causes: dict[str, str]  # module -> likely cause in words, where a known kind of bug explains the difference
     notes: tuple[str, ...]  # what was not compared, and why

@@ -28,8 +28,8 @@ class Inside:
     def __init__(self, pair: Pair, model: JaxModel, twin: TorchSide, matching: Matching, side: JaxSide):
         self.pair, self.model, self.twin, self.matching, self.side = pair, model, twin, matching, side
         self.tensor_names = frozenset(twin.tensors())
-        self.local: list[capture.Local] = []
-        self.blamed: list[capture.Local] = []
+        self.local: list[capture.LocalError] = []
+        self.blamed: list[capture.LocalError] = []
         self.apart: dict[str, bool] = {}  # modules whose outputs fit no common shape; True if their inputs agree
         self.suspects: set[str] = set()  # modules of `apart` after which values differ
         self.words: dict[str, str] = {}  # cause in words of modules of `apart` that are not to blame
@@ -38,7 +38,9 @@ class Inside:
         self.modules: dict[str, str] = {}  # JAX call -> PyTorch call
         self.gates: list[str] = []  # names of the modules' gates
         self.seen: set[str] = set()  # modules and taps of JAX that were called
-        self.differing: list[tuple[list[capture.Local], list[Callable[..., list[capture.Local]]]]] = []  # by mode
+        self.differing: list[
+            tuple[list[capture.LocalError], list[Callable[..., list[capture.LocalError]]]]
+        ] = []  # by mode
         self.evidence: tuple | None = None  # input to the search for causes; None if the PyTorch module is random
 
     def compare(
@@ -55,12 +57,12 @@ class Inside:
         names = {a: b for a, b in pairs.items() if not self._is_left_out(a) and not self._is_left_out(b)}
         is_training = mode == "train"
 
-        def forced(in_order: frozenset[str]) -> tuple[alignment.Aligned, dict, list[capture.Local]]:
+        def forced(in_order: frozenset[str]) -> tuple[alignment.Aligned, dict, list[capture.LocalError]]:
             twin = alignment.aligned(calls, theirs, names, in_order=in_order)
             made = rooted(self.side.forced(tensors, inputs, twin.calls, is_training=is_training))
             return twin, made, alignment.local_errors(made, twin.calls)
 
-        def left_free(freed: frozenset[str], *, is_forced_outside: bool) -> list[capture.Local]:
+        def left_free(freed: frozenset[str], *, is_forced_outside: bool) -> list[capture.LocalError]:
             """Return the errors where some modules are not forced: real inputs in, own outputs passed on.
 
             Modules that the caller leaves out are free too, or with is_forced_outside forced to PyTorch's outputs.
@@ -70,7 +72,7 @@ class Inside:
             outside = {name: call for name, call in outside.items() if name not in names}
             again = rooted(self.side.forced(tensors, inputs, outside | given, is_training=is_training))
             found = alignment.local_errors(again, given)
-            return [entry for entry in found if entry.module not in self.apart or entry.part != "output"]
+            return [entry for entry in found if entry.module not in self.apart or not entry.is_first_output]
 
         twin, made, local = _best_order(forced)
         self.modules = twin.torch_names
@@ -89,42 +91,37 @@ class Inside:
         return comparison, blame
 
     def _blame(
-        self, twin: alignment.Aligned, local: list[capture.Local], mode: str
-    ) -> tuple[list[gates.Gate], list[capture.Local]]:
+        self, twin: alignment.Aligned, local: list[capture.LocalError], mode: str
+    ) -> tuple[list[gates.Gate], list[capture.LocalError]]:
         """Return the gate of modules by themselves, and what to blame; modules without a common shape go to `apart`."""
         apart = {name for name, call in twin.calls.items() if call.outputs and call.outputs[0] is None}
         whole = {name: all(x is not None for x in twin.calls[name].inputs) for name in apart}
-        compared = [entry for entry in local if entry.module not in apart or entry.part != "output"]
+        compared = [entry for entry in local if entry.module not in apart or not entry.is_first_output]
         for entry in compared:
-            child = entry.part.removeprefix("input of ")
-            if child in whole and entry.error > TOLERANCE:
-                whole[child] = False
+            if entry.child in whole and entry.error > TOLERANCE:
+                whole[entry.child] = False
         self.apart |= whole
         self.suspects |= {name for name in apart if _is_followed_by_an_error(name, twin, local)}
         gate = gates.blame(compared)._replace(what=f"every module by itself, {mode}")
         self.gates += [f"modules, {mode}", gate.what]
         return [gate], [entry for entry in compared if not entry.error <= TOLERANCE]
 
-    def _explain(self, entries: list[capture.Local]) -> None:
+    def _explain(self, entries: list[capture.LocalError]) -> None:
         """Look for causes of the first modules to blame, in PyTorch's first output or in what a module passes on."""
         twin, made, reference, is_training = self.evidence
         first = {name: _first(twin.calls[name], reference.calls.get(other)) for name, other in twin.torch_names.items()}
         chosen = {name: made[name] for name in first if name in made}
         chosen = {name: Call(call.inputs, call.outputs[first[name] :][:1]) for name, call in chosen.items()}
-        parts = {name: f"output {i}" if i else "output" for name, i in first.items()}
-        explained: dict[str, capture.Local] = {}
+        explained: dict[str, capture.LocalError] = {}
         for entry in entries:
-            if not entry.part.startswith("output") or entry.part == parts.get(entry.module):
+            if entry.child is not None or entry.output == first.get(entry.module):
                 explained.setdefault(entry.module, entry)
         for module, entry in list(explained.items())[:MAX_CAUSES]:
-            part = "output" if entry.part.startswith("output") else entry.part
-            words = causes.likely(
-                entry._replace(part=part), twin, chosen, self.twin, reference, is_training=is_training
-            )
+            words = causes.likely(entry, twin, chosen, self.twin, reference, is_training=is_training)
             if words:
                 self.causes.setdefault(module, words)
 
-    def distinct(self) -> list[capture.Local]:
+    def distinct(self) -> list[capture.LocalError]:
         """Return the first thing to blame in every module."""
         return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
 
@@ -167,7 +164,7 @@ class Inside:
         later. To blame are those after which the next values differ, or all of them where there is nothing else to
         blame.
         """
-        found = [capture.Local(name, "output", np.inf) for name, is_same in self.apart.items() if is_same]
+        found = [capture.LocalError(name, np.inf) for name, is_same in self.apart.items() if is_same]
         if self.evidence:
             self._explain([entry for entry in found if entry.module in self.evidence[0].calls])
         to_blame = [entry for entry in found if entry.module in self.suspects or not self.blamed]
@@ -198,8 +195,8 @@ class Inside:
         return [words + _listed(shown)] if shown else []
 
 
-def _is_taken_back(entries: list[capture.Local], ways: list[Callable[..., list[capture.Local]]]) -> bool:
-    freed = frozenset(entry.module for entry in entries if entry.part.startswith("output")) - {ROOT}
+def _is_taken_back(entries: list[capture.LocalError], ways: list[Callable[..., list[capture.LocalError]]]) -> bool:
+    freed = frozenset(entry.module for entry in entries if entry.child is None) - {ROOT}
     return any(all(entry.error <= TOLERANCE for entry in left_free(freed)) for left_free in ways)
 
 
@@ -210,7 +207,7 @@ def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
     in another order, or its caller passes them in the wrong order: then the module is correct on PyTorch's order.
     """
     first = forced(frozenset())
-    own = lambda run: {entry.module: entry.error for entry in run[2] if entry.part == "output"}
+    own = lambda run: {entry.module: entry.error for entry in run[2] if entry.is_first_output}
     errors = own(first)
     suspects = frozenset(name for name in first[0].reordered if not errors.get(name, 0.0) <= TOLERANCE)
     if not suspects:
@@ -221,19 +218,16 @@ def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
     return second if right == suspects else forced(right) if right else first
 
 
-def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.Local]) -> bool:
+def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.LocalError]) -> bool:
     """True if what the enclosing module next makes of a module's output differs, or has no common shape."""
     around = capture.enclosing_module(name, twin.calls)
-    place = next(i for i, entry in enumerate(local) if entry.module == name and entry.part == "output")
+    place = next(i for i, entry in enumerate(local) if entry.module == name and entry.is_first_output)
     following = next((entry for entry in local[place + 1 :] if entry.module == around), None)
     if following is None:
         return True
-    child = following.part.removeprefix("input of ")
-    return not following.error <= TOLERANCE or (child in twin.calls and None in map(_shape, twin.calls[child].inputs))
-
-
-def _shape(x: np.ndarray | None) -> tuple[int, ...] | None:
-    return None if x is None else x.shape
+    if not following.error <= TOLERANCE:
+        return True
+    return following.child is not None and any(x is None for x in twin.calls[following.child].inputs)
 
 
 def _outputs(calls: Mapping[str, Call], twin: alignment.Aligned, *, kind: str) -> distance.Comparison:

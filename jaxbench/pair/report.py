@@ -90,7 +90,7 @@ def as_dict(result: Any, *, name: str) -> dict[str, Any]:
     own: dict[str, float] = {}
     for entry in result.local:
         own[entry.module] = max(entry.error, own.get(entry.module, 0.0))
-    first = result.blamed[0]._asdict() if result.blamed else None
+    first = result.blamed[0].as_dict() if result.blamed else None
     notes = [*left_out(result), *assumed(result), *result.notes]
     failures = {gate.what: gate.where for gate in result.gates if not gate.passed}
     return {

@@ -67,12 +67,29 @@ class Leaf(NamedTuple):
     is_plain: bool = False  # a Python number
 
 
-class Local(NamedTuple):
+class LocalError(NamedTuple):
     """Error of one module's own code: its distance from the twin, given the twin's inputs and inner results."""
 
     module: str
-    part: str  # "output", or "input of <child>" for what it passes to a module inside it
     error: float  # relative 2-norm, the largest of its tensors
+    child: str | None = None  # the error is in what the module passes to this one inside it; None = in its own output
+    output: int = 0  # index of that output in a pair (jaxbench/pair); elsewhere 0 stands for all outputs
+
+    @property
+    def part(self) -> str:
+        """Where the error is, in words: "output", "output 1" and so on, or "input of <child>"."""
+        if self.child is not None:
+            return f"input of {self.child}"
+        return f"output {self.output}" if self.output else "output"
+
+    @property
+    def is_first_output(self) -> bool:
+        """True for the error of the module's first output."""
+        return self.child is None and self.output == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the module, the part and the error as plain values, for JSON."""
+        return {"module": self.module, "part": self.part, "error": self.error}
 
 
 def call_names() -> Callable[[str], str]:
@@ -202,7 +219,7 @@ def _leaves(tree: Any) -> Iterator[Leaf]:
     return (leaf for _, leaf in _places(tree))
 
 
-def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:
+def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[LocalError]:
     """Compute each module's own error, in the reference's order; forced calls were made on the reference's tensors.
 
     The enclosing module computes a call's inputs, so their error counts as that module's.
@@ -213,18 +230,21 @@ def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> l
     distance.check_names(forced, reference, kind="modules called")
     local = []
     for name, wanted in reference.items():
-        parts = [(name, "output", forced[name].outputs, wanted.outputs)]
         if name != ROOT:
             parent = enclosing_module(name, reference)
-            parts.insert(0, (parent, f"input of {name}", forced[name].inputs, wanted.inputs))
-        for module, part, values, references in parts:
-            if len(values) != len(references):
-                raise ValueError(f"parity: {part} of {module}: {len(values)} tensors, the twin has {len(references)}")
-            errors = [distance.relative_error(a, b) for a, b in zip(values, references, strict=True)]
-            local.append(Local(module, part, max(errors, default=0.0)))
+            local.append(_local_error(forced[name].inputs, wanted.inputs, module=parent, child=name))
+        local.append(_local_error(forced[name].outputs, wanted.outputs, module=name, child=None))
     return local
 
 
-def blame(local: Iterable[Local], *, tolerance: float) -> Local | None:
+def _local_error(values: tuple[Any, ...], references: tuple[Any, ...], *, module: str, child: str | None) -> LocalError:
+    local = LocalError(module, 0.0, child)
+    if len(values) != len(references):
+        raise ValueError(f"parity: {local.part} of {module}: {len(values)} tensors, the twin has {len(references)}")
+    errors = [distance.relative_error(a, b) for a, b in zip(values, references, strict=True)]
+    return local._replace(error=max(errors, default=0.0))
+
+
+def blame(local: Iterable[LocalError], *, tolerance: float) -> LocalError | None:
     """Return the first part whose own error is above the tolerance, in order of computation; None if there is none."""
     return next((entry for entry in local if not entry.error <= tolerance), None)

@@ -56,7 +56,7 @@ def from_ratio(comparison: distance.Comparison, *, what: str) -> Gate:
     return Gate("P2", what, comparison.passed, high, distance.ERROR_RATIO * low + shown.slack, shown.name, note)
 
 
-def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
+def blame(local: Sequence[capture.LocalError], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
     """Gate P4: no module computes anything differently by itself."""
     culprit = capture.blame(local, tolerance=tolerance)
     shown = culprit or max(local, key=lambda entry: entry.error)

@@ -202,7 +202,7 @@ class _Work:
         self.arrays = cases.arrays(case, config)
         self.gates: list[gates.Gate] = []
         self.comparisons: dict[str, Any] = {}
-        self.local: list[capture.Local] = []
+        self.local: list[capture.LocalError] = []
         self.reference: evidence.Evidence | None = None
         self.settings: dict[str, Any] = {}
 
@@ -325,7 +325,7 @@ class _Work:
         first = {kind: failure.name for kind, failure in failures.items() if failure is not None}
         worst = self.comparisons["outputs"].worst.error
         found = outcome(self.case, self.backend, self.gates, self.settings, worst=worst, first=first)
-        blame = None if culprit is None else culprit._asdict()
+        blame = None if culprit is None else culprit.as_dict()
         return found | {"blame": blame, "layers": self._layers(), "parameters": self._parameters()}
 
     def _layers(self) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def case(module, x, mine, *, types=()):
     """What `likely` is told of a module whose JAX output is `mine`, given the module's own input."""
     side = TorchSide(module, dtype="float64")
     run = side.run((x,), is_training=False)
-    culprit = capture.Local(capture.ROOT, "output", 1.0)
+    culprit = capture.LocalError(capture.ROOT, 1.0)
     forced = {capture.ROOT: capture.Call((), (mine,))}
     return culprit, Aligned({capture.ROOT: capture.ROOT}, {}), forced, side, run
 
@@ -183,7 +183,7 @@ def test_equal_values_with_other_gradients_are_said_to_be_that():
 
 
 def test_blamed_modules_with_a_cause_come_first():
-    local = tuple(capture.Local(f"layer_{i}", "output", 1.0) for i in range(7))
+    local = tuple(capture.LocalError(f"layer_{i}", 1.0) for i in range(7))
     gate = gates.Gate("P1", "outputs, eval", False, 1.0, 1e-9)
     weights = types.SimpleNamespace(assumed=())
     result = contract.Result((gate,), weights, {}, {}, "", local, local, None, {"layer_6": "a slip"}, ())

@@ -8,7 +8,7 @@ import torch
 
 from jaxbench import functional, transformer
 from jaxbench.parity import capture, cases, flax_side, run, torch_side
-from jaxbench.parity.capture import Call
+from jaxbench.parity.capture import Call, LocalError
 
 CASE = cases.find("transformer/llama-untied")
 
@@ -82,8 +82,15 @@ def test_the_first_module_with_an_error_of_its_own_is_blamed():
     reference = {"a.inner": Call((x,), (x,)), "a": Call((x,), (x,)), "model": Call((), (x,))}
     forced = reference | {"a.inner": Call((x * 2,), (x,))}
     local = capture.local_errors(forced, reference)
-    assert capture.blame(local, tolerance=1e-9) == capture.Local("a", "input of a.inner", 1.0)
+    assert capture.blame(local, tolerance=1e-9) == LocalError("a", 1.0, child="a.inner")
     assert capture.blame(capture.local_errors(reference, reference), tolerance=1e-9) is None
+
+
+def test_reports_name_the_part_that_has_the_error():
+    errors = [LocalError("a", 1.0), LocalError("a", 1.0, output=1), LocalError("a", 1.0, child="a.inner")]
+    assert [error.part for error in errors] == ["output", "output 1", "input of a.inner"]
+    assert [error.is_first_output for error in errors] == [True, False, False]
+    assert errors[2].as_dict() == {"module": "a", "part": "input of a.inner", "error": 1.0}
 
 
 def test_a_result_that_is_not_a_number_is_blamed():

@@ -137,7 +137,7 @@ def test_error_ratio_gate_reports_both_errors():
 
 
 def test_blame_passes_rounding_and_names_the_part_that_is_more():
-    rounding = [capture.Local("a", "output", 1e-16), capture.Local("model", "output", 3e-16)]
+    rounding = [capture.LocalError("a", 1e-16), capture.LocalError("model", 3e-16)]
     assert gates.blame(rounding).passed
-    failed = gates.blame([*rounding, capture.Local("layers.0", "input of layers.0.mlp", 1e-3)])
+    failed = gates.blame([*rounding, capture.LocalError("layers.0", 1e-3, child="layers.0.mlp")])
     assert not failed.passed and failed.where == "layers.0 (input of layers.0.mlp)"
