@@ -13,11 +13,11 @@ import torch
 from jaxbench import libtpu
 from jaxbench.pair import draws, kept_state, modes, placing, whole
 from jaxbench.pair.contract import Pair, Result
-from jaxbench.pair.inside import Inside, is_module
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import disturbed, leaves_of
 from jaxbench.pair.matching import OTHER_LAYOUT, Matching, match
+from jaxbench.pair.module_findings import ModuleFindings, is_module
 from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.rules import Read, Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide, calling_torch, default_type, torch_leaves, wide
@@ -122,7 +122,7 @@ class _Work:
             self._disturb()
         self.tensors = self.twin.tensors()
         self.side = self._side("float64")
-        self.inside = Inside(pair, self.model, self.twin, self.matching, self.side)
+        self.findings = ModuleFindings(pair, self.model, self.twin, self.matching, self.side)
 
     def _disturb(self) -> None:
         """Randomise the constant tensors that the JAX model gets, in the twin only, never in the caller's module."""
@@ -191,7 +191,7 @@ class _Work:
         self.causes |= {each.name: each.words for each in placed if not each.is_same}
         to_targets = lambda values: tuple(each.fit.apply(values[each.index]) for each in placed)
         self._repeated(mine.outputs.floating, mode)
-        modules, blame = self.inside.compare(
+        modules, blame = self.findings.compare(
             mine, reference, self.tensors, self.inputs, to_targets, mode=mode, is_random=self.is_random
         )
         self._record(modules)
@@ -201,7 +201,7 @@ class _Work:
         self.notes += kept_state.unseen(self.tensors, reference, self.matching)
         kept_state.compare(self, mine.state, reference, mode, self.tensors)
         if mode == self.compared_modes[-1]:
-            self.inside.check_called()
+            self.findings.check_called()
         if self.pair.quick:
             return
         targets = draws.targets(reference.outputs.floating, self.inputs)
@@ -333,10 +333,10 @@ class _Work:
 
     def result(self) -> Result:
         """Collect the findings as a Result."""
-        inside = self.inside
+        found = self.findings
         return Result(
-            tuple(self.gates), self.matching, inside.modules, self.comparisons, self.model.framework,
-            tuple(inside.local), tuple(inside.blamed), inside.starts, inside.causes | self.causes,
+            tuple(self.gates), self.matching, found.modules, self.comparisons, self.model.framework,
+            tuple(found.local), tuple(found.blamed), found.starts, found.causes | self.causes,
             tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 

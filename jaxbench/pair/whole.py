@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxbench.pair import draws, kept_state, placing
 from jaxbench.pair.jax_model import calling
+from jaxbench.pair.module_findings import ModuleFindings
 from jaxbench.pair.rules import Read
 from jaxbench.pair.torch_side import Run
 
@@ -24,26 +25,26 @@ def judge(work: Any) -> None:
     Args:
       work: the running proof (proof._Work), after all its float64 gates.
     """
-    _judge(work, work.inside)
-    work.notes += work.inside.apart_note()
+    _judge(work, work.findings)
+    work.notes += work.findings.apart_note()
 
 
-def _judge(work: Any, inside: Any) -> None:
-    of_whole = lambda: [gate for gate in work.gates if gate.what not in inside.gates]
+def _judge(work: Any, findings: ModuleFindings) -> None:
+    of_whole = lambda: [gate for gate in work.gates if gate.what not in findings.gates]
     if all(gate.passed for gate in of_whole()):
-        if not inside.blamed and not inside.apart and all(gate.passed for gate in work.gates):
+        if not findings.blamed and not findings.apart and all(gate.passed for gate in work.gates):
             return
-        seeds = range(1, 1 + (NUM_DRAWS if inside.blamed else 1))
+        seeds = range(1, 1 + (NUM_DRAWS if findings.blamed else 1))
         num_draws = 1 + sum(_drawn_again(work, seed) for seed in seeds)
         is_same = all(gate.passed for gate in of_whole())
-        if is_same and not inside.is_taken_back():
+        if is_same and not findings.is_taken_back():
             work.notes.append(MEANT)
             return
-        if is_same and (num_draws > 1 or not inside.blamed):
+        if is_same and (num_draws > 1 or not findings.blamed):
             work.gates = [gate for gate in work.gates if gate.passed]
-            work.notes += inside.forgive(num_draws, "outputs" if work.pair.quick else "outputs and gradients")
+            work.notes += findings.forgive(num_draws, "outputs" if work.pair.quick else "outputs and gradients")
             return
-    inside.blame_apart()
+    findings.blame_apart()
 
 
 def _drawn_again(work: Any, seed: int) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,60 @@ MAX_SHOWN = 6  # modules in a note
 TOLERANCE = distance.TOLERANCE_FLOAT64
 
 
-class Inside:
+class _Forced(NamedTuple):
+    """JAX's calls on PyTorch's tensors (teacher forcing), and every module's own errors in them."""
+
+    twin: alignment.Aligned
+    calls: dict[str, Call]
+    errors: list[capture.LocalError]
+
+
+class _Calls(NamedTuple):
+    """Both sides' calls in one mode, and JAX's repeated with modules forced to PyTorch's tensors."""
+
+    mine: dict[str, Call]
+    theirs: dict[str, Call]
+    pairs: dict[str, str]  # JAX call -> PyTorch call
+    compared: dict[str, str]  # those of pairs that the caller does not leave out
+    force: Callable[[Mapping[str, Call]], dict[str, Call]]  # PyTorch's calls by JAX's name -> JAX's calls, forced
+
+    def forced(self, in_order: frozenset[str] = frozenset()) -> _Forced:
+        """Force every compared module; those in in_order get their inputs in PyTorch's order."""
+        twin = alignment.aligned(self.mine, self.theirs, self.compared, in_order=in_order)
+        calls = self.force(twin.calls)
+        return _Forced(twin, calls, alignment.local_errors(calls, twin.calls))
+
+    def left_free(
+        self, twin: alignment.Aligned, freed: frozenset[str], *, is_forced_outside: bool
+    ) -> list[capture.LocalError]:
+        """Return the errors where some modules are not forced: real inputs in, own outputs passed on.
+
+        Modules that the caller leaves out are free too, or with is_forced_outside forced to PyTorch's outputs.
+        """
+        given = {name: call for name, call in twin.calls.items() if name not in freed}
+        outside = alignment.aligned(self.mine, self.theirs, self.pairs).calls if is_forced_outside else {}
+        outside = {name: call for name, call in outside.items() if name not in self.compared}
+        return alignment.local_errors(self.force(outside | given), given)
+
+
+class _Difference(NamedTuple):
+    """One mode in which modules differ by themselves."""
+
+    errors: list[capture.LocalError]
+    calls: _Calls
+    twin: alignment.Aligned
+
+
+class _Evidence(NamedTuple):
+    """Input to the search for causes."""
+
+    twin: alignment.Aligned
+    calls: dict[str, Call]  # JAX's, forced
+    reference: Run
+    is_training: bool
+
+
+class ModuleFindings:
     """Findings on the modules so far; local errors and blame are from the first mode in which a module is to blame."""
 
     def __init__(self, pair: Pair, model: JaxModel, twin: TorchSide, matching: Matching, side: JaxSide):
@@ -38,10 +90,8 @@ class Inside:
         self.modules: dict[str, str] = {}  # JAX call -> PyTorch call
         self.gates: list[str] = []  # names of the modules' gates
         self.seen: set[str] = set()  # modules and taps of JAX that were called
-        self.differing: list[
-            tuple[list[capture.LocalError], list[Callable[..., list[capture.LocalError]]]]
-        ] = []  # by mode
-        self.evidence: tuple | None = None  # input to the search for causes; None if the PyTorch module is random
+        self.differing: list[_Difference] = []
+        self.evidence: _Evidence | None = None  # of the mode of `local`; None if the PyTorch module is random
 
     def compare(
         self, mine: Watched, reference: Run, tensors: Mapping[str, np.ndarray], inputs: tuple,
@@ -50,42 +100,25 @@ class Inside:
         """Compare the modules' outputs, and what every module computes on its twin's inputs (teacher forcing)."""
         rooted = lambda calls: {**calls, ROOT: Call((), to_targets(calls[ROOT].outputs))}
         self.seen |= {*mine.order, *(name.partition("#")[0] for name in mine.calls)}
-        calls = rooted(mine.calls)
+        mine_calls = rooted(mine.calls)
         theirs = {name: call.call for name, call in reference.calls.items()}
         theirs[ROOT] = Call((), reference.outputs.floating)
-        pairs = alignment.modules(calls, theirs, self.matching, self._given())
+        pairs = alignment.modules(mine_calls, theirs, self.matching, self._given())
         names = {a: b for a, b in pairs.items() if not self._is_left_out(a) and not self._is_left_out(b)}
         is_training = mode == "train"
-
-        def forced(in_order: frozenset[str]) -> tuple[alignment.Aligned, dict, list[capture.LocalError]]:
-            twin = alignment.aligned(calls, theirs, names, in_order=in_order)
-            made = rooted(self.side.forced(tensors, inputs, twin.calls, is_training=is_training))
-            return twin, made, alignment.local_errors(made, twin.calls)
-
-        def left_free(freed: frozenset[str], *, is_forced_outside: bool) -> list[capture.LocalError]:
-            """Return the errors where some modules are not forced: real inputs in, own outputs passed on.
-
-            Modules that the caller leaves out are free too, or with is_forced_outside forced to PyTorch's outputs.
-            """
-            given = {name: call for name, call in twin.calls.items() if name not in freed}
-            outside = alignment.aligned(calls, theirs, pairs).calls if is_forced_outside else {}
-            outside = {name: call for name, call in outside.items() if name not in names}
-            again = rooted(self.side.forced(tensors, inputs, outside | given, is_training=is_training))
-            found = alignment.local_errors(again, given)
-            return [entry for entry in found if entry.module not in self.apart or not entry.is_first_output]
-
-        twin, made, local = _best_order(forced)
-        self.modules = twin.torch_names
-        comparison = _outputs(calls, twin, kind=f"modules, {mode}")
-        blame, every = self._blame(twin, local, mode)
+        force = lambda given: rooted(self.side.forced(tensors, inputs, given, is_training=is_training))
+        calls = _Calls(mine_calls, theirs, pairs, names, force)
+        forced = _best_order(calls)
+        self.modules = forced.twin.torch_names
+        comparison = _outputs(mine_calls, forced.twin, kind=f"modules, {mode}")
+        blame, every = self._blame(forced.twin, forced.errors, mode)
         if self.starts is None and comparison.first_failure:
             self.starts = comparison.first_failure.name.partition(" (")[0]
         if every:
-            ways = (False, True) if len(names) < len(pairs) else (False,)
-            self.differing.append((every, [functools.partial(left_free, is_forced_outside=each) for each in ways]))
+            self.differing.append(_Difference(every, calls, forced.twin))
         if not self.blamed:  # no earlier mode found any
-            self.local, self.blamed = local, every
-            self.evidence = None if is_random else (twin, made, reference, is_training)
+            self.local, self.blamed = forced.errors, every
+            self.evidence = None if is_random else _Evidence(forced.twin, forced.calls, reference, is_training)
             if self.evidence:
                 self._explain(every)
         return comparison, blame
@@ -96,7 +129,7 @@ class Inside:
         """Return the gate of modules by themselves, and what to blame; modules without a common shape go to `apart`."""
         apart = {name for name, call in twin.calls.items() if call.outputs and call.outputs[0] is None}
         whole = {name: all(x is not None for x in twin.calls[name].inputs) for name in apart}
-        compared = [entry for entry in local if entry.module not in apart or not entry.is_first_output]
+        compared = _without_first_outputs(local, apart)
         for entry in compared:
             if entry.child in whole and entry.error > TOLERANCE:
                 whole[entry.child] = False
@@ -155,7 +188,14 @@ class Inside:
         but nothing after them: the same function, split into modules differently. A bug that a later module hides,
         such as a scale before a norm, still shows as a difference in the norm's input.
         """
-        return all(_is_taken_back(entries, ways) for entries, ways in self.differing)
+        return all(self._is_taken_back(difference) for difference in self.differing)
+
+    def _is_taken_back(self, difference: _Difference) -> bool:
+        errors, calls, twin = difference
+        freed = frozenset(entry.module for entry in errors if entry.child is None) - {ROOT}
+        ways = (False, True) if len(calls.compared) < len(calls.pairs) else (False,)
+        left = (calls.left_free(twin, freed, is_forced_outside=each) for each in ways)
+        return any(all(e.error <= TOLERANCE for e in _without_first_outputs(each, self.apart)) for each in left)
 
     def blame_apart(self) -> None:
         """Look for causes also in modules whose output shapes differ, because the whole functions differ.
@@ -166,7 +206,7 @@ class Inside:
         """
         found = [capture.LocalError(name, np.inf) for name, is_same in self.apart.items() if is_same]
         if self.evidence:
-            self._explain([entry for entry in found if entry.module in self.evidence[0].calls])
+            self._explain([entry for entry in found if entry.module in self.evidence.twin.calls])
         to_blame = [entry for entry in found if entry.module in self.suspects or not self.blamed]
         self.words = {entry.module: self.causes.pop(entry.module, "") for entry in found if entry not in to_blame}
         self.starts = self.starts or next((entry.module for entry in to_blame), None)
@@ -195,27 +235,26 @@ class Inside:
         return [words + _listed(shown)] if shown else []
 
 
-def _is_taken_back(entries: list[capture.LocalError], ways: list[Callable[..., list[capture.LocalError]]]) -> bool:
-    freed = frozenset(entry.module for entry in entries if entry.child is None) - {ROOT}
-    return any(all(entry.error <= TOLERANCE for entry in left_free(freed)) for left_free in ways)
+def _without_first_outputs(errors: list[capture.LocalError], modules: Container[str]) -> list[capture.LocalError]:
+    return [entry for entry in errors if entry.module not in modules or not entry.is_first_output]
 
 
-def _best_order(forced: Callable[[frozenset[str]], tuple]) -> tuple:
+def _best_order(calls: _Calls) -> _Forced:
     """Run the forced calls with each module's inputs in the order that explains its output.
 
     Inputs that are nearest in another order than PyTorch's have two explanations. Either the module takes its arguments
     in another order, or its caller passes them in the wrong order: then the module is correct on PyTorch's order.
     """
-    first = forced(frozenset())
-    own = lambda run: {entry.module: entry.error for entry in run[2] if entry.is_first_output}
+    own = lambda forced: {entry.module: entry.error for entry in forced.errors if entry.is_first_output}
+    first = calls.forced()
     errors = own(first)
-    suspects = frozenset(name for name in first[0].reordered if not errors.get(name, 0.0) <= TOLERANCE)
+    suspects = frozenset(name for name in first.twin.reordered if not errors.get(name, 0.0) <= TOLERANCE)
     if not suspects:
         return first
-    second = forced(suspects)
+    second = calls.forced(suspects)
     errors = own(second)
     right = frozenset(name for name in suspects if errors.get(name, np.inf) <= TOLERANCE)
-    return second if right == suspects else forced(right) if right else first
+    return second if right == suspects else calls.forced(right) if right else first
 
 
 def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.LocalError]) -> bool:
