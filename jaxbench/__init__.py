@@ -7,7 +7,7 @@ docs/your_own_pair.md.
 _PAIR = {
     "compare": "compare",
     "assert_same_function": "compare",
-    "Pair": "contract",
+    "Pair": "public_types",
     "Rule": "rules",
     "speed": "speed",
     "tap": "jax_model",

@@ -48,7 +48,7 @@ def main() -> int:
     process_environment.ensure("cpu")
     from jaxbench import outputs
     from jaxbench.pair import proof, report
-    from jaxbench.pair.contract import checked
+    from jaxbench.pair.public_types import checked
 
     name, folder = Path(values.file).stem, cli.workdir("out/pair")
     pair = pair_file.load(values.file)

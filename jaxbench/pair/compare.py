@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxbench.pair import proof
-from jaxbench.pair.contract import Pair, Result, checked
+from jaxbench.pair.public_types import Pair, Result, checked
 
 
 def compare(
@@ -28,7 +28,7 @@ def compare(
       inputs: one array, or a tuple of arguments of both sides: numpy arrays and trees of them.
       names: overrides of the automatic weight matching: {JAX array: PyTorch tensor, Rule or function of all tensors},
         {PyTorch tensor: None} where JAX has none; and {JAX module: PyTorch module}.
-      **options: the further fields of contract.Pair.
+      **options: the further fields of jaxbench.Pair.
 
     Raises:
       ValueError: weights without a counterpart, outputs that cannot be compared, an unknown value of an option.

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.pair import alignment, causes
-from jaxbench.pair.contract import Pair
 from jaxbench.pair.jax_model import JaxModel
 from jaxbench.pair.jax_side import JaxSide, Watched
 from jaxbench.pair.matching import Matching, near
+from jaxbench.pair.public_types import Pair
 from jaxbench.pair.torch_side import Run, TorchCall, TorchSide
 from jaxbench.parity import capture, distance, gates
 from jaxbench.parity.capture import ROOT, Call

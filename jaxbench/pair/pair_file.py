@@ -28,7 +28,7 @@ def load(path: str | None) -> Any:
         raise ValueError(f"--file={path}: {type(error).__name__}: {first_line(error)}") from error
     if not callable(names.get("pair")):
         raise ValueError(f"--file={path}: defines no function pair()")
-    from jaxbench.pair.contract import Pair
+    from jaxbench.pair.public_types import Pair
 
     try:
         pair = names["pair"]()

@@ -12,13 +12,13 @@ import torch
 
 from jaxbench import libtpu
 from jaxbench.pair import draws, kept_state, modes, placing, whole
-from jaxbench.pair.contract import Pair, Result
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import disturbed, leaves_of
 from jaxbench.pair.matching import OTHER_LAYOUT, Matching, match
 from jaxbench.pair.module_findings import ModuleFindings, is_module
 from jaxbench.pair.pair_file import first_line
+from jaxbench.pair.public_types import Pair, Result
 from jaxbench.pair.rules import Read, Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide, calling_torch, default_type, torch_leaves, wide
 from jaxbench.pair.widening import widened

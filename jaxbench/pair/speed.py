@@ -75,10 +75,10 @@ def speed(path: str | Path, *, workdir: str | Path | None = None, **settings: An
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
             return speed(path, workdir=folder, **settings)
-    from jaxbench.pair import contract, pair_file, proof
+    from jaxbench.pair import pair_file, proof, public_types
 
     chosen = checked(Settings(**settings))
-    pair = contract.checked(pair_file.load(str(path)))
+    pair = public_types.checked(pair_file.load(str(path)))
     return run(Path(path), proof.weights(pair), chosen, Path(workdir), has_optimizers=pair.optimizers is not None)
 
 

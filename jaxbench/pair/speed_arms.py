@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from jaxbench.pair import proof, torch_side
-from jaxbench.pair.contract import Pair
 from jaxbench.pair.jax_model import as_type, is_floating
 from jaxbench.pair.jax_side import by_parts, floating
+from jaxbench.pair.public_types import Pair
 from jaxbench.parity import distance
 from jaxbench.parity.capture import map_floating
 

@@ -38,12 +38,12 @@ class Session:
         import torch
 
         from jaxbench.measure import environment
-        from jaxbench.pair import contract, pair_file
+        from jaxbench.pair import pair_file, public_types
 
         torch.set_num_threads(self.threads)
         start = time.perf_counter()
         jax.devices()
-        self.pair = contract.checked(pair_file.load(path))
+        self.pair = public_types.checked(pair_file.load(path))
         return {"seconds": time.perf_counter() - start, "versions": environment.versions()}
 
     def open(self, *, weights: str, dtype: str, trained: dict, is_training: bool) -> dict:

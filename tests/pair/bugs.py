@@ -14,7 +14,7 @@ import torch
 from flax import linen, nnx
 
 import jaxbench
-from jaxbench.pair import contract, proof
+from jaxbench.pair import proof, public_types
 
 
 class Bug(NamedTuple):
@@ -340,4 +340,4 @@ PAIRS: dict[str, tuple[Callable[[str], jaxbench.Pair], tuple[Bug, ...]]] = {
 @functools.cache
 def outcome(pair: str, bug: str) -> Any:
     """Result of a pair with a bug."""
-    return proof.run(contract.checked(PAIRS[pair][0](bug)._replace(quick=True, modes=("eval",))))
+    return proof.run(public_types.checked(PAIRS[pair][0](bug)._replace(quick=True, modes=("eval",))))

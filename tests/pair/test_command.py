@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxbench.pair import contract, proof
+from jaxbench.pair import proof, public_types
 from tests.structure import ROOT
 from tests.test_cli import shell_environment
 
@@ -80,7 +80,7 @@ def test_published_pairs_come_out_as_their_files_say(name):
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which jaxbench does not")
     pair = runpy.run_path(str(PAIRS / f"{name}.py"))["pair"]()
-    result = proof.run(contract.checked(pair._replace(quick=True)))
+    result = proof.run(public_types.checked(pair._replace(quick=True)))
     assert result.passed == (not RESULTS[name])
     for words in RESULTS[name]:
         assert any(words in cause for cause in result.causes.values()), result.causes

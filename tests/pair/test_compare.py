@@ -9,7 +9,7 @@ import torch
 from flax import linen, nnx
 
 import jaxbench
-from jaxbench.pair import contract, proof
+from jaxbench.pair import proof, public_types
 from tests.pair import bugs
 
 RANDOM = np.random.default_rng(0)
@@ -347,7 +347,7 @@ def test_one_mode_or_type_may_be_given_as_a_word_and_inputs_as_a_list():
     twin = bugs.scattered(torch.nn.BatchNorm1d(4))
     result = jaxbench.compare(Norm(), twin, [X], jax_modes=modes, modes="train", dtypes="float32", quick=True)
     assert "state after a call, train" in {gate.what for gate in result.gates}
-    pair = contract.checked(jaxbench.Pair(function, twin, [X], modes="train", dtypes="float32"))
+    pair = public_types.checked(jaxbench.Pair(function, twin, [X], modes="train", dtypes="float32"))
     assert (pair.modes, pair.dtypes, type(pair.inputs)) == (("train",), ("float32",), tuple)
 
 

@@ -9,7 +9,7 @@ import torch
 from flax import nnx
 
 import jaxbench
-from jaxbench.pair import contract, proof, speed, speed_arms
+from jaxbench.pair import proof, public_types, speed, speed_arms
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((3, 8))
@@ -137,7 +137,7 @@ def test_complex_inputs_have_gradients():
 
 def test_arms_of_both_sides_have_the_same_objective_and_train_alike():
     optimizers = (optax.sgd(1e-2), lambda params: torch.optim.SGD(params, 1e-2))
-    pair = contract.checked(jaxbench.Pair(SpectrumPort(), Spectrum(), X, optimizers=optimizers))
+    pair = public_types.checked(jaxbench.Pair(SpectrumPort(), Spectrum(), X, optimizers=optimizers))
     weights, losses = proof.weights(pair), {}
     for name in ("jax_compiled", "torch_eager"):
         arm = speed_arms.arm(name, pair, weights, dtype="float32")

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 import jaxbench
-from jaxbench.pair import casts, causes, contract, report
+from jaxbench.pair import casts, causes, public_types, report
 from jaxbench.pair.alignment import Aligned
 from jaxbench.pair.torch_side import TorchSide
 from jaxbench.parity import capture, gates
@@ -186,7 +186,7 @@ def test_blamed_modules_with_a_cause_come_first():
     local = tuple(capture.LocalError(f"layer_{i}", 1.0) for i in range(7))
     gate = gates.Gate("P1", "outputs, eval", False, 1.0, 1e-9)
     weights = types.SimpleNamespace(assumed=())
-    result = contract.Result((gate,), weights, {}, {}, "", local, local, None, {"layer_6": "a slip"}, ())
+    result = public_types.Result((gate,), weights, {}, {}, "", local, local, None, {"layer_6": "a slip"}, ())
     lines = report.text(result).splitlines()
     assert lines[2] == "a cause is in layer_6: output, 1.0e+00 by itself" and lines[3] == "  likely: a slip"
     assert lines[4].startswith("a cause is in layer_0") and "and 3 more modules differ" in lines[-1]

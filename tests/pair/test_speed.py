@@ -15,7 +15,7 @@ from flax import linen
 
 import jaxbench
 from jaxbench.measure.records import Record, Workload
-from jaxbench.pair import contract, proof, speed, speed_arms, speed_report, speed_worker
+from jaxbench.pair import proof, public_types, speed, speed_arms, speed_report, speed_worker
 from tests.structure import ROOT
 from tests.test_cli import shell_environment
 
@@ -34,12 +34,12 @@ def with_statistics():
     modes = {"eval": {"train": False}, "train": {"train": True}}
     twin = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
     optimizers = (optax.sgd(0.1), lambda params: torch.optim.SGD(params, 0.1))
-    return contract.checked(jaxbench.Pair(Norm(), twin, X, jax_modes=modes, optimizers=optimizers))
+    return public_types.checked(jaxbench.Pair(Norm(), twin, X, jax_modes=modes, optimizers=optimizers))
 
 
 def without_a_batch_axis():
     layer = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    return contract.checked(jaxbench.Pair(layer, torch.nn.Linear(4, 3), X, per_example=True))
+    return public_types.checked(jaxbench.Pair(layer, torch.nn.Linear(4, 3), X, per_example=True))
 
 
 @pytest.mark.parametrize("make", [with_statistics, without_a_batch_axis])
@@ -65,7 +65,7 @@ def test_a_loss_without_parameters_is_differentiated_by_its_inputs():
         def forward(self, x):
             return x * x
 
-    pair = contract.checked(jaxbench.Pair(lambda x: x * x, Square(), X))
+    pair = public_types.checked(jaxbench.Pair(lambda x: x * x, Square(), X))
     timed = speed_arms.arm("jax_compiled", pair, proof.weights(pair), dtype="float32").timed("forward_backward")
     (_, _), (gradient,) = timed.call()
     np.testing.assert_allclose(gradient, 2 * X**3 / X.size, rtol=1e-5)
