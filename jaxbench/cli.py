@@ -141,12 +141,12 @@ def load_config(model_class: type[Model]) -> Model:
 
 
 def workdir(default: str | Path) -> Path:
-    """Path of --workdir, or `default` if it is not given, checked to be a folder that can be written.
+    """Absolute path of --workdir, or `default` if it is not given, checked to be a folder that can be written.
 
     Raises:
       ValueError: it cannot be written.
     """
-    return outputs.check_folder(FLAGS.workdir or default)
+    return outputs.check_folder(FLAGS.workdir or default).absolute()  # workers run in another folder
 
 
 def resolve_default_config() -> None:

@@ -149,6 +149,16 @@ def test_a_full_disk_loses_nothing_and_resume_goes_on(tmp_path):
     assert {row["launch"] for row in rows if row["metric"] == "decode_tokens_per_s"} == {1, 2}
 
 
+def test_a_relative_workdir_is_below_the_folder_of_the_call(tmp_path):
+    name = tmp_path.name  # no folder of the repository, where the workers run
+    flags = (f"--config={ROOT / TINY}", *QUICK, f"--workdir={name}", "--set=rounds.launches=1")
+    done = command("compare.py", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / name / "results.jsonl").read_text().splitlines()]
+    assert "decode_tokens_per_s" in {row["metric"] for row in rows}
+    assert not (ROOT / name).exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_an_interrupt_says_what_is_kept(tmp_path, number):
     results = tmp_path / "results.jsonl"
