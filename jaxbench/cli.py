@@ -206,7 +206,7 @@ def keep(sentence: str, *, when: Callable[[], bool] = lambda: True) -> None:
     _kept[:] = [(sentence, when)]
 
 
-def _is_kept() -> str:
+def _kept_sentence() -> str:
     """Sentence that was given to `keep`, or "" if it does not hold now."""
     return next((sentence for sentence, when in _kept if when()), "")
 
@@ -219,8 +219,8 @@ def run(main: Callable[[], int | None], *, about: str | None = None, argv: Seque
     argv = list(sys.argv if argv is None else argv)
     define_observation()
     if any(word in ("--help", "-h", "-help", "--helpfull") for word in argv[1:]):
-        raise SystemExit(_read(lambda: print(help_text(Path(argv[0]).name, about))))
-    raise SystemExit(_read(lambda: _call(main, argv)))
+        raise SystemExit(_exit_code(lambda: print(help_text(Path(argv[0]).name, about))))
+    raise SystemExit(_exit_code(lambda: _call(main, argv)))
 
 
 class Command(NamedTuple):
@@ -236,7 +236,7 @@ def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[
     program, *words = list(sys.argv if argv is None else argv)
     name = words[0] if words else ""
     if name in ("", "--help", "-h", "-help", "--helpfull"):
-        code = _read(lambda: print(commands_text(Path(program).name, commands, about)))
+        code = _exit_code(lambda: print(commands_text(Path(program).name, commands, about)))
         raise SystemExit(code if name else EXIT_USAGE)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
@@ -254,22 +254,22 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
     return "\n".join([about.strip(), "", usage, "", *lines])
 
 
-def _read(work: Callable[[], int | None]) -> int:
+def _exit_code(work: Callable[[], int | None]) -> int:
     """Run work that prints and return its exit code; silent if the reader of standard output has closed it."""
-    code, place = EXIT_OK, _place(sys.stdout)
+    code, before = EXIT_OK, _file_id(sys.stdout)
     try:
         code = work() or EXIT_OK
         sys.stdout.flush()
     except (SystemExit, BrokenPipeError) as error:
         # On a closed pipe, rich redirects the output and ends the process itself, with a failed gate's 1.
-        if not (_place(sys.stdout) != place if isinstance(error, SystemExit) else _is_closed(sys.stdout)):
+        if not (_file_id(sys.stdout) != before if isinstance(error, SystemExit) else _is_closed(sys.stdout)):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
         return code or EXIT_PIPE
     return code
 
 
-def _place(stream: TextIO) -> tuple[int, int] | None:
+def _file_id(stream: TextIO) -> tuple[int, int] | None:
     """Device and inode of a stream's file; None if it has no file."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         found = os.fstat(stream.fileno())
@@ -307,7 +307,7 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         # by SIGINT instead of the exit code; the next exec makes CPython forget it (pythonrun.c, run_eval_code_obj).
         exec("")
         otherwise = "nothing was finished" if _kept else "finished outputs are kept"
-        return _complain(f"interrupted; {_is_kept() or otherwise}", EXIT_INTERRUPT, "")
+        return _complain(f"interrupted; {_kept_sentence() or otherwise}", EXIT_INTERRUPT, "")
     except GateFailed as failure:
         return _complain(str(failure), EXIT_GATE, "failed: ")
     except (ValueError, OSError, MemoryError) as error:
@@ -353,7 +353,7 @@ def explain(error: BaseException) -> str:
     where = f"--{flag} (JAXBENCH_CACHE for downloads)" if flag else "JAXBENCH_CACHE where it is a download"
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = f" {error.filename}" if error.filename else ""
-        kept = f"; kept: {sentence}" if (sentence := _is_kept()) else ""
+        kept = f"; kept: {sentence}" if (sentence := _kept_sentence()) else ""
         mend = f"free some space, or name a folder on another disk with {where}"
         return f"cannot write{place}: {error.strerror}{kept}; {mend}"
     if isinstance(error, PermissionError):

@@ -187,13 +187,13 @@ def test_an_interrupt_names_parts_only_where_there_are_some(command, compressor,
     how = {"sha256": "5" * 64, "dtype": "bfloat16", "workdir": tmp_path / "a.parts", "part": PART}
 
     def stopped(*_, **__):
-        said.append(cli._is_kept())
+        said.append(cli._kept_sentence())
         with pytest.raises(KeyboardInterrupt):
             real(*where, **how, progress=interrupted(PIECE))
-        said.append(cli._is_kept())
+        said.append(cli._kept_sentence())
         with pytest.raises(KeyboardInterrupt):
             real(*where, **how, progress=interrupted(1200))
-        said.append(cli._is_kept())
+        said.append(cli._kept_sentence())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bulk, "compress_file", stopped)
