@@ -67,7 +67,7 @@ def keygen() -> int:
     """Write a key file."""
     from jaxbench.watermark import keys
 
-    checks.needed("output", "a file for the key")
+    cli.require_flag("output", "a file for the key")
     if os.path.lexists(VALUES.output):
         raise ValueError(f"--output={VALUES.output} exists; a key that is written over is lost, name another file")
     outputs.check_file(VALUES.output)
@@ -91,7 +91,7 @@ def define_generate() -> None:
 
 def write_texts() -> int:
     """Write marked continuations of prompts."""
-    checks.needed("output", "a .jsonl file for the texts")
+    cli.require_flag("output", "a .jsonl file for the texts")
     checks.check_device()
     if VALUES.backend == "torch" and VALUES.device != "cpu":
         raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
@@ -335,9 +335,9 @@ def attack() -> int:
     from jaxbench.watermark import run
     from jaxbench.watermark.attack import attacks
 
-    checks.needed("attack", "one, as in --attack=typo:0.1")
-    checks.needed("input", "a file of texts")
-    checks.needed("output", "a .jsonl file for the attacked texts")
+    cli.require_flag("attack", "one, as in --attack=typo:0.1")
+    cli.require_flag("input", "a file of texts")
+    cli.require_flag("output", "a .jsonl file for the attacked texts")
     chosen = run.read_attacks(VALUES.attack, strength=VALUES.strength, changes=VALUES.set)
     run.check_attack_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=[VALUES.human])
     if attacks.rewrites(chosen) or VALUES.device != "cpu":

@@ -2,7 +2,6 @@
 
 A main declares its flags with the functions below, then hands its work to `run`:
 
-    from absl import flags
     from jaxbench import cli
 
     def main() -> int:
@@ -130,10 +129,15 @@ def define_observation() -> None:
         flags.DEFINE_bool("monitor", False, "say every 5 s what this command does: rates, memory, stragglers")
 
 
+def require_flag(name: str, what: str) -> None:
+    """Raise ValueError if a flag is unset or empty; `what` completes "name ..." in the message."""
+    if not FLAGS[name].value:
+        raise ValueError(f"--{name} is missing: name {what}")
+
+
 def load_config(model_class: type[Model]) -> Model:
     """Read --config with every --set applied."""
-    if not FLAGS.config:
-        raise ValueError(f"--config is missing: name a YAML file with the keys of {model_class.__name__}")
+    require_flag("config", f"a YAML file with the keys of {model_class.__name__}")
     return config.load(FLAGS.config, FLAGS.set, model_class)
 
 
@@ -311,9 +315,7 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
     except GateFailed as failure:
         return _complain(str(failure), EXIT_GATE, "failed: ")
     except (ValueError, OSError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):
-            raise
-        if os.environ.get("JAXBENCH_DEBUG"):
+        if os.environ.get("JAXBENCH_DEBUG") or (isinstance(error, BrokenPipeError) and _is_closed(sys.stdout)):
             raise
         return _complain(explain(error), EXIT_USAGE)
 
@@ -393,7 +395,6 @@ def help_text(program: str, about: str | None = None) -> str:
 def _nearest(name: str) -> str:
     """Hint that names the nearest flag, or else all flags."""
     names = [flag.name for flag in own_flags()]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
         return f", the nearest is --{close[0]}"
     return f"; it takes {', '.join('--' + known for known in names)}" if names else "; it takes no flags"

@@ -8,17 +8,11 @@ from typing import Any
 
 from absl import flags
 
-from jaxbench import outputs, process_environment
+from jaxbench import cli, outputs, process_environment
 
 VALUES = flags.FLAGS
 FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite", "score_cache")  # for --input only
 TEXT_FLAGS = ("prompt_tokens",)  # for --text only
-
-
-def needed(name: str, what: str) -> None:
-    """Raise if a flag without a default was left out."""
-    if not VALUES[name].value:
-        raise ValueError(f"--{name} is missing: name {what}")
 
 
 def say_text(*, folders: bool = False) -> None:
@@ -88,7 +82,7 @@ def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
 
 def check_workdir(*written: str) -> None:
     """Raise if --workdir cannot be a folder, or if --data is one of the files that are written there."""
-    needed("workdir", "a folder")
+    cli.require_flag("workdir", "a folder")
     folder = outputs.check_folder(VALUES.workdir)
     for name in written:
         outputs.check_file(folder / name, [VALUES.data], overwrite=True, flag="--workdir")
