@@ -176,9 +176,9 @@ def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
 
 
 def score(job: Any, show: Callable[..., Any], **options: Any) -> int:
-    """Score --input into --output, or test --text with a function of run.py."""
+    """Score --input into --output, or test --text with a function of commands.py."""
     from jaxbench.pretrained.tokenizer import load_tokenizer
-    from jaxbench.watermark import run
+    from jaxbench.watermark import commands
 
     common = {"level": VALUES.level, "console": terminal.console()}
     if VALUES.input is None:
@@ -187,32 +187,32 @@ def score(job: Any, show: Callable[..., Any], **options: Any) -> int:
     engine = importlib.import_module("jaxbench.watermark.bulk.ray_engine").engine if VALUES.engine == "ray" else None
     cli.keep(f"finished parts are in {VALUES.output}.parts; the same command goes on")
     common |= {"processes": VALUES.processes, "overwrite": VALUES.overwrite, "engine": engine}
-    run.detect_file(VALUES.input, VALUES.output, job, **common)
+    commands.detect_file(VALUES.input, VALUES.output, job, **common)
     return cli.EXIT_OK
 
 
 def detect() -> int:
     """Detect the watermark of one scheme and key."""
-    from jaxbench.watermark import identify, keys, run
+    from jaxbench.watermark import commands, identify, keys
 
     checks.check_where(VALUES.scheme, VALUES.key_file)
-    scheme = run.read_scheme(VALUES.scheme, VALUES.set)
+    scheme = commands.read_scheme(VALUES.scheme, VALUES.set)
     missing = f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with"
     key = keys.key_of(scheme, VALUES.key_file, missing=missing)
     if VALUES.neural is not None:
         process_environment.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),), neural=VALUES.neural)
-    return score(job, run.detect_text, prompt_tokens=VALUES.prompt_tokens)
+    return score(job, commands.detect_text, prompt_tokens=VALUES.prompt_tokens)
 
 
 def identify_family() -> int:
     """Find which of several schemes and keys marked a text."""
-    from jaxbench.watermark import run, serving
+    from jaxbench.watermark import commands, serving
 
     if VALUES.watermarks is None:
         checks.check_where(*VALUES.schemes, *VALUES.key_files)
-        schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
-        candidates = run.candidates(schemes, VALUES.key_files)
+        schemes = [commands.read_scheme(name, VALUES.set) for name in VALUES.schemes]
+        candidates = commands.candidates(schemes, VALUES.key_files)
     else:
         checks.check_where(VALUES.watermarks)
         for name in ("schemes", "key_files", "set"):
@@ -220,7 +220,7 @@ def identify_family() -> int:
                 raise ValueError(f"--{name} would do nothing with --watermarks={VALUES.watermarks}; leave one out")
         candidates = serving.read_watermarks(VALUES.watermarks)
     job = make_job(candidates, correction=VALUES.correction)
-    return score(job, run.identify_text)
+    return score(job, commands.identify_text)
 
 
 # Commands with a configuration
@@ -332,23 +332,23 @@ def define_attack() -> None:
 
 def attack() -> int:
     """Attack the texts of a file."""
-    from jaxbench.watermark import run
+    from jaxbench.watermark import commands
     from jaxbench.watermark.attack import attacks
 
     cli.require_flag("attack", "one, as in --attack=typo:0.1")
     cli.require_flag("input", "a file of texts")
     cli.require_flag("output", "a .jsonl file for the attacked texts")
-    chosen = run.read_attacks(VALUES.attack, strength=VALUES.strength, changes=VALUES.set)
-    run.check_attack_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=[VALUES.human])
+    chosen = commands.read_attacks(VALUES.attack, strength=VALUES.strength, changes=VALUES.set)
+    commands.check_attack_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=[VALUES.human])
     if attacks.rewrites(chosen) or VALUES.device != "cpu":
         checks.check_device()
     if not attacks.rewrites(chosen):
         kernel_flags.check_idle(f"--attack={','.join(VALUES.attack)} asks no model to write")
-    tools = run.attack_tools(
+    tools = commands.attack_tools(
         chosen, human=VALUES.human, model=None if VALUES.model == "default" else VALUES.model,
         options=kernel_flags.options(), device=VALUES.device, say=say,
     )  # fmt: skip
-    total, edits = run.attack_file(
+    total, edits = commands.attack_file(
         VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools,
         overwrite=VALUES.overwrite, say=say,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from jaxbench.native import model as native_model
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines, packing
-from jaxbench.watermark import identity, logits_processor
+from jaxbench.watermark import logits_processor, run_identity
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key, key_of
@@ -167,7 +167,7 @@ def run(
         made = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
         if start == 0:  # anything that cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
-            identity.write(record, wanted, used)
+            run_identity.write(record, wanted, used)
         store.append(output, made)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
@@ -347,7 +347,7 @@ def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence
             f"generate: {output} exists, and {record.name}, which would say what its rows were made with, does not; "
             "name another file, or pass --overwrite"
         )
-    differing = [name for name in identity.differing(record, wanted, keys) if name != "run"]
+    differing = [name for name in run_identity.differing(record, wanted, keys) if name != "run"]
     if differing:
         other = "native" if wanted["kernels"] != "native" else "xla"
         hint = f"go on with --kernels={other}, " if "kernels" in differing else ""

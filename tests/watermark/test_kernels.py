@@ -13,8 +13,7 @@ from jaxbench import config as configs
 from jaxbench.generation import decoder
 from jaxbench.generation.decoder import Options
 from jaxbench.native import build, library
-from jaxbench.watermark import config, detection, generate
-from jaxbench.watermark import run as commands
+from jaxbench.watermark import commands, config, detection, generate
 from jaxbench.watermark.attack import attacks, rewrite
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.study import benchmark, decode_overhead, evaluate, evaluate_config, evaluate_parts, power

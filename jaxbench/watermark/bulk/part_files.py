@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs
-from jaxbench.watermark import identity
+from jaxbench.watermark import run_identity
 from jaxbench.watermark.keys import Key
 
 KINDS = ("parquet", "jsonl", "csv")
@@ -93,7 +93,7 @@ def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *,
     files = [[os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
     wanted = {"files": files, "job": job, "kind": kind_of(output), "format": FORMAT}
     if manifest.is_file():
-        differing = identity.differing(manifest, wanted, keys)
+        differing = run_identity.differing(manifest, wanted, keys)
         if not differing:
             return folder
         if not overwrite:
@@ -105,7 +105,7 @@ def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *,
     elif folder.exists() and (not folder.is_dir() or any(not name.startswith(".") for name in os.listdir(folder))):
         raise ValueError(f"output: {folder} is in the way and was not made by this command; name another --output")
     folder.mkdir(parents=True, exist_ok=True)
-    identity.write(manifest, wanted, keys)
+    run_identity.write(manifest, wanted, keys)
     return folder
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import torch_ref.watermark.detector.neural
-from jaxbench.watermark import config, detection, identify, reference, run
+from jaxbench.watermark import commands, config, detection, identify, reference
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.detector import features, neural, neural_detection, train_detector, training_data
 from jaxbench.watermark.keys import PUBLIC_KEY, Key
@@ -295,7 +295,7 @@ def test_the_network_reads_what_stands_behind_the_prompt(tmp_path):
         candidate = identify.Candidate("kgw", config.parse_scheme("kgw"), Key(5))
         job = bulk_detection.Job((candidate,), canonicalize=False, neural=tmp_path)
         screen = Console(file=io.StringIO(), width=100)
-        run.detect_text(text, job, tokenizer=split, console=screen, level=0.01, prompt_tokens=prompt_tokens)
+        commands.detect_text(text, job, tokenizer=split, console=screen, level=0.01, prompt_tokens=prompt_tokens)
         return re.search("neural p = .*", screen.file.getvalue())[0]
 
     whole = " ".join(map(str, np.random.default_rng(4).integers(0, VOCAB, 60)))

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from jaxbench import process_environment
-from jaxbench.watermark import detection, identify, localize, run, significance
+from jaxbench.watermark import commands, detection, identify, localize, significance
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
@@ -147,29 +147,33 @@ def test_help_lists_the_commands_and_each_commands_flags():
 
 
 def test_a_scheme_is_a_name_or_a_file_with_changes(tmp_path):
-    assert run.read_scheme("kgw", ["context.width=3", "gamma=0.5"]).context.width == 3
+    assert commands.read_scheme("kgw", ["context.width=3", "gamma=0.5"]).context.width == 3
     path = tmp_path / "mine.yaml"
     path.write_text("scheme: gumbel\ncontext: {width: 2}\n")
-    assert run.read_scheme(str(path)).context.width == 2
+    assert commands.read_scheme(str(path)).context.width == 2
     path.write_text("scheme: {scheme: synthid, depth: 5}\nmodel: tiny\n")
-    assert run.read_scheme(str(path), ["depth=6"]).depth == 6
+    assert commands.read_scheme(str(path), ["depth=6"]).depth == 6
     path.write_text("marks: [{name: a, scheme: {scheme: dip, alpha: 0.4}}, {name: none}]\n")
-    assert run.read_scheme(str(path)).alpha == 0.4
+    assert commands.read_scheme(str(path)).alpha == 0.4
     path.write_text("marks: [{name: a, scheme: {scheme: dip}}, {name: b, scheme: {scheme: kgw}}]\n")
     with pytest.raises(ValueError, match="2 marked schemes, wanted one"):
-        run.read_scheme(str(path))
+        commands.read_scheme(str(path))
 
 
 def test_candidates_are_every_scheme_under_every_key(tmp_path, key_file):
-    schemes = [run.read_scheme("kgw"), run.read_scheme("kgw", ["context.width=2"]), run.read_scheme("kgw_markllm")]
-    found = run.candidates(schemes, [key_file])
+    schemes = [
+        commands.read_scheme("kgw"),
+        commands.read_scheme("kgw", ["context.width=2"]),
+        commands.read_scheme("kgw_markllm"),
+    ]
+    found = commands.candidates(schemes, [key_file])
     assert [one.name for one in found] == ["kgw1/key", "kgw2/key", "kgw_markllm"]
 
 
 def test_a_scheme_that_is_named_twice_is_refused(key_file):
-    schemes = [run.read_scheme(name) for name in ("gumbel", "kgw", "kgw")]
+    schemes = [commands.read_scheme(name) for name in ("gumbel", "kgw", "kgw")]
     with pytest.raises(ValueError, match="--schemes names scheme kgw twice with the same fields .places 2 and 3."):
-        run.candidates(schemes, [key_file])
+        commands.candidates(schemes, [key_file])
 
 
 def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
@@ -179,9 +183,9 @@ def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
     detector = detection.NumpyDetector(scheme, vocab_size=101)
     p_values = detection.detect(detector, Ragged.from_lists(rows), PUBLIC_KEY).p_value
     for kind in ("parquet", "jsonl", "csv"):
-        job = bulk_detection.Job(run.candidates([scheme], []), vocab_size=101)
+        job = bulk_detection.Job(commands.candidates([scheme], []), vocab_size=101)
         out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
-        run.detect_file(str(path), out, job, level=0.5, console=screen)
+        commands.detect_file(str(path), out, job, level=0.5, console=screen)
         assert f"{(p_values <= 0.5).sum()} texts at p <= 0.5" in screen.file.getvalue()
 
 
@@ -201,7 +205,7 @@ def shown(text: str, scheme, key: Key = Key(5)) -> tuple[significance.Detections
     """Return what detect_text finds, and the screen with its styles."""
     screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
     job = bulk_detection.Job((identify.Candidate("one", scheme, key),), canonicalize=False)
-    found = run.detect_text(text, job, tokenizer=Numbers(), console=screen, level=0.01)
+    found = commands.detect_text(text, job, tokenizer=Numbers(), console=screen, level=0.01)
     return found, screen.file.getvalue()
 
 
@@ -230,7 +234,7 @@ def test_brackets_of_a_text_and_of_a_name_are_shown(tmp_path, monkeypatch):
     assert "[bold]:smile: [/x] " in re.sub(r"\x1b\[[0-9;]*m", "", screen)
     console = Console(file=io.StringIO(), width=200)
     job = bulk_detection.Job((identify.Candidate("kgw/[red]key", parse_scheme("kgw"), Key(1)),), canonicalize=False)
-    run.identify_text("1 2 3", job, tokenizer=Numbers(), console=console, level=0.01)
+    commands.identify_text("1 2 3", job, tokenizer=Numbers(), console=console, level=0.01)
     assert "kgw/[red]key" in console.file.getvalue()
 
 
@@ -241,7 +245,9 @@ def test_tokens_are_coloured_by_their_evidence():
 
     scheme = parse_scheme("kgw")
     words = np.array([[0, 0, 2**31]], np.uint32)
-    text = run.highlighted(Words(), np.array([5, 6, 7]), scheme, Evidence(words, np.array([[False, True, True]])), [])
+    text = commands.highlighted(
+        Words(), np.array([5, 6, 7]), scheme, Evidence(words, np.array([[False, True, True]])), []
+    )
     assert text.plain == "w5 w6 w7 " and [str(span.style) for span in text.spans] == ["dim", "green", "red"]
 
 
@@ -253,11 +259,11 @@ def test_characters_of_several_tokens_are_shown_whole():
     given = "a\U0001f600\u4e00b"
     ids = np.array(list(given.encode()))
     evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
-    assert run.highlighted(Bytes(), ids, parse_scheme("kgw"), evidence, []).plain == given
+    assert commands.highlighted(Bytes(), ids, parse_scheme("kgw"), evidence, []).plain == given
     control = np.array(list(b"a\x1b[31m\n"))
     evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
-    assert run.highlighted(Bytes(), control, parse_scheme("kgw"), evidence, []).plain == "a\u241b[31m\n"
-    broken = run.highlighted(Bytes(), ids[:3], parse_scheme("kgw"), evidence, [])
+    assert commands.highlighted(Bytes(), control, parse_scheme("kgw"), evidence, []).plain == "a\u241b[31m\n"
+    broken = commands.highlighted(Bytes(), ids[:3], parse_scheme("kgw"), evidence, [])
     assert broken.plain.startswith("a\ufffd")
 
 
@@ -265,7 +271,7 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "b.jsonl"
     path.write_text("Some words of one text here.\nAnd these are the words of another one.\n")
     attack = attacks.parse_attack({"attack": "case", "strength": 1.0})
-    total, edits = run.attack_file(str(path), str(out), attack, seed=1)
+    total, edits = commands.attack_file(str(path), str(out), attack, seed=1)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
@@ -276,7 +282,7 @@ def test_an_attack_leaves_out_what_detection_leaves_out_and_says_so(tmp_path):
     path, out, said = tmp_path / "a.jsonl", tmp_path / "b.jsonl", []
     text = '{"text": "Some words."}\n{"text": "?"}\n{"text": [1, 2]}\n\n{"text": "And others."}\n{broken\n'
     path.write_bytes(text.encode().replace(b"?", b"\xff"))
-    total, _ = run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, say=said.append)
+    total, _ = commands.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, say=said.append)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert total == 2 and [row["original"] for row in rows] == ["Some words.", "And others."]
     assert said[0] == "3 bad lines were left out:" and [line.partition(": ")[0] for line in said[1:]] == [
@@ -284,7 +290,7 @@ def test_an_attack_leaves_out_what_detection_leaves_out_and_says_so(tmp_path):
     ]
     path.write_text('{"text": [1, 2]}\n')
     with pytest.raises(ValueError, match=r"holds no text in its 1 files \(1 bad; .*a.jsonl line 1: token ids"):
-        run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, overwrite=True)
+        commands.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, overwrite=True)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -295,7 +301,7 @@ def test_an_attack_keeps_the_other_keys_of_a_row_but_those_of_its_old_tokens(tmp
     lines = [json.dumps(row | tokens | {"text": "Some words of one text."}), '{"text": "Others.", "x": "\\ud800"}']
     content = ("\ufeff" + "\n".join(lines)).encode()
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1)
+    commands.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1)
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert first == row | {name: first[name] for name in ("text", "original", "word_edits")}
     assert first["original"] == "Some words of one text." != first["text"]
@@ -309,13 +315,13 @@ def test_an_attack_never_writes_over_a_file_unasked_nor_over_an_input(tmp_path):
     (tmp_path / "soft.jsonl").symlink_to(path)
     before, attack = path.read_bytes(), attacks.parse_attack("case:1.0")
     with pytest.raises(ValueError, match="there.jsonl exists; name another --output, or pass --overwrite"):
-        run.attack_file(str(path), str(there), attack, seed=1)
+        commands.attack_file(str(path), str(there), attack, seed=1)
     assert there.read_text() == "mine\n"
     for output in ("a.jsonl", "soft.jsonl"):
         with pytest.raises(ValueError, match="is the input .*a.jsonl, which would be lost"):
-            run.attack_file(str(path), str(tmp_path / output), attack, seed=1, overwrite=True)
+            commands.attack_file(str(path), str(tmp_path / output), attack, seed=1, overwrite=True)
     assert path.read_bytes() == before
-    assert run.attack_file(str(path), str(there), attack, seed=1, overwrite=True)[0] == 1
+    assert commands.attack_file(str(path), str(there), attack, seed=1, overwrite=True)[0] == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a.jsonl", "soft.jsonl", "there.jsonl"]
 
 
@@ -324,14 +330,14 @@ def test_key_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
     for number, path in enumerate(paths):
         path.parent.mkdir()
         write_key_file(path, Key(number))
-    found = run.candidates([run.read_scheme("kgw")], [str(path) for path in paths])
+    found = commands.candidates([commands.read_scheme("kgw")], [str(path) for path in paths])
     assert [one.name for one in found] == [f"kgw/{path}" for path in paths]
     with pytest.raises(ValueError, match="names a file twice"):
-        run.candidates([run.read_scheme("kgw")], [str(paths[0])] * 2)
+        commands.candidates([commands.read_scheme("kgw")], [str(paths[0])] * 2)
     copied = tmp_path / "copied.key"
     write_key_file(copied, Key(1))
     with pytest.raises(ValueError, match="kgw/.*b/key and kgw/.*copied.* have one and the same key"):
-        run.candidates([run.read_scheme("kgw"), run.read_scheme("dip")], [*map(str, paths), str(copied)])
+        commands.candidates([commands.read_scheme("kgw"), commands.read_scheme("dip")], [*map(str, paths), str(copied)])
 
 
 def test_a_passphrase_is_asked_for_on_a_terminal_only(tmp_path):
@@ -365,33 +371,37 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, 
 def test_an_attacked_text_stands_under_the_key_it_came_from(tmp_path):
     path, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text(json.dumps({"answer": "Some words here", "text": "the question", "id": "q"}) + "\n")
-    run.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, field="answer")
+    commands.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1, field="answer")
     row = json.loads(out.read_text())
     assert row["text"] == "the question" and row["original"] == "Some words here"
     assert row["answer"] != row["original"] and row["answer"].lower() == row["original"].lower()
 
 
 def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
-    chosen = run.read_attacks(["copy_paste:0.5", "typo"], strength=0.2, changes=[])
+    chosen = commands.read_attacks(["copy_paste:0.5", "typo"], strength=0.2, changes=[])
     assert [(step.attack, step.strength) for step in chosen.steps] == [("copy_paste", 0.5), ("typo", 0.2)]
-    token = run.read_attacks(["delete:0.5"], strength=0.2, changes=["unit=token"])
+    token = commands.read_attacks(["delete:0.5"], strength=0.2, changes=["unit=token"])
     assert token.unit == "token"
-    assert [run.read_attacks([name]).strength for name in ("typo", "paraphrase", "back_translate:0.3")] == [0.1, 1, 0.3]
+    assert [commands.read_attacks([name]).strength for name in ("typo", "paraphrase", "back_translate:0.3")] == [
+        0.1,
+        1,
+        0.3,
+    ]
     with pytest.raises(ValueError, match="spans is 3"):
-        run.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
+        commands.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
     with pytest.raises(ValueError, match="strength is 'x'"):
-        run.read_attacks(["typo:x"], strength=0.2)
-    typo = run.read_attacks(["typo"], strength=0.2)
+        commands.read_attacks(["typo:x"], strength=0.2)
+    typo = commands.read_attacks(["typo"], strength=0.2)
     for how in ({"human": "none.txt", "model": None}, {"human": None, "model": "none.gguf"}):
         with pytest.raises(ValueError, match="=none.* would do nothing with the attack typo; leave it out"):
-            run.attack_tools(typo, **how)
+            commands.attack_tools(typo, **how)
     path, out, human = tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "human.txt"
     path.write_text("Some words of one text here.\n")
     human.write_text("Nobody marked this sentence, which goes on for a good while.\n")
     for attack in (chosen, token):
-        run.attack_file(
+        commands.attack_file(
             str(path), str(out), attack, seed=1, overwrite=True,
-            tools=run.attack_tools(attack, human=str(human) if attack is chosen else None, model=None),
+            tools=commands.attack_tools(attack, human=str(human) if attack is chosen else None, model=None),
         )  # fmt: skip
         row = json.loads(out.read_text())
         assert row["text"] != row["original"]
