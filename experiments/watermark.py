@@ -240,22 +240,34 @@ def configured(default: str, workdir: str, *, data: bool = True, decodes: bool =
     return define
 
 
-def power_or_training(module: str, settings: str) -> Callable[[], int]:
-    """Return the main function for a module with run(settings, path=, workdir=, options=, say=)."""
+def measure_power() -> int:
+    """Measure detection rates by length."""
+    checks.check_workdir("power.json", "neural.json")
+    process_environment.ensure("cpu")
+    from jaxbench.watermark.study import power
 
-    def main() -> int:
-        checks.check_workdir("power.json", "neural.json")
-        process_environment.ensure("cpu")
-        part = importlib.import_module(f"jaxbench.watermark.{module}")
-        config = cli.load_config(getattr(part, settings))
-        cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
-        checks.say_text()
-        how = {"options": kernel_flags.options(), "say": say}
-        result = part.run(config, path=VALUES.data, workdir=VALUES.workdir, **how)
-        say(f"written: {VALUES.workdir}")
-        return cli.EXIT_OK if result.get("passed", True) else cli.EXIT_GATE
+    settings = cli.load_config(power.Power)
+    cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
+    checks.say_text()
+    how = {"options": kernel_flags.options(), "say": say}
+    result = power.run(settings, path=VALUES.data, workdir=VALUES.workdir, **how)
+    say(f"written: {VALUES.workdir}")
+    return cli.EXIT_OK if result["passed"] else cli.EXIT_GATE
 
-    return main
+
+def train_neural() -> int:
+    """Train the neural detector."""
+    checks.check_workdir("power.json", "neural.json")
+    process_environment.ensure("cpu")
+    from jaxbench.watermark.detector import train_detector
+
+    settings = cli.load_config(train_detector.Training)
+    cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
+    checks.say_text()
+    how = {"options": kernel_flags.options(), "say": say}
+    train_detector.run(settings, path=VALUES.data, workdir=VALUES.workdir, **how)
+    say(f"written: {VALUES.workdir}")
+    return cli.EXIT_OK
 
 
 def measure_rates() -> int:
@@ -368,14 +380,8 @@ COMMANDS = {
         measure_rates,
         "Measure realised false-positive rates on human text.",
     ),
-    "power": cli.Command(
-        configured("power", "power"), power_or_training("study.power", "Power"), "Measure detection rates by length."
-    ),
-    "train-detector": cli.Command(
-        configured("neural", "neural"),
-        power_or_training("detector.train_detector", "Training"),
-        "Train the neural detector.",
-    ),
+    "power": cli.Command(configured("power", "power"), measure_power, "Measure detection rates by length."),
+    "train-detector": cli.Command(configured("neural", "neural"), train_neural, "Train the neural detector."),
     "benchmark": cli.Command(
         configured("benchmark", "watermark-benchmark", data=False), measure_peers, "Measure rates against peers."
     ),
