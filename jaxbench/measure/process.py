@@ -164,7 +164,9 @@ def last_line(text: str | None, otherwise: str = "no message") -> str:
 
 def environment(device: str, *, threads: int, library: str = "XLA") -> dict[str, str]:
     """Return a worker's environment variables: jaxbench's own for device and array library, and the thread count."""
-    dropped = ["PYTHONWARNINGS"] + [process_environment.ARENAS] * (library == "PyTorch")
+    dropped = ["PYTHONWARNINGS"]
+    if library == "PyTorch":
+        dropped.append(process_environment.ARENAS)
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return inherited | process_environment.environment(device, library=library) | {"OMP_NUM_THREADS": str(threads)}
 
