@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 # Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): prompts of at least 16 tokens, up to 64 in steps of
 # 8, up to 256 in steps of 16; longer ones and cache slots in steps of 64; up to 8 rows exactly, more in steps of 4.
-LEAST_PROMPT, PROMPT_STEPS, LONG_STEP = 16, ((64, 8), (256, 16)), 64
+MIN_PROMPT, PROMPT_STEPS, LONG_STEP = 16, ((64, 8), (256, 16)), 64
 EXACT_ROWS, ROW_STEP = 8, 4
 # Float32 resolves logits to about a millionth of their size: below this a draw is the most probable token anyway, and
 # far below, logits / temperature overflows and the token is meaningless.
@@ -88,7 +88,7 @@ def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
     """Bucket of a batch: each size rounded up to one that programs are compiled for."""
     batch_size = batch_size if batch_size <= EXACT_ROWS else _round_up(batch_size, ROW_STEP)
     step = next((step for most, step in PROMPT_STEPS if prompt_length <= most), LONG_STEP)
-    prompt_length = max(_round_up(prompt_length, step), LEAST_PROMPT)
+    prompt_length = max(_round_up(prompt_length, step), MIN_PROMPT)
     return Bucket(batch_size, prompt_length, _round_up(prompt_length + max_new_tokens, LONG_STEP))
 
 

@@ -109,7 +109,7 @@ def judged(verdict: str, triple: tuple[float, float, float], decidable: float | 
 
     The last figure is the smallest ratio that these launches would have decided in nine of ten cases.
     """
-    least = f" ≥{decidable:.2f}" if decidable is not None and decidable < verdicts.MOST_WIDTH else ""
+    least = f" ≥{decidable:.2f}" if decidable is not None and decidable < verdicts.MAX_WIDTH else ""
     return f"{SIGNS[verdict]} {ratio(triple)}{least}"
 
 

@@ -23,7 +23,7 @@ from scipy import optimize, stats
 from jaxbench.measure import verdicts
 from jaxbench.measure.verdicts import Interval
 
-LEAST_ROWS = 6  # fewer rows say too little about how variances are distributed: each row then uses its own variance
+MIN_ROWS = 6  # fewer rows say too little about how variances are distributed: each row then uses its own variance
 TAILS = (0.05, 0.1)  # shares of the smallest and largest log variances that are winsorised, as in Phipson et al.
 GRID = (np.arange(400) + 0.5) / 400  # probabilities whose quantiles represent a distribution
 # Share of the fitted degrees of freedom that is used, because the prior is itself estimated. Of 600 simulated tables of
@@ -70,22 +70,22 @@ def fit(variances: Float[np.ndarray, " R"], dfs: Float[np.ndarray, " R"]) -> Pri
     distribution keeps its own variance.
     """
     alone = Prior(0.0, np.zeros(len(variances)))
-    if len(variances) < LEAST_ROWS or not (variances > 0).any():
+    if len(variances) < MIN_ROWS or not (variances > 0).any():
         return alone
     df = float(np.bincount(dfs.astype(int)).argmax())
     floor = 1e-5 * float(np.median(variances[variances > 0]))  # no logarithm of 0
     usual = np.log(np.maximum(variances[dfs == df], floor))
-    if len(usual) < LEAST_ROWS:
+    if len(usual) < MIN_ROWS:
         return alone
     low, high = (len(usual) * tail for tail in TAILS)
     ordered = np.sort(usual)
-    drawn_in = np.clip(ordered, ordered[math.floor(low)], ordered[len(usual) - 1 - math.floor(high)])
-    mean, spread = float(drawn_in.mean()), float(drawn_in.var(ddof=1))
+    winsorised = np.clip(ordered, ordered[math.floor(low)], ordered[len(usual) - 1 - math.floor(high)])
+    mean, spread = float(winsorised.mean()), float(winsorised.var(ddof=1))
     means, spreads = _log_f_moments(df)  # spreads fall as the prior's degrees of freedom rise
     log_df = float(np.interp(-spread, -spreads, np.log(PRIOR_DFS)))
     prior_df = math.exp(log_df)
     variance = math.exp(mean - float(np.interp(log_df, np.log(PRIOR_DFS), means)))
-    return Prior(variance, CAUTION * _worth(variances / variance, dfs, prior_df))
+    return Prior(variance, CAUTION * _prior_dfs(variances / variance, dfs, prior_df))
 
 
 @functools.cache
@@ -96,7 +96,9 @@ def _log_f_moments(df: float) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray
     return values.mean(axis=1), values.var(axis=1)
 
 
-def _worth(ratios: Float[np.ndarray, " R"], dfs: Float[np.ndarray, " R"], prior_df: float) -> Float[np.ndarray, " R"]:
+def _prior_dfs(
+    ratios: Float[np.ndarray, " R"], dfs: Float[np.ndarray, " R"], prior_df: float
+) -> Float[np.ndarray, " R"]:
     """Return prior degrees of freedom of each row, fewer where its variance is improbably large against the common one.
 
     A row's tail probability over the one expected at its rank is the probability that it is not an outlier. The most

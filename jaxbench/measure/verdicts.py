@@ -19,7 +19,7 @@ from scipy import special
 Verdict = Literal["faster", "slower", "undecided"]
 # Upper over lower end of a ratio's interval: a wider one allows both ten times faster and ten times slower, more than
 # any two arms here have ever differed.
-MOST_WIDTH = 100.0
+MAX_WIDTH = 100.0
 POWER = 0.9  # share of cases in which a ratio called decidable gets a verdict
 
 
@@ -115,13 +115,13 @@ def _decidable(interval: Interval, *, alpha: float, margin: float) -> float:
 
 
 def is_informative(low: float, high: float) -> bool:
-    """Tell whether a ratio's interval is informative: it excludes 1, or is no wider than a factor of MOST_WIDTH.
+    """Tell whether a ratio's interval is informative: it excludes 1, or is no wider than a factor of MAX_WIDTH.
 
     A few launches that differ widely give t-intervals such as [0.00, 456864.72]: correct, but of no use to a reader.
     """
     if not (0 < low and high < math.inf):
         return False
-    return not low <= 1 <= high or high / low <= MOST_WIDTH
+    return not low <= 1 <= high or high / low <= MAX_WIDTH
 
 
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:

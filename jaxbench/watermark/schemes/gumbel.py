@@ -20,7 +20,7 @@ from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
-LEAST_SHARE = 1e-4  # of either key; for a smaller share, the exact tail is a series of up to billions of terms
+MIN_SHARE = 1e-4  # of either key; for a smaller share, the exact tail is a series of up to billions of terms
 CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B  # of vLLM's function
 
 
@@ -45,10 +45,10 @@ class Gumbel(Scheme):
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
                 f"payload_bits={self.payload_bits}"
             )
-        if self.dual_key_alpha not in (0.0, 1.0) and not LEAST_SHARE <= self.dual_key_alpha <= 1.0 - LEAST_SHARE:
+        if self.dual_key_alpha not in (0.0, 1.0) and not MIN_SHARE <= self.dual_key_alpha <= 1.0 - MIN_SHARE:
             raise ValueError(
                 f"gumbel: dual_key_alpha={self.dual_key_alpha:g}, wanted 0, 1, or a share of "
-                f"{LEAST_SHARE} to {1 - LEAST_SHARE}"
+                f"{MIN_SHARE} to {1 - MIN_SHARE}"
             )
         return self
 
