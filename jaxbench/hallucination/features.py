@@ -37,7 +37,7 @@ class FeatureReader:
 
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Read prompts; `scores` and `surprise` may use the result any number of times."""
-        return self._read(self._state, *prompts[:3])
+        return self._read(self._state, prompts.tokens, prompts.positions, prompts.is_context)
 
     def scores(
         self, prompt: Prompt, prompts: PromptArrays, rows: ResponseArrays, slots: np.ndarray, num_slots: int

@@ -33,7 +33,7 @@ class LowerReader:
 
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Read one prompt without its last token; the other methods may use the result any number of times."""
-        return self._read(self._state, *prompts[:3])
+        return self._read(self._state, prompts.tokens, prompts.positions, prompts.is_context)
 
     def cached(self, prompt: Prompt, length: int) -> tuple[Float[np.ndarray, "L K H P"], Float[np.ndarray, "L K P H"]]:
         """Return keys and values of the tuned blocks, float32; length: tokens that were read, the rest is padding."""

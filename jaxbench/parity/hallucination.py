@@ -152,7 +152,7 @@ def in_jax(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.
 
     @jax.jit
     def run(prompts: layout.PromptArrays, rows: layout.ResponseArrays) -> dict[str, Any]:
-        prompt = reader.read_prompt(model, *prompts[:3])
+        prompt = reader.read_prompt(model, prompts.tokens, prompts.positions, prompts.is_context)
         responses = reader.Responses(*rows)
         trace = reader.read_responses(model, prompt, responses)
         slots = jnp.arange(rows.tokens.size)
@@ -170,7 +170,7 @@ def in_torch(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, n
     of, scores = torch_ref.hallucination.reader, torch_ref.hallucination.token_scores
     model = torch_ref.transformer.build(checkpoint.config, checkpoint.params, dtype="float64")
     prompts, rows = (type(each)(*map(torch.from_numpy, each)) for each in _arrays(given))
-    prompt = of.read_prompt(model, *prompts[:3])
+    prompt = of.read_prompt(model, prompts.tokens, prompts.positions, prompts.is_context)
     responses = of.Responses(*rows)
     trace = of.read_responses(model, prompt, responses)
     slots = torch.arange(rows.tokens.numel())

@@ -145,10 +145,12 @@ def test_a_program_takes_the_last_blocks_from_the_hosts_memory_and_copies_them_i
     far = {dotted(path) for path, leaf in state if leaf.sharding.memory_kind == "pinned_host"}
     assert len(far) == 2 * BLOCK and {name.split(".")[1] for name in far} == {"1", "2"}
     assert all(leaf.device == jax.devices()[1] for _, leaf in state)
-    lowered = reader._read.lower(reader._state, *texts()[0][:3])
+    prompts = texts()[0]
+    arrays = (prompts.tokens, prompts.positions, prompts.is_context)
+    lowered = reader._read.lower(reader._state, *arrays)
     arguments = lowered.compile().as_text().split("entry_computation_layout={(")[1].split(")->")[0]
     assert arguments.count("S(5)") == 2 * BLOCK  # XLA's number of the host's memory
-    on_chips = reader._read.trace(reader._state, *texts()[0][:3]).lower(lowering_platforms=("tpu",))
+    on_chips = reader._read.trace(reader._state, *arrays).lower(lowering_platforms=("tpu",))
     main, inside = on_chips.as_text().split("stablehlo.while", 1)  # a CPU's program has no copy: its memories are one
     assert "annotate_device_placement" in inside and "annotate_device_placement" not in main
 

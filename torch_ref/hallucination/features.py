@@ -31,7 +31,8 @@ class FeatureReader:
     @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Read prompts; `scores` and `surprise` may use the result any number of times."""
-        return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
+        arrays = (prompts.tokens, prompts.positions, prompts.is_context)
+        return reader.read_prompt(self._model, *map(self._tensor, arrays))
 
     @torch.no_grad()
     def scores(

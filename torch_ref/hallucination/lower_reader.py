@@ -27,7 +27,8 @@ class LowerReader:
     @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Read one prompt without its last token; the other methods may use the result any number of times."""
-        return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
+        arrays = (prompts.tokens, prompts.positions, prompts.is_context)
+        return reader.read_prompt(self._model, *map(self._tensor, arrays))
 
     def cached(self, prompt: Prompt, length: int) -> tuple[Float[np.ndarray, "L K H P"], Float[np.ndarray, "L K P H"]]:
         """Return keys and values of the tuned blocks, float32; length: tokens that were read, the rest is padding."""

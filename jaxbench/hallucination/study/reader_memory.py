@@ -71,14 +71,15 @@ def compile_programs(
     )
     text = layout.Text(range(3), range(1, 2))
     prompts = jax.tree.map(abstract, layout.prompt_arrays([text], share=0.1, size=prompt_slots))
+    prompt = (prompts.tokens, prompts.positions, prompts.is_context)
     rows = jax.tree.map(abstract, layout.response_arrays([text], [[[0]]], size=row_slots))
     slots, count = (jax.ShapeDtypeStruct(shape, "int32", sharding=near) for shape in ((row_slots,), ()))
     made = FeatureReader(arranged, state_layer=0)
     programs = {"read_prompt": made._read, "scores": made._with, "surprise": made._without}
     with library.switched_off():
-        read = jax.tree.map(abstract, jax.eval_shape(programs["read_prompt"], state, *prompts[:3]))
+        read = jax.tree.map(abstract, jax.eval_shape(programs["read_prompt"], state, *prompt))
         given = {
-            "read_prompt": prompts[:3],
+            "read_prompt": prompt,
             "scores": (read, prompts.num_attended, rows, slots, count),
             "surprise": (read, rows),
         }

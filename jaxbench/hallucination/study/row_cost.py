@@ -50,7 +50,11 @@ def parts(reader_settings: Any, prompt_tokens: int, lens_slots: int) -> dict[str
 
     prompts, rows = given(prompt_tokens, range(8, prompt_tokens - 8))
     bare, bare_rows = given(16, range(0))
-    read_prompt = program(reader.read_prompt)
+    read_arrays = program(reader.read_prompt)
+
+    def read_prompt(prompts: Any) -> Any:
+        return read_arrays(prompts.tokens, prompts.positions, prompts.is_context)
+
     read = program(lambda model, *each: reader.read_responses(model, *each)._replace(context=None))
     scores = program(
         lambda model, prompt, rows, limit: token_scores.attention_scores(
@@ -60,10 +64,10 @@ def parts(reader_settings: Any, prompt_tokens: int, lens_slots: int) -> dict[str
     surprise = program(lambda model, trace, rows: token_scores.surprise(model, trace, rows.targets))
     lens = program(token_scores.parametric_scores)
     slots = np.resize(np.arange(0, sum(LENGTHS), 8), ROW).astype(np.int32)
-    prompt, bare_prompt = read_prompt(*prompts[:3]), read_prompt(*bare[:3])
+    prompt, bare_prompt = read_prompt(prompts), read_prompt(bare)
     trace, bare_trace = read(prompt, rows), read(bare_prompt, bare_rows)
     return {
-        "prompt": lambda: read_prompt(*prompts[:3]),
+        "prompt": lambda: read_prompt(prompts),
         "responses": lambda: read(prompt, rows),
         "responses and attention scores": lambda: scores(prompt, rows, prompts.num_attended),
         "losses": lambda: surprise(trace, rows),
