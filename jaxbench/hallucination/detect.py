@@ -31,6 +31,7 @@ from jaxbench.hallucination import (
 from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
+from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
 from jaxbench.hallucination.where import Where
 
@@ -153,9 +154,7 @@ class HallucinationDetector:
         """Return a Follower, which judges an answer sentence by sentence while it is written."""
         return Follower(functools.partial(self.detect, context, question))
 
-    def _verdict(
-        self, context: str, response: str, features: dict[str, np.ndarray], tuned: Sequence[np.ndarray]
-    ) -> Verdict:
+    def _verdict(self, context: str, response: str, features: ResponseFeatures, tuned: Sequence[np.ndarray]) -> Verdict:
         lexicon = lexical.Lexicon(context)
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
         tokens = token_inputs.tokens(features, response, lexicon)

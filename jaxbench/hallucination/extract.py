@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from jaxbench import outputs, worker_pool
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.reader_settings import ReaderSettings
+from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.where import Where
 
 CODE = (
@@ -69,11 +70,11 @@ class Store:
         """True if features are in the cache."""
         return self.path(key).is_file()
 
-    def write(self, key: str, features: dict[str, np.ndarray]) -> None:
+    def write(self, key: str, features: ResponseFeatures) -> None:
         """Write features, atomically."""
         outputs.save_tensors(self.path(key), {name: np.ascontiguousarray(value) for name, value in features.items()})
 
-    def read(self, key: str) -> dict[str, np.ndarray]:
+    def read(self, key: str) -> ResponseFeatures:
         """Read the features of a response.
 
         Raises:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxbench.hallucination import encoding, layout
 from jaxbench.hallucination.reader_settings import ReaderSettings
+from jaxbench.hallucination.response_features import ResponseFeatures
 
 
 class Group(NamedTuple):
@@ -22,12 +23,8 @@ class Group(NamedTuple):
 
 def read_group(
     group: Group, reader: Any, tokenizer: Any, window: int, settings: ReaderSettings
-) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[str, ResponseFeatures]]:
     """Yield the features of each response of a group, by key.
-
-    For R tokens: external, context_mass, lookback [L N R] in float16; loss, entropy, loss_without, entropy_without [R];
-    states [R D] in float16; offsets [R 2], characters of the tokens; parametric_slots [M] and parametric [M L];
-    num_cut [], tokens of the context that did not fit the window.
 
     Raises:
       ValueError: a response is empty or longer than half the window, or as encoding.encode_prompt.
@@ -60,17 +57,19 @@ def read_group(
         without = reader.surprise(read_without, bare)
         used = 0
         for i, place, mine in zip(row, places, slots):
-            features = _of_response(found, without, place)
-            features["parametric_slots"] = (mine - place.start).astype(np.int32)
-            features["parametric"] = found["parametric"][used : used + len(mine)].astype(np.float32)
-            features["offsets"] = np.array(responses[i].offsets, np.int32)
-            features["num_cut"] = np.array(prompt.num_cut, np.int32)
+            features = ResponseFeatures(
+                **_of_response(found, without, place),
+                parametric_slots=(mine - place.start).astype(np.int32),
+                parametric=found["parametric"][used : used + len(mine)].astype(np.float32),
+                offsets=np.array(responses[i].offsets, np.int32),
+                num_cut=np.array(prompt.num_cut, np.int32),
+            )
             used += len(mine)
             yield group.keys[i], features
 
 
 def _of_response(found: dict[str, np.ndarray], without: dict[str, np.ndarray], place: slice) -> dict[str, np.ndarray]:
-    """Select the features of one response of a single row."""
+    """Select one response of a single row: the features that every token has."""
     heads = {name: found[name][:, :, 0, place].astype(np.float16) for name in ("external", "context_mass", "lookback")}
     plain = {name: found[name][0, place].astype(np.float32) for name in ("loss", "entropy")}
     plain |= {f"{name}_without": value[0, place].astype(np.float32) for name, value in without.items()}

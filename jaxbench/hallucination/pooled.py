@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxbench.hallucination import lexical, sentences
+from jaxbench.hallucination.response_features import ResponseFeatures
 
 HEADS = ("external", "context_mass", "lookback")
 SURPRISE = (
@@ -23,11 +23,8 @@ class Pooled(NamedTuple):
     spans: list[tuple[int, int]]  # characters of the parts
 
 
-def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lexicon, *, by_sentence: bool) -> Pooled:
-    """Pool features over a response's parts.
-
-    features: from group.read_group.
-    """
+def pool(features: ResponseFeatures, response: str, lexicon: lexical.Lexicon, *, by_sentence: bool) -> Pooled:
+    """Pool features over a response's parts."""
     spans = sentences.sentences(response) if by_sentence else [(0, len(response))]
     part = sentences.tokens_of(spans, features["offsets"])
     count = np.bincount(part, minlength=len(spans)).astype(np.float64)
@@ -66,7 +63,7 @@ def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.nd
     return marked[np.maximum(offsets[:, 1] - 1, 0)]
 
 
-def _surprise(features: Mapping[str, np.ndarray], part: np.ndarray, num: int, novel: np.ndarray) -> np.ndarray:
+def _surprise(features: ResponseFeatures, part: np.ndarray, num: int, novel: np.ndarray) -> np.ndarray:
     """Compute the columns of SURPRISE of each part; gain: how much the context lowers a token's loss."""
     loss, gain = features["loss"].astype(np.float64), features["loss_without"] - features["loss"].astype(np.float64)
     # not mode="same", whose result is as long as the longer argument: five for an answer of fewer tokens

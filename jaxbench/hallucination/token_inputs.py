@@ -13,6 +13,7 @@ from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.hallucination import lexical
 from jaxbench.hallucination.pooled import HEADS
+from jaxbench.hallucination.response_features import ResponseFeatures
 
 Array = np.ndarray
 RESPONSE_WEIGHT = 0.3  # of the responses' loss, relative to the tokens'
@@ -78,11 +79,8 @@ class Arrays(NamedTuple):
         return np.where(self.is_token, np.arange(self.is_token.shape[1]), -1)
 
 
-def tokens(features: Mapping[str, Array], response: str, lexicon: lexical.Lexicon) -> Tokens:
-    """Input features of each token: scores of every head, the hidden state, losses, position, kind of word.
-
-    features: from group.read_group.
-    """
+def tokens(features: ResponseFeatures, response: str, lexicon: lexical.Lexicon) -> Tokens:
+    """Input features of each token: scores of every head, the hidden state, losses, position, kind of word."""
     num_tokens = len(features["loss"])
     heads = [features[name].reshape(-1, num_tokens).T for name in HEADS]
     loss, entropy, without, entropy_without = (

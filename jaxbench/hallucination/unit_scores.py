@@ -16,7 +16,7 @@ paper's released code sums, so that long chunks score high.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxtyping import Float32, Int
 from jaxbench.hallucination import encoding, extract, sentences
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.reader_settings import ReaderSettings
+from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.where import Where
 
 EVERY_TOKEN = ReaderSettings(lens_tokens=None)  # the default reader, with parametric scores of every token
@@ -80,10 +81,10 @@ class Scorer:
         return of_chunks(self.tokens(context, question, response), response, chunk_tokens=chunk_tokens)
 
 
-def of_tokens(features: Mapping[str, np.ndarray], token_ids: Sequence[int]) -> UnitScores:
+def of_tokens(features: ResponseFeatures, token_ids: Sequence[int]) -> UnitScores:
     """Scores of a response's tokens.
 
-    features: from group.read_group, which stores external scores as float16, in steps of 0.0005 at most.
+    External scores are stored as float16, in steps of 0.0005 at most.
     """
     external = np.moveaxis(features["external"], -1, 0).astype(np.float32)
     parametric = np.full((len(external), features["parametric"].shape[1]), np.nan, np.float32)

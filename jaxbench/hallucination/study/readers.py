@@ -24,6 +24,7 @@ from absl import flags
 from jaxbench import cli, outputs, process_environment, store, terminal, worker_pool
 from jaxbench.hallucination import detector, extract, group, linear, metrics, ragtruth, reader_table, saved_detector
 from jaxbench.hallucination.reader_settings import ReaderSettings
+from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.study import evaluate, table
 from jaxbench.measure import environment, process
 
@@ -58,7 +59,7 @@ class Thinned(NamedTuple):
         """True if features are in the cache."""
         return self.store.has(key)
 
-    def read(self, key: str) -> dict[str, Array]:
+    def read(self, key: str) -> ResponseFeatures:
         """Read the features of a response."""
         features = self.store.read(key)
         slots = group.lens_slots(len(features["loss"]), self.count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxbench.hallucination import lexical, pooled, sentences, token_inputs
 from jaxbench.hallucination.detector import Inputs, Labels
 from jaxbench.hallucination.extract import Item, Store
 from jaxbench.hallucination.ragtruth import Data, Response
+from jaxbench.hallucination.response_features import ResponseFeatures
 
 Array = np.ndarray
 
@@ -67,7 +68,7 @@ def is_labelled(response: Response, start: int, end: int) -> bool:
 
 
 def _pooled(
-    features: Mapping[str, Array] | None, response: Response, lexicon: lexical.Lexicon
+    features: ResponseFeatures | None, response: Response, lexicon: lexical.Lexicon
 ) -> tuple[pooled.Pooled, pooled.Pooled]:
     """Pool the features of a response, and of its sentences."""
     if features is None:
@@ -80,7 +81,7 @@ def _pooled(
     return tuple(pooled.pool(features, response.response, lexicon, by_sentence=by) for by in (False, True))
 
 
-def _features(data: Data, response: Response, store: Store) -> dict[str, Array]:
+def _features(data: Data, response: Response, store: Store) -> ResponseFeatures:
     source = data.source(response)
     key = store.key(Item(source.context, source.asked, response.response))
     if not store.has(key):
