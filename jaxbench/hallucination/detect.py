@@ -29,7 +29,7 @@ from jaxbench.hallucination import (
     tuned_reading,
 )
 from jaxbench.hallucination.follow import Follower
-from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.group import Group, LoadedReader, read_group
 from jaxbench.hallucination.layout import PromptArrays
 from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
@@ -83,25 +83,26 @@ class HallucinationDetector:
         return self._bundle is not None and self._bundle.sizes is not None
 
     @functools.cached_property
-    def limits(self) -> tuple[Any, int]:
-        """Tokenizer and window in tokens, without loading the model."""
+    def limits(self) -> lengths.ReaderLimits:
+        """The reader's limits, without loading the model."""
         if not self._is_program:
             return lengths.limits(self.settings)
         from jaxbench.pretrained.tokenizer import load_tokenizer
 
-        return load_tokenizer(str(self._folder / portable.TOKENIZER)), self._bundle.sizes.window
+        tokenizer = load_tokenizer(str(self._folder / portable.TOKENIZER))
+        return lengths.ReaderLimits(tokenizer, self._bundle.sizes.window)
 
     @functools.cached_property
-    def reader(self) -> tuple[Any, Any, int]:
-        """The model as a FeatureReader, the tokenizer and the window in tokens; loaded on first use.
+    def reader(self) -> LoadedReader:
+        """The reader, loaded on first use.
 
         So a detector is built, or rejected, at once, and can be sent to other processes.
         """
         if self._is_program:
-            made, tokenizer, window = portable.load_reader(self._folder, self._bundle)
+            loaded = portable.load_reader(self._folder, self._bundle)
         else:
-            made, tokenizer, window = extract.load_reader(self.settings, package=self._package, where=self._where)
-        return RememberingReader(made), tokenizer, window
+            loaded = extract.load_reader(self.settings, package=self._package, where=self._where)
+        return _remembering(loaded)
 
     @functools.cached_property
     def token_reader(self) -> Any:
@@ -117,9 +118,9 @@ class HallucinationDetector:
         if self._where is None or self._where.devices == 1 or self._is_program:
             return [self]
         found = []
-        for made, *rest in extract.load_readers(self.settings, package=self._package, where=self._where):
+        for loaded in extract.load_readers(self.settings, package=self._package, where=self._where):
             found.append(copy.copy(self))
-            found[-1].reader = (RememberingReader(made), *rest)
+            found[-1].reader = _remembering(loaded)
             found[-1].token_reader = self.token_reader
         return found
 
@@ -202,3 +203,8 @@ class RememberingReader:
             del self._read[next(iter(self._read))]  # before reading: a prompt of 8,192 tokens takes 190 MB
         self._read[key] = self._read.pop(key) if key in self._read else self._reader.read_prompt(prompts)
         return self._read[key]
+
+
+def _remembering(loaded: LoadedReader) -> LoadedReader:
+    """Return the same reader with a cache of prompts."""
+    return loaded._replace(feature_reader=RememberingReader(loaded.feature_reader))

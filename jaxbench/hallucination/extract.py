@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxbench import outputs, worker_pool
-from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.group import Group, LoadedReader, read_group
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.where import Where
@@ -99,10 +99,10 @@ def groups(items: Iterable[Item], store: Store) -> list[Group]:
 class Worker:
     """A worker that reads groups; every process has its own copy, which loads the model at its first group."""
 
-    def __init__(self, settings: ReaderSettings, store: Store, load: Callable[[ReaderSettings], Any]):
-        """load: settings -> a backend's reader, its tokenizer and its window in tokens (load_reader)."""
+    def __init__(self, settings: ReaderSettings, store: Store, load: Callable[[ReaderSettings], LoadedReader]):
+        """load: such as load_reader."""
         self.settings, self.store, self._load = settings, store, load
-        self._loaded: Any = None
+        self._loaded: LoadedReader | None = None
 
     def __call__(self, group: Group) -> int:
         """Write the features of a group's responses; return how many there are."""
@@ -113,12 +113,12 @@ class Worker:
         return len(group.keys)
 
 
-def load_reader(settings: ReaderSettings, *, package: str, where: Where | None = None) -> tuple[Any, Any, int]:
-    """Load a backend's FeatureReader, the tokenizer, and the window in tokens: the first of load_readers."""
+def load_reader(settings: ReaderSettings, *, package: str, where: Where | None = None) -> LoadedReader:
+    """Load a backend's reader: the first of load_readers."""
     return load_readers(settings, package=package, where=where)[0]
 
 
-def load_readers(settings: ReaderSettings, *, package: str, where: Where | None = None) -> list[tuple[Any, Any, int]]:
+def load_readers(settings: ReaderSettings, *, package: str, where: Where | None = None) -> list[LoadedReader]:
     """Load one reader per device, as load_reader: each holds all weights, and they may read concurrently in threads.
 
     package: whose modules run, JAX's or PyTorch's. where: None = one device, the backend's choice.
@@ -145,7 +145,7 @@ def load_readers(settings: ReaderSettings, *, package: str, where: Where | None 
         models = [placement.placed(model, device, offload_layers=where.offload_layers) for device in devices]
     layer = settings.layer(checkpoint.config.num_layers)
     made = [features.FeatureReader(each, state_layer=layer) for each in models]
-    return [(each, load_tokenizer(settings.model), settings.window or longest) for each in made]
+    return [LoadedReader(each, load_tokenizer(settings.model), settings.window or longest) for each in made]
 
 
 def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarray], *, package: str) -> Any:

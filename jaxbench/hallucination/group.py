@@ -21,6 +21,14 @@ class Group(NamedTuple):
     keys: tuple[str, ...]
 
 
+class LoadedReader(NamedTuple):
+    """A reader in memory: what read_group takes after the group, in its order."""
+
+    feature_reader: Any  # a backend's FeatureReader
+    tokenizer: Any
+    window: int  # tokens
+
+
 def read_group(
     group: Group, reader: Any, tokenizer: Any, window: int, settings: ReaderSettings
 ) -> Iterator[tuple[str, ResponseFeatures]]:

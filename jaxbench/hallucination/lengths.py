@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxbench.hallucination import encoding
 from jaxbench.hallucination.reader_settings import ReaderSettings
@@ -11,13 +11,20 @@ from jaxbench.hallucination.reader_settings import ReaderSettings
 Style = Literal["plain", "chat"]
 
 
-def limits(settings: ReaderSettings) -> tuple[Any, int]:
-    """Return the tokenizer and the window in tokens of a reader, without loading its weights."""
+class ReaderLimits(NamedTuple):
+    """What bounds the length of texts that a reader takes."""
+
+    tokenizer: Any
+    window: int  # tokens
+
+
+def limits(settings: ReaderSettings) -> ReaderLimits:
+    """Return the limits of a reader, without loading its weights."""
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
     window = settings.window or weights.read_config(settings.model).max_seq_len
-    return load_tokenizer(settings.model), window
+    return ReaderLimits(load_tokenizer(settings.model), window)
 
 
 def check(tokenizer: Any, question: str, response: str, *, window: int, style: Style) -> None:

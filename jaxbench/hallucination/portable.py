@@ -14,13 +14,14 @@ import importlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pydantic
 
 from jaxbench import config, outputs
 from jaxbench.hallucination import programs, saved_detector
+from jaxbench.hallucination.group import LoadedReader
 from jaxbench.hallucination.layout import PromptArrays, ResponseArrays
 from jaxbench.hallucination.reader_settings import ReaderSettings
 
@@ -245,8 +246,8 @@ def settings(folder: Path, bundle: Bundle, saved: saved_detector.Saved) -> Reade
     return saved.settings.model_copy(update=changes)
 
 
-def load_reader(folder: Path, bundle: Bundle) -> tuple[Any, Any, int]:
-    """Load the programs of a folder as a reader, the tokenizer and the window, as extract.load_reader.
+def load_reader(folder: Path, bundle: Bundle) -> LoadedReader:
+    """Load the programs of a folder as a reader, as extract.load_reader.
 
     Raises:
       ValueError: a program is missing or damaged, or ONNX Runtime is not installed.
@@ -255,4 +256,4 @@ def load_reader(folder: Path, bundle: Bundle) -> tuple[Any, Any, int]:
 
     load_programs = programs.load_onnx if bundle.kind == "onnx" else programs.load_stablehlo
     made = ProgramReader(load_programs(folder, bundle.sizes.example()), bundle.sizes)
-    return made, load_tokenizer(str(folder / TOKENIZER)), bundle.sizes.window
+    return LoadedReader(made, load_tokenizer(str(folder / TOKENIZER)), bundle.sizes.window)

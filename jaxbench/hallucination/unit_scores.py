@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int
 
 from jaxbench.hallucination import encoding, extract, sentences
-from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.group import Group, LoadedReader, read_group
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.where import Where
@@ -59,8 +59,8 @@ class Scorer:
         self.settings, self._how = settings, {"package": package, "where": where}
 
     @functools.cached_property
-    def reader(self) -> tuple[Any, Any, int]:
-        """A FeatureReader, its tokenizer and its window in tokens; loaded at the first answer."""
+    def reader(self) -> LoadedReader:
+        """The reader, loaded at the first answer."""
         return extract.load_reader(self.settings, **self._how)
 
     def tokens(self, context: str, question: str, response: str) -> UnitScores:
@@ -70,7 +70,7 @@ class Scorer:
           ValueError: context or response is empty, or the response has more tokens than half the window.
         """
         ((_, features),) = read_group(Group(context, question, (response,), ("",)), *self.reader, self.settings)
-        return of_tokens(features, encoding.encode_response(self.reader[1], response).ids)
+        return of_tokens(features, encoding.encode_response(self.reader.tokenizer, response).ids)
 
     def chunks(self, context: str, question: str, response: str, *, chunk_tokens: int | None = None) -> UnitScores:
         """Scores of every chunk of a response: external [U L N], parametric [U L].

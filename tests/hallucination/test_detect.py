@@ -80,7 +80,7 @@ def test_a_detector_that_has_read_is_sent_to_other_processes_without_what_it_loa
     _, _, path, _, model = made
     in_use = detect.HallucinationDetector(path, model=model)
     in_use.detect("The mill was built in 1820.", "when", "In 1820.")
-    assert in_use.limits[1] == 128
+    assert in_use.limits.window == 128
     sent = pickle.loads(pickle.dumps(in_use))
     assert {"reader", "limits", "token_reader"}.isdisjoint(vars(sent)) and sent.saved.settings == in_use.saved.settings
 
@@ -90,7 +90,7 @@ def test_answers_to_one_prompt_are_judged_as_each_alone_and_the_prompt_is_read_o
     in_use = detect.HallucinationDetector(path, model=model)
     context, question = "The mill was built in 1820 by Reed.", "when"  # fits the window of 128 tokens
     responses = [row[3] for row in small.RESPONSES[:3]]
-    reader, count = in_use.reader[0], []
+    reader, count = in_use.reader.feature_reader, []
     read = reader._reader.read_prompt
     monkeypatch.setattr(reader._reader, "read_prompt", lambda prompts: count.append(prompts) or read(prompts))
     together = in_use.detect_group(context, question, responses)

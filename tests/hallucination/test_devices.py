@@ -66,7 +66,7 @@ def test_any_number_of_devices_reads_the_same_bits(place, alone, tmp_path):
 
 def test_every_device_holds_all_weights(place):
     readers = extract.load_readers(small.settings(place[1]), package="jaxbench", where=Where("cpu"))
-    found = [{leaf.device for leaf in jax.tree.leaves(reader._state)} for reader, *_ in readers]
+    found = [{leaf.device for leaf in jax.tree.leaves(each.feature_reader._state)} for each in readers]
     assert found == [{device} for device in jax.local_devices()] and len(found) == 8
 
 

@@ -30,7 +30,7 @@ def test_sentences_come_once_when_they_are_complete_however_the_text_arrives(mad
 def test_the_prompt_of_an_answer_is_read_once(made, monkeypatch):
     _, _, path, _, model = made
     detector = detect.HallucinationDetector(path, model=model)
-    inner, count = detector.reader[0]._reader, []
+    inner, count = detector.reader.feature_reader._reader, []
     read = inner.read_prompt
     monkeypatch.setattr(inner, "read_prompt", lambda prompts: count.append(prompts) or read(prompts))
     follower = detector.follow(CONTEXT, QUESTION)

@@ -118,7 +118,7 @@ def test_sources_are_drawn_over_tasks_from_one_split_and_by_the_seed_alone(tmp_p
 def test_a_lens_on_fewer_tokens_is_taken_out_of_that_on_all(model, tmp_path):
     tokenizer, found = load_tokenizer(model), []
     exact = small.settings(model, lens_tokens=None)
-    reader = extract.load_reader(exact, package="torch_ref")[0]
+    reader = extract.load_reader(exact, package="torch_ref").feature_reader
     store = extract.Store(tmp_path, exact, "m")
     for key, each in features(reader, exact, tokenizer).items():
         store.write(key, each)

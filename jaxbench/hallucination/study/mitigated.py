@@ -160,8 +160,8 @@ def main() -> int:
     empty = {row["source_id"] for each in rows.values() for row in each if not lexical.tokens(row["response"])}
     rows = {name: [row for row in each if row["source_id"] not in empty] for name, each in rows.items()}
     regression = lexical_regression(data, {source.source_id for source in given})
-    read = extract.load_reader(reader_settings.ReaderSettings(), package="jaxbench")
-    by_arm = {name: measured(each, regression, losses(each, *read)) for name, each in rows.items()}
+    loaded = extract.load_reader(reader_settings.ReaderSettings(), package="jaxbench")
+    by_arm = {name: measured(each, regression, losses(each, *loaded)) for name, each in rows.items()}
     source = np.array([row["source_id"] for row in rows[PLAIN]])
     plain = [row["response"] for row in rows[PLAIN]]
     told = {

@@ -51,7 +51,7 @@ class Session:
             tokens += sum(len(features["loss"]) for _, features in read_group(group, *loaded, made))
         found |= {"cpu_s": time.process_time() - started, "wall_s": time.perf_counter() - wall}
         found |= {"responses": sum(len(group.responses) for group in work), "tokens": tokens}
-        found |= {"peak_bytes": worker.peak_bytes(), "weight_bytes": loaded[0].weight_bytes}
+        found |= {"peak_bytes": worker.peak_bytes(), "weight_bytes": loaded.feature_reader.weight_bytes}
         return found | {"load_average": os.getloadavg()[0]}
 
 
