@@ -88,12 +88,16 @@ class Store:
 
 def groups(items: Iterable[Item], store: Store) -> list[Group]:
     """Group responses without features by prompt: the longest work first, so that processes finish together."""
+    missing = (item for item in items if not store.has(store.key(item)))
+    return sorted(by_prompt(missing, store), key=lambda group: -len(group.context) - 2 * sum(map(len, group.responses)))
+
+
+def by_prompt(items: Iterable[Item], store: Store) -> list[Group]:
+    """Group responses by prompt, in the order of the prompts' first responses."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item in items:
-        if not store.has(key := store.key(item)):
-            found.setdefault((item.context, item.question), {})[key] = item.response
-    made = [Group(*prompt, tuple(each.values()), tuple(each)) for prompt, each in found.items()]
-    return sorted(made, key=lambda group: -len(group.context) - 2 * sum(map(len, group.responses)))
+        found.setdefault((item.context, item.question), {})[store.key(item)] = item.response
+    return [Group(*prompt, tuple(each.values()), tuple(each)) for prompt, each in found.items()]
 
 
 class Worker:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jaxbench import philox
 from jaxbench.config import Base
-from jaxbench.hallucination import lexical
+from jaxbench.hallucination import layout, lexical
 from jaxbench.hallucination.pooled import HEADS
 from jaxbench.hallucination.response_features import ResponseFeatures
 
@@ -196,7 +196,7 @@ def padded(
 ) -> Arrays:
     """Pad responses to a batch of num_rows and of the next length in BUCKETS; columns are not standardised here."""
     longest = max(map(len, tokens))
-    length = next((size for size in BUCKETS if size >= longest), -(-longest // BUCKETS[-1]) * BUCKETS[-1])
+    length = layout.bucket(longest, BUCKETS)
     values = np.zeros((num_rows, length, tokens[0].shape[1]), tokens[0].dtype)
     is_token, targets = np.zeros((num_rows, length), bool), np.zeros((num_rows, length), np.float32)
     for i, each in enumerate(tokens):

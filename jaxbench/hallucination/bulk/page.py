@@ -65,7 +65,10 @@ def pieces(response: str, start: int, end: int, spans: Iterable[Mapping[str, Any
     for span in spans:
         first, last = max(start, span["start"]), min(end, span["end"])
         if first < last:
-            found += [Piece(response[start:first], None)] * (start < first)
+            if start < first:
+                found.append(Piece(response[start:first], None))
             found.append(Piece(response[first:last], span["probability"]))
             start = last
-    return found + [Piece(response[start:end], None)] * (start < end)
+    if start < end:
+        found.append(Piece(response[start:end], None))
+    return found

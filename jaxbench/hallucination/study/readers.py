@@ -155,12 +155,8 @@ def items(data: ragtruth.Data) -> list[extract.Item]:
 def cost(study: Study, name: str, *, num_sources: int) -> dict[str, Any]:
     """Measure a form's cost on the responses to the first few sources, in a fresh process of one thread."""
     settings = study.form(name)
-    features = study.store(settings)
-    prompts: dict[tuple[str, str], dict[str, str]] = {}
     few = study._replace(sources=study.sources[:num_sources]).part(True)
-    for item in items(few):
-        prompts.setdefault((item.context, item.question), {})[features.key(item)] = item.response
-    groups = [(*prompt, list(each.values()), list(each)) for prompt, each in prompts.items()]
+    groups = extract.by_prompt(items(few), study.store(settings))
     variables = process.environment("cpu", threads=1) | worker_pool.ONE_THREAD
     log = study.finished / "worker.log"
     with process.Worker(name, WORKER, environment=variables, log=log, timeout_s=7200) as worker:
