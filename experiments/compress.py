@@ -55,9 +55,8 @@ def train() -> int:
     from jaxbench.training.observe import Records
 
     shape = settings.shape(weights.read_config(settings.model))
-    words = tokenizer.load_tokenizer(settings.model)
     files = {"data": VALUES.data, "held_out": VALUES.held_out, "question_files": VALUES.questions}
-    sides = material.of_files(settings, shape, words, **files)
+    sides = material.of_files(settings, shape, tokenizer.load_tokenizer(settings.model), **files)
     for each in itertools.chain(*sides):
         each.draw(each.rows, seed=settings.seed, step=0)  # raises at once if a text does not fit
     if settings.questions is None or settings.questions.share < 1:
@@ -184,7 +183,7 @@ def ask() -> int:
     if result is None:
         result = _compressed(compressor, source)
     held = weights.load_checkpoint(_model())
-    side = answer_run.side(held.config, compressor.reader(held.params), compressor.words, VALUES.precision)
+    side = answer_run.side(held.config, compressor.reader(held.params), compressor.tokenizer, VALUES.precision)
     with terminal.progress(len(asking.blocks(result, asking.CHUNKS * compressor.config.chunk))) as advance:
         found = asking.ask(compressor, *side, result, VALUES.question, progress=advance)
     where = f"characters {found.span[0]} to {found.span[1]}"

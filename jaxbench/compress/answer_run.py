@@ -37,11 +37,11 @@ class Side(NamedTuple):
     generate: answering.Generate
 
 
-def side(config: TransformerConfig, params: Mapping[str, np.ndarray], words: Any, precision: str) -> Side:
+def side(config: TransformerConfig, params: Mapping[str, np.ndarray], tokenizer: Any, precision: str) -> Side:
     """Build both forms of a decoder with these parameters."""
     model = transformer.build(config, params, dtype=precision)
     greedy = sample.SamplingParams(temperature=0.0)
-    return Side(reading.Reader(model), sample.Generator(model, eos_id=words.eos_id, sampling=greedy))
+    return Side(reading.Reader(model), sample.Generator(model, eos_id=tokenizer.eos_id, sampling=greedy))
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
             with terminal.progress(2 * len(asked)) as advance:
                 given = prompts()
                 mine = answering.answered(
-                    side.reader, side.generate, compressor.words, asked, given, progress=advance
+                    side.reader, side.generate, compressor.tokenizer, asked, given, progress=advance
                 )  # fmt: skip
                 lengths = [len(prompt.ids) for prompt in given]
             return [[*each, length] for each, length in zip(mine, lengths)]
@@ -77,13 +77,13 @@ def run(
     if untuned is not None:
         add("untuned", untuned, lambda: answering.plain(asked))
     for ratio in ratios:
-        own = compressor.at(ratio)
+        own = compressor.with_ratio(ratio)
         for arm in answering.VECTOR_ARMS:
             add(f"{arm}-{ratio}", tuned, lambda own=own, arm=arm: answering.prompts(own, asked, arm))
     for ratio in [] if shorten is None else sorted({*ratios, *(more * max(ratios) for more in FURTHER)}):
 
         def texts(ratio: int = ratio) -> list[str]:
-            return shorten([compressor.words.decode(each.context.tolist()) for each in asked], ratio)
+            return shorten([compressor.tokenizer.decode(each.context.tolist()) for each in asked], ratio)
 
         made, _ = store.kept(workdir / f"shortened-{ratio}.json", texts)
         add(f"llmlingua-{ratio}", tuned, lambda made=made: _in_clear(compressor, asked, made))
@@ -93,20 +93,20 @@ def run(
 
 def _in_clear(compressor: AutoCompressor, asked: Sequence[questions.Question], made: Sequence[str]) -> list[Prompt]:
     """Prompts of shortened passages, as plain text, and questions."""
-    kept = [np.array(compressor.words.encode(text, add_special=False), np.int32) for text in made]
+    kept = [np.array(compressor.tokenizer.encode(text, add_special=False), np.int32) for text in made]
     return [answering.in_clear(compressor, each, one.question) for each, one in zip(kept, asked)]
 
 
 def of_questions(
-    compressor: AutoCompressor, held: weights.Checkpoint, precision: str, asked: Sequence[questions.Question],
+    compressor: AutoCompressor, checkpoint: weights.Checkpoint, precision: str, asked: Sequence[questions.Question],
     ratios: Sequence[int], workdir: Path,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Compute figures by arm, also of LLMLingua and of the decoder without adapters if they exist."""
-    words = compressor.words
-    tuned, untuned = side(held.config, compressor.reader(held.params), words, precision), None
+    tokenizer = compressor.tokenizer
+    tuned, untuned = side(checkpoint.config, compressor.reader(checkpoint.params), tokenizer, precision), None
     if compressor.config.lora is not None:
-        untuned = side(held.config, held.params, words, precision)
-    with llmlingua.shortener(workdir, held, words, threads=environment.usable_cores()) as shorten:
+        untuned = side(checkpoint.config, checkpoint.params, tokenizer, precision)
+    with llmlingua.shortener(workdir, checkpoint, tokenizer, threads=environment.usable_cores()) as shorten:
         return run(compressor, tuned, untuned, asked, ratios, workdir, shorten=shorten)
 
 

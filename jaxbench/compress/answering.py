@@ -76,41 +76,43 @@ def plain(asked: Sequence[questions.Question]) -> list[Prompt]:
 
 
 def answered(
-    reader: reading.Reader, generate: Generate, words: Any, asked: Sequence[questions.Question],
+    reader: reading.Reader, generate: Generate, tokenizer: Any, asked: Sequence[questions.Question],
     given: Sequence[Prompt], *, progress: Progress = lambda count: None,
 ) -> list[Answered]:  # fmt: skip
     """Compute the loss of each right answer after its prompt, and the most probable answer."""
     rows = [
-        reading.Row(np.array([*prompt.ids, *_words(each, words)[:-1]], np.int32), _words(each, words), prompt.vectors)
+        reading.Row(
+            np.array([*prompt.ids, *_words(each, tokenizer)[:-1]], np.int32), _words(each, tokenizer), prompt.vectors
+        )
         for prompt, each in zip(given, asked)
     ]
     heard, said = reader(rows, progress=progress), [""] * len(given)
     order = sorted(range(len(given)), key=lambda i: len(given[i].ids))  # prompts of equal length share a program
     for first in range(0, len(order), evaluate.TOGETHER):
         numbers = order[first : first + evaluate.TOGETHER]
-        for i, text in zip(numbers, generated(generate, words, [given[i] for i in numbers])):
+        for i, text in zip(numbers, generated(generate, tokenizer, [given[i] for i in numbers])):
             said[i] = text
         progress(len(numbers))
     return [Answered(float(each.losses.mean()), text) for each, text in zip(heard, said)]
 
 
-def _words(question: questions.Question, words: Any) -> np.ndarray:
+def _words(question: questions.Question, tokenizer: Any) -> np.ndarray:
     """The right answer without the end token."""
     answer = question.answer
-    return answer[:-1] if words.eos_id is not None else answer
+    return answer[:-1] if tokenizer.eos_id is not None else answer
 
 
-def generated(generate: Generate, words: Any, part: Sequence[Prompt]) -> list[str]:
+def generated(generate: Generate, tokenizer: Any, part: Sequence[Prompt]) -> list[str]:
     """Generate the most probable answers of a few prompts, their vectors in one table."""
-    ids, table = auto.joined(part, words.vocab_size)
+    ids, table = auto.joined(part, tokenizer.vocab_size)
     made = generate(ids, vectors=table, max_new_tokens=NEW_TOKENS, seed=0)
-    return [text_of(words, tokens) for tokens in made.tokens]
+    return [text_of(tokenizer, tokens) for tokens in made.tokens]
 
 
-def text_of(words: Any, tokens: Sequence[int]) -> str:
+def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     """An answer's text: its first line, without the end token."""
-    kept = [int(token) for token in tokens if token >= 0 and token != words.eos_id]  # -1: after the end
-    return words.decode(kept).strip().split("\n")[0].strip()
+    kept = [int(token) for token in tokens if token >= 0 and token != tokenizer.eos_id]  # -1: after the end
+    return tokenizer.decode(kept).strip().split("\n")[0].strip()
 
 
 def figures(found: Mapping[str, Sequence[Answered]], asked: Sequence[questions.Question]) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def save(
-    path: str | Path, config: CompressorConfig, params: Mapping[str, np.ndarray], held: weights.Checkpoint,
+    path: str | Path, config: CompressorConfig, params: Mapping[str, np.ndarray], checkpoint: weights.Checkpoint,
     *, about: Mapping[str, Any], bits: int = BITS, local: bool = False,
 ) -> int:  # fmt: skip
     """Write trained parameters atomically and return the file's size in bytes.
@@ -54,7 +54,7 @@ def save(
     for name, value in params.items():
         if name.startswith("local.") and not local:
             continue
-        base = held.params.get(name.removeprefix("encoder."))
+        base = checkpoint.params.get(name.removeprefix("encoder."))
         value = np.asarray(value, np.float32)
         change = value if base is None else value - base
         if name.endswith(".kernel"):
@@ -66,8 +66,8 @@ def save(
         else:
             tensors[name] = np.ascontiguousarray(change)
     meta = {
-        "format": FORMAT, "config": config.model_dump(mode="json", exclude={"decoder"}), "model_sha256": held.sha256,
-        "about": dict(about),
+        "format": FORMAT, "config": config.model_dump(mode="json", exclude={"decoder"}),
+        "model_sha256": checkpoint.sha256, "about": dict(about),
     }  # fmt: skip
     outputs.save_tensors(path, tensors, {"compressor": json.dumps(meta)})
     return Path(path).stat().st_size
@@ -84,20 +84,20 @@ def describe(path: str | Path | None = None) -> dict[str, Any]:
     return about | {name: meta["config"][name] for name in ("num_layers", "ratios")} | {"about": meta["about"]}
 
 
-def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
+def load(path: str | Path | None, checkpoint: weights.Checkpoint) -> Trained:
     """Read trained parameters for a decoder; None = the shipped ones.
 
     Raises:
       ValueError: the file is missing, damaged, not a compressor, or made for another decoder.
     """
     path, sha256, meta, tensors = _read(path)
-    if meta["model_sha256"] != held.sha256:
+    if meta["model_sha256"] != checkpoint.sha256:
         raise ValueError(
             f"compressor: {path} was trained for a decoder with SHA-256 {meta['model_sha256'][:12]}, and "
-            f"{held.source} has {held.sha256[:12]}"
+            f"{checkpoint.source} has {checkpoint.sha256[:12]}"
         )
     try:
-        config = CompressorConfig(decoder=held.config, **meta["config"])
+        config = CompressorConfig(decoder=checkpoint.config, **meta["config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"compressor: {path} is damaged, or of another version: config {meta['config']}") from error
     shapes, params = parameter_shapes(config), {}
@@ -107,11 +107,11 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
         raise ValueError(f"compressor: {path} is damaged: {len(odd)} parameters too many or too few, as {min(odd)}")
     for name in names:
         value = _values(tensors, name, path)
-        base = held.params.get(name.removeprefix("encoder."))
+        base = checkpoint.params.get(name.removeprefix("encoder."))
         if value.shape != shapes[name] or not np.isfinite(value).all():
             raise ValueError(f"compressor: {path} is damaged: {name} has {value.shape}, or is not finite")
         params[name] = value if base is None else value + base
-    return Trained(config, params, held.sha256, sha256[:12], meta["about"])
+    return Trained(config, params, checkpoint.sha256, sha256[:12], meta["about"])
 
 
 def _read(path: str | Path | None) -> tuple[Path, str, dict[str, Any], dict[str, np.ndarray]]:

@@ -50,26 +50,28 @@ def ask(
     if not question.strip():
         raise ValueError(f"ask: the question is {question!r}; wanted words")
     compressor.check(result)
-    words = compressor.words
-    asked = np.array(words.encode(questions.asked(question), add_special=False), np.int32)
+    tokenizer = compressor.tokenizer
+    asked = np.array(tokenizer.encode(questions.asked(question), add_special=False), np.int32)
     places = blocks(result, CHUNKS * compressor.config.chunk)
     given = [answering.behind(compressor, result.vectors[a:b], asked) for a, b in places]
-    best = best_of(reader, generate, words, given, progress=progress)
+    best = best_of(reader, generate, tokenizer, given, progress=progress)
     start, end = places[best.block]
     return Answer(best.text, best.margin, (int(result.spans[start, 0]), int(result.spans[end - 1, 1])))
 
 
 def best_of(
-    reader: reading.Reader, generate: answering.Generate, words: Any, given: Sequence[Prompt],
+    reader: reading.Reader, generate: answering.Generate, tokenizer: Any, given: Sequence[Prompt],
     *, progress: Callable[[int], Any] = lambda count: None,
 ) -> Best:  # fmt: skip
     """Return the answer of the prompt with the largest margin over NO_ANSWER."""
     said: list[str] = []
     for first in range(0, len(given), evaluate.TOGETHER):
         part = given[first : first + evaluate.TOGETHER]
-        said += answering.generated(generate, words, part)
+        said += answering.generated(generate, tokenizer, part)
         progress(len(part))
-    margins = [own - none for own, none in zip(*(_logs(reader, words, given, said, each) for each in (False, True)))]
+    margins = [
+        own - none for own, none in zip(*(_logs(reader, tokenizer, given, said, each) for each in (False, True)))
+    ]
     is_answer = np.array([bool(text) and not answering.is_no_answer(text) for text in said])
     best = int(np.argmax(np.where(is_answer, margins, -np.inf))) if is_answer.any() else int(np.argmax(margins))
     return Best(best, said[best] if is_answer.any() else None, float(margins[best]))
@@ -83,11 +85,11 @@ def blocks(result: CompressionResult, tokens: int) -> list[tuple[int, int]]:
 
 
 def _logs(
-    reader: reading.Reader, words: Any, given: Sequence[Prompt], said: Sequence[str], no_answer: bool
+    reader: reading.Reader, tokenizer: Any, given: Sequence[Prompt], said: Sequence[str], no_answer: bool
 ) -> list[float]:
     """Log-probability of each prompt's answer, or of NO_ANSWER, including the end token, in nats."""
     rows = []
     for prompt, text in zip(given, said):
-        answer = questions.answer_ids(questions.NO_ANSWER if no_answer else text, words)
+        answer = questions.answer_ids(questions.NO_ANSWER if no_answer else text, tokenizer)
         rows.append(reading.Row(np.array([*prompt.ids, *answer[:-1]], np.int32), answer, prompt.vectors))
     return [-float(heard.losses.sum()) for heard in reader(rows)]

@@ -24,7 +24,8 @@ from jaxbench.compress import artifact
 from jaxbench.compress.config import TAGS, CompressorConfig, group_positions
 from jaxbench.compress.document import CompressionResult
 from jaxbench.lora import config as lora
-from jaxbench.pretrained import tokenizer, weights
+from jaxbench.pretrained import weights
+from jaxbench.pretrained.tokenizer import Tokenizer, load_tokenizer
 
 NAME = re.compile(r"rfcc-base-(\d+)x")
 
@@ -34,6 +35,20 @@ class Prompt(NamedTuple):
 
     ids: list[int]  # token ids; ids past the vocabulary are vectors
     vectors: Float32[np.ndarray, "M D"]
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text."""
+
+    ids: list[int]
+    starts: list[int]  # index of each token's first character
+
+
+class Chunk(NamedTuple):
+    """A chunk of one of several texts."""
+
+    text: int  # index of the text
+    first: int  # index of the chunk's first token in the text
 
 
 class Made(NamedTuple):
@@ -50,7 +65,7 @@ class AutoCompressor:
 
     config: CompressorConfig
     ratio: int  # tokens per vector
-    words: tokenizer.Tokenizer
+    tokenizer: Tokenizer
     model_sha256: str  # of the decoder
     id: str  # of the compressor's weights
     tags: Float32[np.ndarray, "tags D"]
@@ -75,18 +90,18 @@ class AutoCompressor:
           ValueError: the name is unknown, or the file is missing, damaged or for another decoder.
         """
         ratio = check_name(name, file)
-        held = weights.load_checkpoint(model)
-        trained = artifact.load(file, held)
-        return cls.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, twin)
+        checkpoint = weights.load_checkpoint(model)
+        trained = artifact.load(file, checkpoint)
+        return cls.from_weights(trained, checkpoint, load_tokenizer(model), ratio, precision, twin)
 
     @classmethod
-    def of(
-        cls, trained: artifact.Trained, held: weights.Checkpoint, words: tokenizer.Tokenizer, ratio: int,
+    def from_weights(
+        cls, trained: artifact.Trained, checkpoint: weights.Checkpoint, tokenizer: Tokenizer, ratio: int,
         precision: str = "bfloat16", twin: types.ModuleType | None = None,
     ) -> AutoCompressor:  # fmt: skip
         """Make a compressor from loaded weights."""
         params = {name: value for name, value in trained.params.items() if name.startswith(("encoder.", "connector."))}
-        params["embed.embedding"] = held.params["embed.embedding"]
+        params["embed.embedding"] = checkpoint.params["embed.embedding"]
         if twin is None:
             from jaxbench.compress import compressor as twin
         encode = twin.chunk_encoder(trained.config, params, dtype=precision)
@@ -95,10 +110,10 @@ class AutoCompressor:
             name.removeprefix(decoder): value for name, value in trained.params.items() if name.startswith(decoder)
         }
         return cls(
-            trained.config, ratio, words, trained.model_sha256, trained.id, tags, adapters, trained.about, encode
+            trained.config, ratio, tokenizer, trained.model_sha256, trained.id, tags, adapters, trained.about, encode
         )  # fmt: skip
 
-    def at(self, ratio: int) -> AutoCompressor:
+    def with_ratio(self, ratio: int) -> AutoCompressor:
         """Return the same weights at another ratio.
 
         Raises:
@@ -115,7 +130,7 @@ class AutoCompressor:
 
     def count_tokens(self, text: str) -> int:
         """Number of tokens of a text."""
-        return len(self.words.encode(text, add_special=False))
+        return len(self.tokenizer.encode(text, add_special=False))
 
     def get_compression_ratio(self, text: str) -> float:
         """Tokens per vector that a text would have: the ratio, or less if the last group is not full."""
@@ -157,7 +172,7 @@ class AutoCompressor:
             raise ValueError(f"compressor: tag={tag!r}; wanted one of {', '.join(TAGS[:-1])}")
         self.check(result)
         size, vectors = self.config.decoder.vocab_size, np.concatenate([result.vectors, self.tag(TAGS.index(tag))])
-        ids = [*range(size, size + len(vectors)), *self.words.encode(text, add_special=False)]
+        ids = [*range(size, size + len(vectors)), *self.tokenizer.encode(text, add_special=False)]
         return Prompt(ids, vectors.astype(np.float32))
 
     def tag(self, index: int) -> Float32[np.ndarray, "P D"]:
@@ -195,23 +210,25 @@ class AutoCompressor:
         if batch < 1:
             raise ValueError(f"compress: batch={batch}; wanted 1 at least")
         started, size = time.perf_counter(), self.config.chunk
-        read = [self.words.encode_with_places(text) for text in texts]
-        for i, (ids, _) in enumerate(read):
-            if not ids:
-                raise ValueError(f"compress: text {i} has {len(ids)} tokens; wanted at least one")
-        places = [(i, first) for i, (ids, _) in enumerate(read) for first in range(0, len(ids), size)]
+        encoded = [Encoded(*self.tokenizer.encode_with_places(text)) for text in texts]
+        for i, each in enumerate(encoded):
+            if not each.ids:
+                raise ValueError(f"compress: text {i} has {len(each.ids)} tokens; wanted at least one")
+        chunks = [Chunk(i, first) for i, each in enumerate(encoded) for first in range(0, len(each.ids), size)]
         made: list[list[Made]] = [[] for _ in texts]
-        for at in range(0, len(places), batch):
-            now = places[at : at + batch]
-            parts = [np.array(read[i][0][first : first + size], np.int32) for i, first in now]
+        for start in range(0, len(chunks), batch):
+            now = chunks[start : start + batch]
+            parts = [np.array(encoded[chunk.text].ids[chunk.first : chunk.first + size], np.int32) for chunk in now]
             parts += [np.zeros(0, np.int32)] * (batch - len(now))  # one shape, one program
-            for (i, first), (vectors, own) in zip(now, self.chunks(parts)):
-                starts = np.array(read[i][1][first : first + size : self.ratio], np.int64)
-                made[i].append(Made(vectors, starts, first + own))
-        seconds, all_tokens = time.perf_counter() - started, sum(len(ids) for ids, _ in read)
+            for chunk, (vectors, own) in zip(now, self.chunks(parts)):
+                starts = encoded[chunk.text].starts[chunk.first : chunk.first + size : self.ratio]
+                made[chunk.text].append(Made(vectors, np.array(starts, np.int64), chunk.first + own))
+        seconds, all_tokens = time.perf_counter() - started, sum(len(each.ids) for each in encoded)
         return [
-            self.result(Made(*map(np.concatenate, zip(*own))), len(text), len(ids), seconds * len(ids) / all_tokens)
-            for text, own, (ids, _) in zip(texts, made, read)
+            self.result(
+                Made(*map(np.concatenate, zip(*own))), len(text), len(each.ids), seconds * len(each.ids) / all_tokens
+            )
+            for text, own, each in zip(texts, made, encoded)
         ]
 
     def result(self, made: Made, characters: int, tokens: int, seconds: float) -> CompressionResult:
@@ -254,7 +271,7 @@ class StreamingCompressor:
 
     def __init__(self, compressor: AutoCompressor):
         self.compressor = compressor
-        self._is_cut = can_cut(compressor.words)
+        self._can_cut = can_cut(compressor.tokenizer)
         self._pieces: list[str] = []  # text that is not tokenised yet
         self._ids: list[int] = []  # tokens that are not compressed yet
         self._starts: list[int] = []  # index in the whole text of each token's first character
@@ -266,7 +283,7 @@ class StreamingCompressor:
         """Add text and return the number of vectors so far. A chunk is compressed once its 256 tokens are final."""
         started = time.perf_counter()
         last = self._pieces[-1][-1:] if self._pieces else ""
-        if self._is_cut and (place := safe_cut(last + text)):
+        if self._can_cut and (place := safe_cut(last + text)):
             cut = place - len(last)
             self._tokenise("".join([*self._pieces, text[:cut]]))
             self._pieces = [text[cut:]]
@@ -322,7 +339,7 @@ class StreamingCompressor:
         return stream
 
     def _tokenise(self, text: str) -> None:
-        ids, starts = self.compressor.words.encode_with_places(text)
+        ids, starts = self.compressor.tokenizer.encode_with_places(text)
         self._ids += ids
         self._starts += [self.characters + start for start in starts]
         self.characters += len(text)
@@ -352,10 +369,10 @@ def safe_cut(text: str) -> int:
     return 0
 
 
-def can_cut(words: tokenizer.Tokenizer) -> bool:
+def can_cut(tokenizer: Tokenizer) -> bool:
     """True if the two parts of a text cut at a `safe_cut` have the tokens of the whole.
 
     False for the SentencePiece kind that prepends a space to every text: a part would begin with two spaces.
     """
-    whole, *parts = (words.encode(text, add_special=False) for text in ("a b", "a", " b"))
+    whole, *parts = (tokenizer.encode(text, add_special=False) for text in ("a b", "a", " b"))
     return whole == sum(parts, [])

@@ -26,11 +26,13 @@ def untrained(
     Raises:
       ValueError: the name is unknown, or the decoder has fewer layers.
     """
-    ratio, held = auto.check_name(name), weights.load_checkpoint(model)
-    shape = CompressorConfig(decoder=held.config, num_layers=num_layers)
-    params = {name: each for name, each in starting_params(shape, held.params, seed=0).items() if is_trained(name)}
-    trained = artifact.Trained(shape, params, held.sha256, "untrained", {})
-    return AutoCompressor.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, twin)
+    ratio, checkpoint = auto.check_name(name), weights.load_checkpoint(model)
+    shape = CompressorConfig(decoder=checkpoint.config, num_layers=num_layers)
+    params = {
+        name: each for name, each in starting_params(shape, checkpoint.params, seed=0).items() if is_trained(name)
+    }
+    trained = artifact.Trained(shape, params, checkpoint.sha256, "untrained", {})
+    return AutoCompressor.from_weights(trained, checkpoint, tokenizer.load_tokenizer(model), ratio, precision, twin)
 
 
 def lengths(
@@ -41,8 +43,8 @@ def lengths(
     Args:
       text: its beginnings are compressed; it is repeated if it is too short.
     """
-    ids = compressor.words.encode(text, add_special=False)
-    compressor.compress(compressor.words.decode(ids[:300]))  # one-time work
+    ids = compressor.tokenizer.encode(text, add_special=False)
+    compressor.compress(compressor.tokenizer.decode(ids[:300]))  # one-time work
     found = []
     for count in counts:
         piece = beginning(compressor, ids, count)
@@ -65,7 +67,7 @@ def lengths(
 
 def beginning(compressor: AutoCompressor, ids: list[int], count: int) -> str:
     """Make a text of the first `count` tokens, which are repeated if there are too few."""
-    return compressor.words.decode((ids * -(-count // len(ids)))[:count])
+    return compressor.tokenizer.decode((ids * -(-count // len(ids)))[:count])
 
 
 def documents(
@@ -73,9 +75,9 @@ def documents(
     say: Callable[[str], Any] = print,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Measure seconds and texts per minute of `count` texts of `tokens` tokens, by the number of chunks at once."""
-    ids = compressor.words.encode(text, add_special=False)
+    ids = compressor.tokenizer.encode(text, add_special=False)
     ids = ids * -(-count * tokens // len(ids))
-    pieces = [compressor.words.decode(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
+    pieces = [compressor.tokenizer.decode(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
     found = []
     for batch in batches:
         compressor.compress_all(pieces[:1], batch=batch)  # compiles
@@ -106,7 +108,7 @@ def first_token(
       generate: a Generator of the compressor's decoder.
       text: the question is about its first `over` tokens; it is repeated if it is too short.
     """
-    ids = compressor.words.encode(text, add_special=False)
+    ids = compressor.tokenizer.encode(text, add_special=False)
     result = compressor.compress(beginning(compressor, ids, over))
     prompt = compressor.prompt(result, question)
     options = {"vectors": prompt.vectors, "seed": 0}

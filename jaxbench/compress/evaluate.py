@@ -193,7 +193,7 @@ def said_freely(
         said += list(np.pad(tokens, ((0, 0), (0, count - tokens.shape[1])), constant_values=-1))
         progress(len(ids))
     wanted = [window.context[:count] for window in drawn]
-    texts, right = ([compressor.words.decode(ids[ids >= 0].tolist()) for ids in each] for each in (said, wanted))
+    texts, right = ([compressor.tokenizer.decode(ids[ids >= 0].tolist()) for ids in each] for each in (said, wanted))
     return {
         "same": np.array([(own == ids).mean() for own, ids in zip(said, wanted)]),
         "words": np.array([answers.f1(own, [text]) for own, text in zip(texts, right)]),

@@ -61,7 +61,7 @@ def run(
     floor = np.array(store.kept(workdir / "known.json", known)[0])
     floor = evaluate.mean_interval(floor, documents[: len(floor)])
     for ratio in plan.ratios:
-        own = compressor.at(ratio)
+        own = compressor.with_ratio(ratio)
         # once, if one of the two parts is missing; for all windows, as vectors are rounded as in one file
         compressed = functools.cache(functools.partial(evaluate.compressed, own, drawn, plan.store))
 

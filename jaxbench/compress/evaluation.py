@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from jaxbench import store, terminal
 from jaxbench.compress import answer_run, answering, document, evaluate, evaluate_run, needles, questions, reading
 from jaxbench.compress.auto import AutoCompressor
-from jaxbench.pretrained import tokenizer, weights
+from jaxbench.pretrained import weights
+from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import dataset
 
 
@@ -55,18 +56,18 @@ def run(how: How) -> Figures:
         belongs to another run.
     """
     compute = _answers if how.questions else _needles if how.needles else _continuations
-    return compute(how, tokenizer.load_tokenizer(how.model))
+    return compute(how, load_tokenizer(how.model))
 
 
-def _continuations(how: How, words: Any) -> Figures:
+def _continuations(how: How, tokenizer: Any) -> Figures:
     following = evaluate.CLEAR + evaluate.ASKED
     reading.check_room(how.tokens + following, weights.read_config(how.model).max_seq_len)
-    texts, sha256 = _documents(how, words)
+    texts, sha256 = _documents(how, tokenizer)
     drawn = evaluate.windows(texts, how.windows, seed=how.seed, context=how.tokens)
-    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
-    params = compressor.reader(held.params) if how.adapters else held.params
-    side = answer_run.side(held.config, params, words, how.precision)
-    start = words.eos_id if words.bos_id is None else words.bos_id
+    compressor, checkpoint = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    params = compressor.reader(checkpoint.params) if how.adapters else checkpoint.params
+    side = answer_run.side(checkpoint.config, params, tokenizer, how.precision)
+    start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     plan = evaluate_run.Plan(how.ratios, min(how.chunks, how.windows), start or 0, how.store)
     workdir = _claimed(how, compressor, plan, how.windows, how.tokens, how.adapters, sha256)
     rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
@@ -79,11 +80,11 @@ def _continuations(how: How, words: Any) -> Figures:
     return Figures(rows, about, evaluate_run.picture(rows, about))
 
 
-def _needles(how: How, words: Any) -> Figures:
-    texts, sha256 = _documents(how, words)
-    drawn = needles.needles(texts, words, length=how.needles, count=how.count, seed=how.seed)
-    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
-    side = answer_run.side(held.config, compressor.reader(held.params), words, how.precision)
+def _needles(how: How, tokenizer: Any) -> Figures:
+    texts, sha256 = _documents(how, tokenizer)
+    drawn = needles.needles(texts, tokenizer, length=how.needles, count=how.count, seed=how.seed)
+    compressor, checkpoint = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    side = answer_run.side(checkpoint.config, compressor.reader(checkpoint.params), tokenizer, how.precision)
     workdir = _claimed(how, compressor, "needles", how.needles, how.count, sha256)
     rows = needles.run(compressor, side, drawn, how.ratios, workdir)
     about = {
@@ -93,18 +94,18 @@ def _needles(how: How, words: Any) -> Figures:
     return Figures(rows, _about(how, compressor) | about)
 
 
-def _answers(how: How, words: Any) -> Figures:
+def _answers(how: How, tokenizer: Any) -> Figures:
     names = [Path(path).name for path in how.questions]
-    found = [each for path in how.questions for each in questions.of_file(path, words)]
+    found = [each for path in how.questions for each in questions.of_file(path, tokenizer)]
     asked = questions.drawn(questions.split(found)[1], how.count, seed=how.seed)
     longest = max(len(each.context) + len(each.question) for each in asked)
     reading.check_room(1 + longest + answering.NEW_TOKENS, weights.read_config(how.model).max_seq_len)
-    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    compressor, checkpoint = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     # a tag may have several vectors, which only the weights tell
-    reading.check_room(compressor.config.prefix + longest + answering.NEW_TOKENS, held.config.max_seq_len)
+    reading.check_room(compressor.config.prefix + longest + answering.NEW_TOKENS, checkpoint.config.max_seq_len)
     sums = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in how.questions]
     workdir = _claimed(how, compressor, "questions, beginnings as long as vectors", sums, how.count)
-    rows = answer_run.of_questions(compressor, held, how.precision, asked, how.ratios, workdir)
+    rows = answer_run.of_questions(compressor, checkpoint, how.precision, asked, how.ratios, workdir)
     terminal.console().print(answer_run.table(rows))
     about = _about(how, compressor) | {
         "questions": names, "questions_sha256": sums, "asked": len(asked),
@@ -113,9 +114,9 @@ def _answers(how: How, words: Any) -> Figures:
     return Figures(rows, about)
 
 
-def _documents(how: How, words: Any) -> tuple[list[Any], str]:
+def _documents(how: How, tokenizer: Any) -> tuple[list[Any], str]:
     """Token ids of each document, and the text's SHA-256."""
-    corpus, name = dataset.prepare(how.data, tokenizer=words), how.data or "default"
+    corpus, name = dataset.prepare(how.data, tokenizer=tokenizer), how.data or "default"
     dataset.check(corpus, vocab_size=weights.read_config(how.model).vocab_size, what=f"the text {name}")
     return [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)], corpus.sha256
 

@@ -17,8 +17,14 @@ TOGETHER = 10  # texts per request
 class Shortener:
     """LLMLingua, started on the first call."""
 
-    def __init__(self, python: Path, folder: Path, held: weights.Checkpoint, words: Any, threads: int):
-        self._python, self._folder, self._held, self._words, self._threads = python, folder, held, words, threads
+    def __init__(self, python: Path, folder: Path, checkpoint: weights.Checkpoint, tokenizer: Any, threads: int):
+        self._python, self._folder, self._checkpoint, self._tokenizer, self._threads = (
+            python,
+            folder,
+            checkpoint,
+            tokenizer,
+            threads,
+        )
         self._worker: process.Worker | None = None
 
     def __call__(self, texts: Sequence[str], ratio: int) -> list[str]:
@@ -34,8 +40,8 @@ class Shortener:
     def _started(self) -> process.Worker:
         folder = self._folder / "model"
         if not (folder / "tokenizer.json").exists():
-            weights.save_checkpoint(folder, self._held.config, self._held.params)
-            self._words.save(folder)
+            weights.save_checkpoint(folder, self._checkpoint.config, self._checkpoint.params)
+            self._tokenizer.save(folder)
         environment = process.environment("cpu", threads=self._threads, library="PyTorch")
         module, log = "jaxbench.compress.study.llmlingua_worker", self._folder / "llmlingua.log"
         worker = process.Worker(
@@ -52,7 +58,9 @@ class Shortener:
 
 
 @contextlib.contextmanager
-def shortener(folder: Path, held: weights.Checkpoint, words: Any, *, threads: int) -> Iterator[Shortener | None]:
+def shortener(
+    folder: Path, checkpoint: weights.Checkpoint, tokenizer: Any, *, threads: int
+) -> Iterator[Shortener | None]:
     """Yield LLMLingua if `make peers` has installed it, else None."""
     try:
         python = process.peer_python(PEER)
@@ -60,5 +68,5 @@ def shortener(folder: Path, held: weights.Checkpoint, words: Any, *, threads: in
         print(f"LLMLingua is left out: {error}")
         yield None
         return
-    with contextlib.closing(Shortener(python, folder, held, words, threads)) as found:
+    with contextlib.closing(Shortener(python, folder, checkpoint, tokenizer, threads)) as found:
         yield found

@@ -59,7 +59,7 @@ def draw(materials: Sequence[Material], *, seed: int, step: int) -> rows.Draw:
 
 
 def of_files(
-    settings: TrainingConfig, shape: CompressorConfig, words: Any, *, data: str | None, held_out: str | None,
+    settings: TrainingConfig, shape: CompressorConfig, tokenizer: Any, *, data: str | None, held_out: str | None,
     question_files: Sequence[str],
 ) -> tuple[list[Material], list[Material]]:  # fmt: skip
     """Materials to train on, and held-out ones: texts, questions, or both.
@@ -80,22 +80,22 @@ def of_files(
         raise ValueError(
             f"--questions with --data={data} and --held_out={held_out}: with questions.share=1 no step is of texts"
         )
-    found = [_of_documents(settings, shape, words, data, held_out)] if has_texts else []
+    found = [_of_documents(settings, shape, tokenizer, data, held_out)] if has_texts else []
     if question_files:
-        all = [each for path in question_files for each in questions.of_file(path, words)]
+        all = [each for path in question_files for each in questions.of_file(path, tokenizer)]
         found.append([of_questions(side, shape, settings) for side in questions.split(all)])
     learned, judged = zip(*found)
     return list(learned), list(judged)
 
 
 def _of_documents(
-    settings: TrainingConfig, shape: CompressorConfig, words: Any, data: str | None, held_out: str | None
+    settings: TrainingConfig, shape: CompressorConfig, tokenizer: Any, data: str | None, held_out: str | None
 ) -> list[Material]:
-    corpus = dataset.prepare(data, tokenizer=words)
+    corpus = dataset.prepare(data, tokenizer=tokenizer)
     if held_out is None:
         corpus, other = dataset.split(corpus, HELD_OUT)
     else:
-        other = dataset.prepare(held_out, tokenizer=words)
+        other = dataset.prepare(held_out, tokenizer=tokenizer)
     named, found = [data or "default", held_out or f"the last {HELD_OUT:.0%} of {data or 'default'}"], []
     for each, name in zip((corpus, other), named):
         dataset.check(each, vocab_size=shape.decoder.vocab_size, what=f"the text {name}")

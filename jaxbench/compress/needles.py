@@ -37,7 +37,7 @@ class Needle(NamedTuple):
     answer: str
 
 
-def needles(texts: Sequence[np.ndarray], words: Any, *, length: int, count: int, seed: int) -> list[Needle]:
+def needles(texts: Sequence[np.ndarray], tokenizer: Any, *, length: int, count: int, seed: int) -> list[Needle]:
     """Make `count` texts of a length for every kind and depth, from the documents in turn.
 
     Raises:
@@ -47,7 +47,7 @@ def needles(texts: Sequence[np.ndarray], words: Any, *, length: int, count: int,
     fitting = [(i, text) for i, text in enumerate(texts) if len(text) >= length]
     if not fitting:
         raise ValueError(f"needles: the longest text has {max(map(len, texts), default=0)} tokens; wanted {length}")
-    stop = words.encode("A.", add_special=False)[-1]
+    stop = tokenizer.encode("A.", add_special=False)[-1]
     for kind, (sentence, question) in KINDS.items():
         for depth in DEPTHS:
             for number in range(count):
@@ -56,11 +56,11 @@ def needles(texts: Sequence[np.ndarray], words: Any, *, length: int, count: int,
                 part = text[start : start + length]
                 name = f"{FIRST[random.integers(len(FIRST))]} {LAST[random.integers(len(LAST))]}"
                 answer = str(random.integers(10_000, 100_000)) if kind == "number" else name
-                needle = np.array(words.encode(" " + sentence.format(answer), add_special=False), np.int32)
+                needle = np.array(tokenizer.encode(" " + sentence.format(answer), add_special=False), np.int32)
                 stops = np.flatnonzero(part == stop) + 1
                 place = int(stops[np.argmin(np.abs(stops - depth * length))]) if len(stops) else int(depth * length)
                 ids = np.concatenate([part[:place], needle, part[place:]]).astype(np.int32)
-                asked = np.array(words.encode(questions.asked(question), add_special=False), np.int32)
+                asked = np.array(tokenizer.encode(questions.asked(question), add_special=False), np.int32)
                 found.append(Needle(kind, depth, document, ids, asked, answer))
     return found
 
@@ -74,7 +74,7 @@ def run(
     for ratio in (1, *ratios):
         name = "clear" if ratio == 1 else f"vectors-{ratio}"
 
-        own = compressor if ratio == 1 else compressor.at(ratio)
+        own = compressor if ratio == 1 else compressor.with_ratio(ratio)
 
         def compute(own: AutoCompressor = own, name: str = name) -> list[float]:
             with terminal.progress(len(drawn)) as advance:
@@ -99,7 +99,7 @@ def found(
     """
     hits = []
     for needle in drawn:
-        best = ask.best_of(*side, compressor.words, _prompts(compressor, needle, in_clear=in_clear))
+        best = ask.best_of(*side, compressor.tokenizer, _prompts(compressor, needle, in_clear=in_clear))
         hits.append(answers.exact_match(best.text or "", (needle.answer,)))
         progress(1)
     return hits

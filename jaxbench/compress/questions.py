@@ -34,7 +34,7 @@ class Question(NamedTuple):
     answers: tuple[str, ...]
 
 
-def of_file(path: str | Path, words: Any) -> list[Question]:
+def of_file(path: str | Path, tokenizer: Any) -> list[Question]:
     """Read the questions of a file as tokens of a tokenizer.
 
     Raises:
@@ -42,20 +42,20 @@ def of_file(path: str | Path, words: Any) -> list[Question]:
     """
     found = []
     for each in questions.read(path):
-        answer = answer_ids(each.answers[0] if each.answers else NO_ANSWER, words)
-        found.append(
-            Question(each.title, _ids(each.context, words), _ids(asked(each.question), words), answer, each.answers)
-        )
+        answer = answer_ids(each.answers[0] if each.answers else NO_ANSWER, tokenizer)
+        context, question = _ids(each.context, tokenizer), _ids(asked(each.question), tokenizer)
+        found.append(Question(each.title, context, question, answer, each.answers))
     return found
 
 
-def answer_ids(text: str, words: Any) -> Int32[np.ndarray, " U"]:
+def answer_ids(text: str, tokenizer: Any) -> Int32[np.ndarray, " U"]:
     """Tokens of an answer, and the end token if the model has one."""
-    return np.append(_ids(f" {text}", words), [] if words.eos_id is None else [words.eos_id]).astype(np.int32)
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return np.append(_ids(f" {text}", tokenizer), end).astype(np.int32)
 
 
-def _ids(text: str, words: Any) -> Int32[np.ndarray, " N"]:
-    return np.array(words.encode(text, add_special=False), np.int32)
+def _ids(text: str, tokenizer: Any) -> Int32[np.ndarray, " N"]:
+    return np.array(tokenizer.encode(text, add_special=False), np.int32)
 
 
 def asked(question: str) -> str:

@@ -23,10 +23,11 @@ from jaxbench.pretrained import weights
 class Teacher:
     """The decoder of a checkpoint, which predicts its most probable tokens."""
 
-    def __init__(self, held: weights.Checkpoint, count: int, *, precision: str, prefix: int = 1):
+    def __init__(self, checkpoint: weights.Checkpoint, count: int, *, precision: str, prefix: int = 1):
         """Args: count: tokens per target. prefix: vectors of a row's tag."""
         self._prefix = prefix
-        self._model, self._vocabulary = transformer.build(held.config, held.params, dtype=precision), held.config
+        self._model = transformer.build(checkpoint.config, checkpoint.params, dtype=precision)
+        self._vocabulary = checkpoint.config
         self._program = jax.jit(functools.partial(_most_probable, count=count))
 
     def __call__(self, arrays: Arrays) -> Arrays:

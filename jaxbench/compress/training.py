@@ -60,7 +60,7 @@ def train(
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2, say=say)
     # A run that ends early leaves somewhat older weights.
     leave = functools.partial(
-        artifact.save, workdir / WEIGHTS, shape, held=held, bits=artifact.FINE_BITS, local=True
+        artifact.save, workdir / WEIGHTS, shape, checkpoint=held, bits=artifact.FINE_BITS, local=True
     )  # fmt: skip
     try:
         found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)

@@ -269,10 +269,10 @@ class Compression:
     def load(self) -> None:
         """Load compressor and text."""
         from jaxbench.compress.auto import AutoCompressor
-        from jaxbench.pretrained import assets
+        from jaxbench.pretrained import assets, tokenizer
 
         self.compressor = AutoCompressor.from_pretrained(f"rfcc-base-{self.case['ratio']}x", model=self.model)
-        words = self.compressor.words
+        words = tokenizer.load_tokenizer(self.model)
         self.text = words.decode(words.encode(assets.default_text(), add_special=False)[: self.case["tokens"]])
 
     def prepare(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def compressor(held, words):
     own = shapes.initial_params(CONFIG, 3, distinct=True)
     own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
     trained = artifact.Trained(CONFIG, own, held.sha256, "abc", {})
-    return auto.AutoCompressor.of(trained, held, words, 4, "float32")
+    return auto.AutoCompressor.from_weights(trained, held, words, 4, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,9 @@ def test_a_prompt_of_a_row_in_training_and_of_an_answer_are_the_same(compressor,
 
 def test_answers_of_prompts_together_are_those_of_each_alone(compressor, side, asked):
     prompts = answering.prompts(compressor, asked, "vectors")
-    together = answering.answered(side.reader, side.generate, compressor.words, asked, prompts)
+    together = answering.answered(side.reader, side.generate, compressor.tokenizer, asked, prompts)
     for prompt, each, found in zip(prompts, asked, together):
-        alone = answering.answered(side.reader, side.generate, compressor.words, [each], [prompt])[0]
+        alone = answering.answered(side.reader, side.generate, compressor.tokenizer, [each], [prompt])[0]
         assert alone.said == found.said and alone.nats == pytest.approx(found.nats, abs=1e-4)
 
 
@@ -135,7 +135,7 @@ def test_figures_are_shares_of_what_a_passage_gives(asked):
 
 
 def test_a_run_keeps_each_arm_and_goes_on(compressor, side, held, asked, tmp_path):
-    plain, said = answer_run.side(DECODER, held.params, compressor.words, "float32"), []
+    plain, said = answer_run.side(DECODER, held.params, compressor.tokenizer, "float32"), []
     run = (compressor, side, plain, asked, [4], tmp_path)
     rows = answer_run.run(*run, say=said.append)
     assert list(rows) == ["closed", "open", "untuned", "keep-4", "others-4", "vectors-4"]
@@ -152,7 +152,7 @@ def test_a_peer_that_keeps_more_than_it_is_asked_for_is_asked_for_less_too(compr
     rows = answer_run.run(compressor, side, None, asked, [4], tmp_path, shorten=shorten, say=lambda line: None)
     assert [name for name in rows if name.startswith("llmlingua")] == [f"llmlingua-{r}" for r in (4, 8, 16)]
     kept = json.loads((tmp_path / "shortened-8.json").read_text())
-    assert kept == shorten([compressor.words.decode(each.context.tolist()) for each in asked], 8)
+    assert kept == shorten([compressor.tokenizer.decode(each.context.tolist()) for each in asked], 8)
 
 
 def test_an_answer_is_the_one_that_is_most_probable_beside_there_is_none(compressor, side, words):

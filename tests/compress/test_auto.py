@@ -39,7 +39,7 @@ def trained(held):
 
 @pytest.fixture(scope="module")
 def compressor(held, trained):
-    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 4, "float32")
+    return auto.AutoCompressor.from_weights(trained, held, tokenizer.load_tokenizer(None), 4, "float32")
 
 
 def test_every_character_of_a_text_belongs_to_one_vector(compressor):
@@ -48,8 +48,8 @@ def test_every_character_of_a_text_belongs_to_one_vector(compressor):
     assert result.original_length == compressor.count_tokens(TEXT) > 2 * CONFIG.chunk
     assert result.compressed_length == -(-result.original_length // 4)
     assert result.compression_ratio == pytest.approx(compressor.get_compression_ratio(TEXT))
-    ids = compressor.words.encode(TEXT, add_special=False)
-    first = compressor.words.decode(ids[:4])
+    ids = compressor.tokenizer.encode(TEXT, add_special=False)
+    first = compressor.tokenizer.decode(ids[:4])
     assert TEXT[slice(*result.spans[0])] == first
     assert (np.diff(result.positions) > 0).all() and result.positions[-1] < result.original_length
 
@@ -71,9 +71,9 @@ def test_a_text_in_pieces_has_the_vectors_of_the_whole_bit_for_bit(compressor, c
 def test_a_safe_cut_gives_both_parts_the_tokens_of_the_whole(compressor, text):
     place = auto.safe_cut(text)
     parts = [text[:place], text[place:]]
-    assert sum((compressor.words.encode(part, add_special=False) for part in parts), []) == compressor.words.encode(
-        text, add_special=False
-    )
+    assert sum(
+        (compressor.tokenizer.encode(part, add_special=False) for part in parts), []
+    ) == compressor.tokenizer.encode(text, add_special=False)
 
 
 def test_a_tokenizer_that_puts_a_space_in_front_of_every_text_has_the_same_tokens_in_pieces(held, trained):
@@ -85,7 +85,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text_has_the_same_token
     core = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     words = tokenizer.Tokenizer(core, eos_id=None, bos_id=None, chat_template=None)
-    compressor = auto.AutoCompressor.of(trained, held, words, 4, "float32")
+    compressor = auto.AutoCompressor.from_weights(trained, held, words, 4, "float32")
     stream = auto.StreamingCompressor(compressor)
     for first in range(0, len(text), 7):
         stream.add_chunk(text[first : first + 7])
@@ -123,14 +123,14 @@ def test_a_text_without_tokens_among_others_and_no_batch_are_refused(compressor)
 def test_ratios_are_exact_and_others_are_refused(compressor):
     text = " a" * 32
     for ratio in CONFIG.ratios:
-        own = compressor.at(ratio)
+        own = compressor.with_ratio(ratio)
         assert own.compress(text).compression_ratio == ratio == own.get_compression_ratio(text)
     with pytest.raises(ValueError, match="ratio=3; wanted one of 2, 4, 8"):
-        compressor.at(3)
+        compressor.with_ratio(3)
 
 
 def test_both_backends_make_the_same_vectors(compressor, held, trained):
-    other = auto.AutoCompressor.of(trained, held, compressor.words, 4, "float32", torch_compressor)
+    other = auto.AutoCompressor.from_weights(trained, held, compressor.tokenizer, 4, "float32", torch_compressor)
     np.testing.assert_allclose(other.compress(TEXT).vectors, compressor.compress(TEXT).vectors, atol=1e-5)
 
 
@@ -270,7 +270,7 @@ def test_a_compressed_text_is_a_prompt_of_every_generator(compressor, held, tmp_
 
     result = compressor.compress(TEXT)
     prompt = compressor.prompt(result, " The miller said", tag="answer")
-    words = compressor.words.encode(" The miller said", add_special=False)
+    words = compressor.tokenizer.encode(" The miller said", add_special=False)
     assert len(prompt.vectors) == result.compressed_length + 1 and prompt.ids[len(prompt.vectors) :] == words
     greedy = sample.SamplingParams(temperature=0.0)
     model = transformer.build(DECODER, held.params)

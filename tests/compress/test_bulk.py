@@ -31,7 +31,7 @@ def compressor():
     trained = shapes.initial_params(CONFIG, 3, distinct=True)
     trained = {name: value.astype(np.float32) for name, value in trained.items() if shapes.is_trained(name)}
     words = tokenizer.load_tokenizer(None)
-    return auto.AutoCompressor.of(
+    return auto.AutoCompressor.from_weights(
         artifact.Trained(CONFIG, trained, held.sha256, "abc", {}), held, words, 2, "float32"
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def made_of(params, twin=None):
     own = shapes.initial_params(CONFIG, 3, distinct=True)
     own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
     trained = artifact.Trained(CONFIG, own, held.sha256, "abc", {})
-    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32", twin)
+    return auto.AutoCompressor.from_weights(trained, held, tokenizer.load_tokenizer(None), 2, "float32", twin)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_decoder_with_adapters_reads_with_them(params):
     own = shapes.initial_params(adapted, 3, distinct=True)
     own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
     trained = artifact.Trained(adapted, own, held.sha256, "abc", {})
-    made = auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32")
+    made = auto.AutoCompressor.from_weights(trained, held, tokenizer.load_tokenizer(None), 2, "float32")
     row = reading.behind_text(TEXTS[0][:20], TEXTS[0][20:40], start=3)
     whole = transformer.build(
         adapted.adapted, {**params, **made.adapters}, make_layer=layers.make_layer
@@ -121,11 +121,11 @@ def test_windows_lie_in_one_text_and_come_from_all(reader):
 @pytest.mark.parametrize(("context", "ratio", "kept"), [(17, 2, 9), (3, 4, 1), (64, 4, 16)])
 def test_as_many_of_the_last_tokens_are_kept_as_there_are_vectors(reader, compressor, context, ratio, kept):
     drawn = evaluate.windows(TEXTS, 2, seed=0, context=context)
-    made = evaluate.compressed(compressor.at(ratio), drawn)
-    found = evaluate.continuation(reader, compressor.at(ratio), drawn, made, start=1)["keep"][:, 0]
+    made = evaluate.compressed(compressor.with_ratio(ratio), drawn)
+    found = evaluate.continuation(reader, compressor.with_ratio(ratio), drawn, made, start=1)["keep"][:, 0]
     rows = [reading.behind_text(w.context[context - kept :], w.following, start=1) for w in drawn]
     np.testing.assert_allclose(found, [heard.losses[: evaluate.ASKED].mean() for heard in reader(rows)], atol=1e-6)
-    assert kept == len(evaluate.tokens_of(compressor.at(ratio), drawn[0].context)[0])
+    assert kept == len(evaluate.tokens_of(compressor.with_ratio(ratio), drawn[0].context)[0])
 
 
 def test_a_window_of_few_tokens_is_said_freely_as_far_as_it_goes(compressor):
@@ -152,8 +152,8 @@ def test_what_is_said_freely_is_counted_at_its_place_and_wherever_it_stands(comp
 
     found = evaluate.said_freely(generate, compressor, drawn, evaluate.compressed(compressor, drawn))
     np.testing.assert_allclose(found["same"], [1, 15 / 16, 10 / 16])
-    texts = [compressor.words.decode(window.context[:16].tolist()) for window in drawn]
-    said = [compressor.words.decode(ids.tolist()) for ids in right]
+    texts = [compressor.tokenizer.decode(window.context[:16].tolist()) for window in drawn]
+    said = [compressor.tokenizer.decode(ids.tolist()) for ids in right]
     np.testing.assert_allclose(found["words"], [answers.f1(said[i], [texts[i]]) for i in range(3)])
     np.testing.assert_allclose(found["others"], [answers.f1(said[i], [texts[(i + 1) % 3]]) for i in range(3)])
 
@@ -191,7 +191,7 @@ def test_all_that_is_read_of_a_window_is_what_one_file_of_all_windows_would_hold
 
 
 def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):
-    side = answer_run.side(DECODER, params, compressor.words, "float32")
+    side = answer_run.side(DECODER, params, compressor.tokenizer, "float32")
     drawn, said = evaluate.windows(TEXTS, 7, seed=0, context=CONTEXT), []  # one text has a window more
     plan = evaluate_run.Plan((2, 4), chunks=3, start=1)
     rows = evaluate_run.run(compressor, side, drawn, plan, tmp_path, say=said.append)
@@ -224,8 +224,9 @@ def test_figures_go_on_with_the_texts_that_they_began_with(tmp_path, kind):
     trained = artifact.Trained(config, own, held.sha256, "abc", {})
     of = {"questions": {"questions": (str(path),)}, "needles": {"data": str(path), "needles": 40}}
     how = evaluation.How(
-        load=lambda ratio: auto.AutoCompressor.of(trained, held, words, ratio, "float32"), precision="float32",
-        model=str(tmp_path / "model"), ratios=(4,), workdir=tmp_path / "parts", windows=2, tokens=16, chunks=1, count=2,
+        load=lambda ratio: auto.AutoCompressor.from_weights(trained, held, words, ratio, "float32"),
+        precision="float32", model=str(tmp_path / "model"), ratios=(4,), workdir=tmp_path / "parts", windows=2,
+        tokens=16, chunks=1, count=2,
         **of.get(kind, {"data": str(path)}),
     )  # fmt: skip
 
