@@ -8,6 +8,7 @@ weights occupy tens of thousands of small pages, docs/xla_cpu.md rule 8), and wh
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import hashlib
 import importlib.metadata
@@ -29,6 +30,7 @@ GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # PCI ids: the vendor of TPUs, 
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux for huge pages for malloc's memory
+GC_OBJECTS = 20_000  # between collections (Python's 700): tracing makes many objects that live, and few cycles
 MARKER = "JAXBENCH_LAUNCHED"  # set in the restarted process; holds its id, which a restart keeps
 INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: the variables' previous values, null if unset
 
@@ -123,6 +125,7 @@ def simulated_devices(count: int) -> dict[str, str]:
 def ensure(device: str, *, library: str = "XLA") -> None:
     """Restart this process with `environment(device, library=library)`, once; return at once if it has that already.
 
+    Python then also looks for garbage less often, which takes a seventh of a command that mostly traces and compiles.
     Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
     are kept.
 
@@ -131,6 +134,7 @@ def ensure(device: str, *, library: str = "XLA") -> None:
     """
     wanted = environment(device, library=library)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
+        gc.set_threshold(GC_OBJECTS)
         mend_compile_cache()
         return
     if os.environ.get(MARKER) == str(os.getpid()):

@@ -13,6 +13,7 @@ command and wants the environment of a user's shell builds it with `shell_enviro
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 
@@ -51,6 +52,13 @@ def _refuse_network(self: socket.socket, address):
     if self.family in (socket.AF_INET, socket.AF_INET6) and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"tests may not use the network, one asked for {host}")
     return _connect(self, address)
+
+
+def pytest_collection_finish(session):
+    """Look for garbage as rarely as commands do, and never among what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(process_environment.GC_OBJECTS)
 
 
 @pytest.fixture(autouse=True, scope="session")

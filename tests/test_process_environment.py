@@ -112,20 +112,21 @@ def test_simulated_devices_keep_the_users_flags_and_have_threads_to_spare(monkey
 
 def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noise():
     code = """
-import json, os, sys
+import gc, json, os, sys
 print("start", os.getpid(), flush=True)
 from jaxbench import process_environment
 process_environment.ensure("cpu")
 process_environment.ensure("cpu")
 import jax
 wanted = process_environment.environment("cpu")
-print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name) for name in wanted} == wanted]))
+is_set = {name: os.environ.get(name) for name in wanted} == wanted
+print(json.dumps([sys.argv[1], jax.default_backend(), is_set, gc.get_threshold()[0]]))
 """
     done = run_fresh(code)
     assert done.returncode == 0 and done.stderr == ""
     *starts, last = done.stdout.splitlines()
     assert len(starts) == 2 and len(set(starts)) == 1  # twice, in the same process
-    assert json.loads(last) == ["argument with space", "cpu", True]
+    assert json.loads(last) == ["argument with space", "cpu", True, process_environment.GC_OBJECTS]
 
 
 ANEW_TWICE = """
