@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from jaxbench import outputs
+from jaxbench import initial, outputs
 from jaxbench.config import TransformerConfig
 from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, plain, with_lora
 from jaxbench.pretrained import assets, families, hf_config
@@ -101,7 +101,20 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
             raise ValueError(f"{folder / WEIGHTS}: {name} is no adapter of this decoder")
         value = value.astype(np.float32) if value.dtype.name == "bfloat16" else value  # PyTorch cannot take such arrays
         params[f"{names[module]}.lora_{part[0].lower()}.kernel"] = np.ascontiguousarray(value.T)
+    _check_tensors(folder / WEIGHTS, shape, params)
     return shape, params
+
+
+def _check_tensors(path: Path, shape: LoraTransformerConfig, params: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless a file has every adapter of a decoder, in its shape, with finite numbers."""
+    wanted = {name: of for name, of in initial.parameter_shapes(shape).items() if ".lora_" in name}
+    for name, of in wanted.items():
+        if name not in params:
+            raise ValueError(f"{path}: {name} is missing; the decoder's layers have {len(wanted)} adapter matrices")
+        if params[name].shape != of:
+            raise ValueError(f"{path}: {name} is {params[name].shape}, wanted {of} (in, out)")
+        if not np.isfinite(params[name]).all():
+            raise ValueError(f"{path}: {name} has numbers that are not finite")
 
 
 def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:

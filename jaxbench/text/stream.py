@@ -27,14 +27,15 @@ def check(path: Path) -> str:
 
 
 def read(path: Path, size: int = SIZE, *, start: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield pieces of a file's text from byte `start` on, and the byte offset after each.
+    """Yield pieces of a file's text from byte `start` on, and the byte offset after each; a byte order mark is skipped.
 
     Raises:
       ValueError: bytes are no UTF-8; the message says where.
     """
-    decoder, at = codecs.getincrementaldecoder("utf-8")(), start
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
-        file.seek(start)
+        at = start or (len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
+        file.seek(at)
         while True:
             content = file.read(size)
             pending = len(decoder.getstate()[0])

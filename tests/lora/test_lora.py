@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from jaxbench import config, functional, initial, prng, transformer
 from jaxbench.lora import layers as flax_layers
@@ -189,6 +190,27 @@ def test_folders_that_would_be_read_wrongly_are_refused(change, match, tmp_path)
     torn = tmp_path / "a" / peft_files.WEIGHTS
     torn.write_bytes(torn.read_bytes()[:-5])
     with pytest.raises(ValueError, match="cannot be read"):
+        peft_files.load(tmp_path / "a", cases.LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda a: a[:, :-1], r"is \(.*\), wanted \(.*\) \(in, out\)"),
+        (lambda a: np.full_like(a, np.nan), "numbers that are not finite"),
+        (None, "is missing; the decoder's layers have"),
+    ],
+)
+def test_adapters_that_are_missing_misshapen_or_no_numbers_are_named(change, match, tmp_path):
+    params = initial.initial_params(cases.ADAPTED, 0)
+    peft_files.save(tmp_path / "a", cases.ADAPTED, params)
+    tensors = load_file(tmp_path / "a" / peft_files.WEIGHTS)
+    name = next(iter(tensors))
+    old = tensors.pop(name)
+    if change is not None:
+        tensors[name] = np.ascontiguousarray(change(old))
+    save_file(tensors, tmp_path / "a" / peft_files.WEIGHTS)
+    with pytest.raises(ValueError, match=match):
         peft_files.load(tmp_path / "a", cases.LLAMA)
 
 

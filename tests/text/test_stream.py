@@ -21,6 +21,14 @@ def test_pieces_of_any_size_are_the_text(tmp_path_factory, text, size):
     assert stream.check(path) == hashlib.sha256(text.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_byte_order_mark_is_no_text(tmp_path, size):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfabc")
+    assert "".join(piece for piece, _ in stream.read(path, size)) == "abc"
+    assert list(stream.read(path, size))[-1][1] == 6
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
 @pytest.mark.parametrize("content, place", [(b"ab\xff", 2), ("é—".encode() + b"\x80", 5), (b"abc\xe2\x80", 3)])
 def test_a_byte_that_is_no_text_is_named_with_its_place(tmp_path, content, place, size):
