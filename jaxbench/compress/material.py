@@ -96,6 +96,8 @@ def _of_documents(
         corpus, other = dataset.split(corpus, HELD_OUT)
     else:
         other = dataset.prepare(held_out, tokenizer=tokenizer)
+        if other.sha256 == corpus.sha256:
+            raise ValueError(f"--held_out={held_out} is the text of --data={data or 'default'}; name another one")
     named, found = [data or "default", held_out or f"the last {HELD_OUT:.0%} of {data or 'default'}"], []
     for each, name in zip((corpus, other), named):
         dataset.check(each, vocab_size=shape.decoder.vocab_size, what=f"the text {name}")

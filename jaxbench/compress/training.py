@@ -48,8 +48,23 @@ def train(
     """Train for all steps and return parameters by name; resume from the newest checkpoint under workdir.
 
     Raises:
-      ValueError: the folder is another run's or has more steps, a text is too short, or parameters are not finite.
+      ValueError: the folder is another run's or has more steps, another process trains there, a text is too short, or
+        parameters are not finite.
     """
+    with store.alone(workdir / WEIGHTS):
+        return _train(settings, held, materials, held_out, workdir, say, progress)
+
+
+def _train(
+    settings: TrainingConfig,
+    held: weights.Checkpoint,
+    materials: Sequence[Material],
+    held_out: Sequence[Material],
+    workdir: Path,
+    say: Callable[[str], Any],
+    progress: Callable[[int], Any],
+) -> dict[str, np.ndarray]:
+    """Train as the only process that writes to workdir."""
     shape = settings.shape(held.config)
     earlier = _earlier(settings, shape, held)
     store.claim(workdir, _identity(settings, held, (*materials, *held_out), earlier))

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxbench import initial
+from jaxbench import initial, store
 from jaxbench.compress import artifact, config, curve, material, questions, training
 from jaxbench.compress.rows import RowsConfig
 from jaxbench.compress.train_config import QuestionsConfig, TrainingConfig
 from jaxbench.parity import cases
-from jaxbench.pretrained import weights
+from jaxbench.pretrained import small_tokenizers, weights
 from jaxbench.training.schedules import ScheduleConfig
 
 DECODER = cases.LLAMA
@@ -164,6 +164,19 @@ def test_held_out_figures_are_drawn_over_steps(whole):
     assert "<svg" in drawn and "read back" in drawn and "four steps" in drawn and "answers" not in drawn
     with pytest.raises(ValueError, match="none of 1 records has held-out figures"):
         curve.picture([{"step": 1, "loss": 2.0}], "none")
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(held, tmp_path):
+    with store.alone(tmp_path / training.WEIGHTS):
+        with pytest.raises(ValueError, match="another process writes .*compressor.safetensors"):
+            run(held, tmp_path)
+
+
+def test_a_text_held_out_from_itself_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("The mill is old. " * 400)
+    same = {"data": str(tmp_path / "a.txt"), "held_out": str(tmp_path / "a.txt"), "question_files": []}
+    with pytest.raises(ValueError, match="--held_out=.*a.txt is the text of --data="):
+        material.of_files(SETTINGS, SETTINGS.shape(DECODER), small_tokenizers.ByteTokenizer(), **same)
 
 
 def test_a_run_on_another_text_is_refused(whole, held):
