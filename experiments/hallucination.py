@@ -109,7 +109,13 @@ def evaluate_rows() -> int:
     needed("data", "a folder of RAGTruth's format")
     reading = cli.load_config(reader_settings.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
+    if VALUES.detector:
+        ignored = [name for name in ("reader", "ablation", "curve", "folds") if VALUES[name].present]
+        if ignored:
+            raise ValueError(f"--detector={VALUES.detector}: it is judged as it is; leave out --{', --'.join(ignored)}")
+        settings = settings.model_copy(update={"train_split": None})  # nothing is fitted here
     data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
+    ragtruth.check_labels(data, VALUES.data)
     if VALUES.reader or VALUES.detector:
         where.start()
         from jaxbench.hallucination import saved_detector
@@ -118,6 +124,7 @@ def evaluate_rows() -> int:
         checksum = weights.checksum(reading.model)
         if VALUES.detector:
             saved = saved_detector.load(VALUES.detector)
+            saved_detector.check_unseen(saved, data, folder=VALUES.data)
             saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
             named = {each.partition("=")[0].strip() for each in VALUES.set}
             if VALUES["config"].present:  # the default one is not the user's choice
@@ -141,14 +148,16 @@ def evaluate_rows() -> int:
             if saved is None
             else evaluate.frozen(made, settings, saved.detector)
         )
+    judged = {"judged": evaluate.counts(made, settings)}
     sums = {"data_sha256": ragtruth.sha256(VALUES.data), "model_sha256": None if store is None else checksum}
     about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
     machine = environment.describe(threads=environment.usable_cores())
-    outputs.write_json(workdir / "evaluation.json", about | sums | {"machine": machine, "rows": found})
-    report.write(found, workdir)
+    name, lead = ("evaluation", report.FITTED) if saved is None else ("detector_evaluation", report.SAVED)
+    outputs.write_json(workdir / f"{name}.json", about | sums | judged | {"machine": machine, "rows": found})
+    report.write(found, workdir, name=name, lead=lead)
     terminal.console().print(reader_table.of_rows(found))
     print(f"{VALUES.data}: sha256 {sums['data_sha256']}")
-    print(f"written: {workdir / 'evaluation.json'}, and .csv, .svg, .html beside it")
+    print(f"written: {workdir / name}.json, and .csv, .svg, .html beside it")
     return cli.EXIT_OK
 
 

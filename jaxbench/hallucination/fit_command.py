@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from jaxbench import cli, outputs, terminal
+from jaxbench import cli, outputs, store, terminal
 from jaxbench.hallucination import where
 
 ABOUT = "The detector, or one by another method, fitted to labelled responses and saved."
@@ -47,37 +48,52 @@ def fit() -> int:
     Raises:
       ValueError: a flag is missing or conflicts with another, features are missing, or the labels are of one class.
     """
-    from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table, saved_detector
-    from jaxbench.hallucination.study import table
+    from jaxbench.hallucination import ragtruth, reader_settings, saved_detector
 
     _check_flags()
     reading = cli.load_config(reader_settings.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
-    where.start()
-    from jaxbench.pretrained import weights
-
-    checksum = weights.checksum(reading.model)
-    workdir = cli.workdir("out/hallucination")
-    store = extract.Store(workdir / "features", reading, checksum)
-    with terminal.progress(len(data.responses)) as advance:
-        made = table.make(data, store, progress=lambda: advance(1))
-    heard = _tuned(workdir / "tuned", reading, data, made) if VALUES.tuned else None
-    with reader_table.status() as say:
-        say("fitting")
-        fitted = _fitted(made, heard)
-    saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))
+    if VALUES.labels:
+        ragtruth.check_labels(data, VALUES.data)
+    with store.alone(Path(VALUES.output)):
+        saved = _saved(reading, data)
+        outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)  # again: another command may have ended since
+        saved_detector.save(VALUES.output, saved)
     sha256 = ragtruth.sha256(VALUES.data)
     print(f"written: {VALUES.output} (from {len(data.responses)} responses of {VALUES.data}, sha256 {sha256})")
     return cli.EXIT_OK
 
 
+def _saved(reading: Any, data: Any) -> Any:
+    """Fit the detector that the flags select to responses whose features are in the cache."""
+    where.start()
+    from jaxbench.hallucination import extract, reader_table, saved_detector
+    from jaxbench.hallucination.study import table
+    from jaxbench.pretrained import weights
+
+    checksum = weights.checksum(reading.model)
+    workdir = cli.workdir("out/hallucination")
+    features = extract.Store(workdir / "features", reading, checksum)
+    with terminal.progress(len(data.responses)) as advance:
+        made = table.make(data, features, progress=lambda: advance(1))
+    heard = _tuned(workdir / "tuned", reading, data, made) if VALUES.tuned else None
+    with reader_table.status() as say:
+        say("fitting")
+        fitted = _fitted(made, heard)
+    contexts = {saved_detector.context_id(data.source(response).context) for response in data.responses}
+    return saved_detector.Saved(fitted, reading, checksum, tuple(sorted(contexts)))
+
+
 def _check_flags() -> None:
-    for name, what in {"data": "a folder of RAGTruth's format", "output": "a file for the detector"}.items():
-        if not VALUES[name].value:
-            raise ValueError(f"--{name} is missing: name {what}")
-    if not 0 <= VALUES.rate <= 1:  # nan passes a flag's bounds
-        raise ValueError(f"--rate={VALUES.rate}: wanted a share from 0 to 1")
+    cli.require_flag("data", "a folder of RAGTruth's format")
+    cli.require_flag("output", "a file for the detector")
+    if not 0 < VALUES.rate < 1:  # nan passes a flag's bounds
+        raise ValueError(f"--rate={VALUES.rate}: wanted a share between 0 and 1")
+    if VALUES["rate"].present and VALUES.labels:
+        raise ValueError(f"--rate={VALUES.rate} is of --nolabels, and --labels={VALUES.labels}; leave it out")
+    if VALUES["processes"].present and not VALUES.tuned:
+        raise ValueError(f"--processes={VALUES.processes} is of --tuned, and --tuned={VALUES.tuned}; leave it out")
     for name in ("alpha", "m"):
         if VALUES[name].value is not None and not math.isfinite(VALUES[name].value):
             raise ValueError(f"--{name}={VALUES[name].value}: wanted a finite number")

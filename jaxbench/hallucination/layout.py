@@ -46,15 +46,16 @@ def bucket(length: int, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if size >= length), -(-length // sizes[-1]) * sizes[-1])
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], capacity: int, *, max_responses: int | None = None) -> list[list[int]]:
     """Pack responses, by index, into rows of `capacity` slots: the longest first, each into the first row with room.
 
-    A response longer than `capacity` gets a row to itself.
+    A response longer than `capacity` gets a row to itself. max_responses: of a row; None = any number.
     """
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((row for row, left in enumerate(room) if left >= lengths[index]), None)
+        fits = (row for row, left in enumerate(room) if left >= lengths[index] and len(rows[row]) != max_responses)
+        place = next(fits, None)
         if place is None:
             place = len(rows)
             rows.append([])

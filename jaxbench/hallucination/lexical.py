@@ -75,7 +75,7 @@ def tokens(text: str) -> list[Token]:
     for match in _word().finditer(text):
         word, between = unicodedata.normalize("NFC", match.group()), text[last_end : match.start()]
         is_first = not last_end or any(mark in between for mark in '.!?:\n"“')
-        is_number = any(letter.isdigit() for letter in word)
+        is_number = any(letter.isdecimal() for letter in word)  # what \d matches: no ² or ₂
         key = stem(word)
         found.append(
             Token(

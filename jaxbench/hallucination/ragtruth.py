@@ -70,7 +70,7 @@ class Response(_Row):
     source_id: str
     model: str  # the generator
     response: str
-    labels: tuple[Label, ...] = pydantic.Field(default=(), strict=False)
+    labels: tuple[Label, ...] | None = pydantic.Field(default=None, strict=False)  # None: not annotated
     split: str = ""
 
     @pydantic.field_validator("response")
@@ -82,7 +82,7 @@ class Response(_Row):
 
     @pydantic.model_validator(mode="after")
     def _check_spans(self) -> Response:
-        for label in self.labels:
+        for label in self.labels or ():
             if not 0 <= label.start < label.end <= len(self.response):
                 raise ValueError(
                     f"label {label.start}..{label.end} is outside the response of {len(self.response)} characters"
@@ -114,6 +114,20 @@ def load(folder: str | Path) -> Data:
     read = (pair for file in files for pair in _rows(file, Response))
     responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources))
     return Data(sources=by_id, responses=tuple(responses.values()))
+
+
+def check_labels(data: Data, folder: str | Path) -> None:
+    """Check that every response was annotated, so that none counts as free of hallucinations by omission.
+
+    Raises:
+      ValueError: one has no `labels`.
+    """
+    bare = [row.id for row in data.responses if row.labels is None]
+    if bare:
+        raise ValueError(
+            f"--data={folder}: {len(bare)} of {len(data.responses)} responses have no `labels`, first {bare[0]}; "
+            "wanted a list each, [] where nothing is hallucinated"
+        )
 
 
 def sha256(folder: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -13,12 +14,13 @@ from jaxbench import outputs
 from jaxbench.hallucination import extract
 from jaxbench.hallucination.detector import Detector, Member, Tuned
 from jaxbench.hallucination.linear import Linear
+from jaxbench.hallucination.ragtruth import Data
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.token_inputs import Scale, TokenConfig, Trained
 from jaxbench.hallucination.tuned_inputs import TunedConfig
 from jaxbench.pretrained import safetensors_files
 
-FORMAT = 3
+FORMAT = 4
 CODE = (
     *extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py", "token_scoring.py",
     "tuned_inputs.py", "tuned_reader.py", "tuned_reading.py", "lower_reader.py",
@@ -32,6 +34,12 @@ class Saved(NamedTuple):
     detector: Detector
     settings: ReaderSettings  # without the model, which its checksum identifies
     model_sha256: str
+    contexts: tuple[str, ...] = ()  # context_id of each that it was fitted to, as far as known
+
+
+def context_id(context: str) -> str:
+    """Return what stands for a context in a detector's file: the beginning of its SHA-256."""
+    return hashlib.sha256(context.encode()).hexdigest()[:16]
 
 
 def save(path: str | Path, saved: Saved) -> None:
@@ -59,6 +67,7 @@ def save(path: str | Path, saved: Saved) -> None:
         "token_threshold": float(detector.token_threshold),
         "tokens": [one.config.model_dump() for one in detector.tokens],
         "tuned": None if tuned is None else tuned.config.model_dump(),
+        "contexts": list(saved.contexts),
     }  # fmt: skip
     outputs.save_tensors(path, tensors, {"detector": json.dumps(about)})
 
@@ -91,7 +100,7 @@ def load(path: str | Path) -> Saved:
     tokens = tuple(_token_classifier(tensors, i, config) for i, config in enumerate(about["tokens"]))
     thresholds = (about[name] for name in ("threshold", "part_threshold"))
     detector = Detector(members, regressions, stack, *thresholds, tokens, about["token_threshold"], tuned)
-    return Saved(detector, ReaderSettings(**about["reader"]), about["model_sha256"])
+    return Saved(detector, ReaderSettings(**about["reader"]), about["model_sha256"], tuple(about["contexts"]))
 
 
 def _token_classifier(tensors: dict[str, np.ndarray], number: int, config: dict[str, Any]) -> Trained:
@@ -111,6 +120,20 @@ def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
         raise ValueError(
             f"detector: fitted with the model of checksum {saved.model_sha256[:12]}, and {name} has "
             f"{model_sha256[:12]}; name that model, or fit a detector with this one"
+        )
+
+
+def check_unseen(saved: Saved, data: Data, *, folder: str | Path) -> None:
+    """Check that a detector was fitted to none of a folder's contexts.
+
+    Raises:
+      ValueError: it was.
+    """
+    known = sorted(name for name, source in data.sources.items() if context_id(source.context) in {*saved.contexts})
+    if known:
+        raise ValueError(
+            f"--data={folder}: the detector was fitted to {len(known)} of its {len(data.sources)} contexts, first that "
+            f"of source {known[0]}; wanted contexts that it has not seen"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from jaxbench import cli, outputs
+from jaxbench import cli, outputs, store
 from jaxbench.hallucination import where
 
 ABOUT = "External and parametric scores of every token or chunk of answers, resumable."
@@ -47,13 +47,16 @@ def scores() -> int:
     where.start(package)
     from jaxbench.pretrained import weights
 
-    store = extract.Store(cli.workdir("out/hallucination") / "features", settings, weights.checksum(settings.model))
+    features = extract.Store(cli.workdir("out/hallucination") / "features", settings, weights.checksum(settings.model))
     tokenizer, window = lengths.limits(settings)
     asked = ((row.place, row.item.question, row.item.response) for row in rows)
     lengths.check_all(asked, tokenizer, window=window, style=settings.style)
-    said = reading.read([row.item for row in rows], settings, store, package=package, where=place, processes=processes)
-    units = score_files.lines(rows, store, tokenizer, level=VALUES.level, chunk_tokens=VALUES.chunk_tokens)
-    count = score_files.write(output, units, types)
+    items = [row.item for row in rows]
+    with store.alone(output):
+        said = reading.read(items, settings, features, package=package, where=place, processes=processes)
+        outputs.check_file(output, overwrite=VALUES.overwrite)  # again: another command may have ended since
+        units = score_files.lines(rows, features, tokenizer, level=VALUES.level, chunk_tokens=VALUES.chunk_tokens)
+        count = score_files.write(output, units, types)
     print(f"written: {output} ({count} {VALUES.level}s of {len(rows)} responses; {said})")
     return cli.EXIT_OK
 

@@ -27,7 +27,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
         if any(letter.isalnum() for letter in part):
             found.append((start + len(part) - len(part.lstrip()), end - len(part) + len(part.rstrip())))
             start = end
-        elif match is None and found:  # only punctuation: it belongs to the sentence before
+        elif match is None and found and part.strip():  # only punctuation: it belongs to the sentence before
             found[-1] = (found[-1][0], end - len(part) + len(part.rstrip()))
     return found
 

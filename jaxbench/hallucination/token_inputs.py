@@ -100,7 +100,7 @@ def _kinds(response: str, lexicon: lexical.Lexicon) -> Float[Array, "characters 
     for word in lexical.tokens(response):
         text = response[word.start : word.end]
         is_new = word.is_content and lexical.is_novel(word, lexicon)
-        found[word.start : word.end] = word.is_content, is_new, any(letter.isdigit() for letter in text)
+        found[word.start : word.end] = word.is_content, is_new, any(letter.isdecimal() for letter in text)
     return found
 
 

@@ -59,23 +59,23 @@ class Lower(NamedTuple):
         name = hashlib.sha256(json.dumps([where, texts], sort_keys=True).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
-    def groups(self, data: Data) -> dict[Path, tuple[Group, tuple[int, ...]]]:
-        """Return for each source its file, its responses, and their indices in the data."""
+    def groups(self, data: Data) -> list[tuple[Path, Group, tuple[int, ...]]]:
+        """Return for each source its file, its responses, and their indices; sources of the same texts share a file."""
         by_source: dict[str, list[int]] = {}
         for number, response in enumerate(data.responses):
             by_source.setdefault(response.source_id, []).append(number)
-        found = {}
+        found = []
         for name, numbers in by_source.items():
             source = data.sources[name]
             texts = tuple(data.responses[i].response for i in numbers)
             group = Group(source.context, source.asked, texts, tuple(map(str, numbers)))
-            found[self.path(group)] = group, tuple(numbers)
+            found.append((self.path(group), group, tuple(numbers)))
         return found
 
     def places(self, data: Data, wanted: Array) -> list[tuning.Place]:
         """Return the rows of those sources whose responses are all wanted."""
         kept = set(wanted.tolist())
-        mine = [(path, each) for path, (_, each) in self.groups(data).items() if kept.issuperset(each)]
+        mine = [(path, each) for path, _, each in self.groups(data) if kept.issuperset(each)]
         return [row for path, numbers in mine for row in tuning.places(path, numbers, self.tuning)]
 
 
@@ -97,7 +97,8 @@ class LowerWorker:
 
 def read(lower: Lower, data: Data, *, processes: int, bar: Callable[[int], Any]) -> None:
     """Write the missing files, the longest context first; bar: returns a progress context for a number of responses."""
-    work = [(path, group) for path, (group, _) in lower.groups(data).items() if not path.is_file()]
+    missing = {path: group for path, group, _ in lower.groups(data) if not path.is_file()}
+    work = list(missing.items())
     work.sort(key=lambda each: -len(each[1].context))
     worker = LowerWorker(lower)
     with bar(sum(len(group.responses) for _, group in work)) as advance:

@@ -101,7 +101,7 @@ def places(path: Path, members: Sequence[int], tuning: Tuning) -> list[Place]:
     found = []
     for part, (numbers, read) in enumerate(load(path)):
         prompt = read.keys.shape[-1]
-        for row in layout.pack(read.lengths.tolist(), tuning.row_tokens):
+        for row in layout.pack(read.lengths.tolist(), tuning.row_tokens, max_responses=tuned_inputs.MAX_RESPONSES):
             lengths = tuple(int(read.lengths[i]) for i in row)
             found.append(Place(path, part, prompt, tuple(members[numbers[i]] for i in row), tuple(row), lengths))
     return found

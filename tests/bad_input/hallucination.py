@@ -273,7 +273,9 @@ CASES = [
     detect({}, "--backend", words="--backend=equinox"),
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --device=abacus", ("--device", "abacus")),
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=1.5", ("--rate", "1.5")),
-    Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=nan", ("--rate=nan", "from 0 to 1")),
+    Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=nan", ("--rate=nan", "between 0 and 1")),
+    Case("hallucination.py fit --data={tmp} --output={tmp}/o --rate=0.1", ("--rate=0.1 is of --nolabels",)),
+    Case("hallucination.py fit --data={tmp} --output={tmp}/o --processes=3", ("--processes=3 is of --tuned",)),
     detect({}, "configs/bundle.json is no file", words="--detector={tmp}/configs"),
     Case(
         "hallucination.py detect --follow --detector=b",

@@ -141,8 +141,25 @@ def test_evaluating_a_detector_refuses_settings_that_it_was_not_fitted_to_and_ta
     refused(command(*words, "--config=configs/hallucination/reader.yaml"), "dtype=float32", "say dtype=bfloat16")
     done = command(*words, "--set=lens_tokens=3")  # the default file's own values are nobody's wish
     assert done.returncode == 0 and "evaluation.json" in done.stdout, done.stderr
-    told = json.loads((folder / "evaluation.json").read_text())["reader"]
-    assert (told["lens_tokens"], told["dtype"]) == (3, "float32")
+    told = json.loads((folder / "detector_evaluation.json").read_text())
+    assert (told["reader"]["lens_tokens"], told["reader"]["dtype"]) == (3, "float32")
+
+
+def test_a_detector_is_not_judged_on_contexts_that_it_was_fitted_to(made, tmp_path):
+    folder, _, path, _, _ = made
+    data = ragtruth.load(folder / "data")
+    saved, one = saved_detector.load(path), data.sources["s2"]
+    seen = saved._replace(contexts=(saved_detector.context_id(one.context),))
+    saved_detector.save(tmp_path / "d", seen)
+    with pytest.raises(ValueError, match=r"fitted to 1 of its \d contexts, first that of source s2"):
+        saved_detector.check_unseen(saved_detector.load(tmp_path / "d"), data, folder=folder)
+    saved_detector.check_unseen(saved, data, folder=folder)  # of an older kind: not known what it was fitted to
+
+
+def test_flags_that_a_saved_detector_would_not_follow_are_refused(made):
+    folder, _, path, _, _ = made
+    words = ("hallucination.py", "evaluate", f"--data={folder / 'data'}", f"--detector={path}", f"--workdir={folder}")
+    refused(command(*words, "--curve", "--folds=9"), "it is judged as it is; leave out --curve, --folds")
 
 
 def test_a_passage_is_the_sentence_that_shares_most_rare_words():

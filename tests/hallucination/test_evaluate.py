@@ -141,6 +141,9 @@ def test_a_saved_detector_is_judged_as_it_is_on_all_but_the_training_split():
     probability, labels = detector.judge(fitted, new.inputs).probability[rows_], new.labels.response[rows_]
     assert found["pooled"][0] == metrics.auc(labels, probability) > 0.7 and len(rows_) < 300
     assert found["f1"] == metrics.f1(labels, probability >= fitted.threshold)[0]
+    every = SETTINGS.model_copy(update={"train_split": None})  # as the command asks: nothing is fitted
+    assert evaluate.counts(new, every)["responses"] == 300 > evaluate.counts(new, SETTINGS)["responses"] == len(rows_)
+    assert evaluate.frozen(new, every, fitted) != evaluate.frozen(new, SETTINGS, fitted)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, name, change, match):
         ragtruth.load(tmp_path)
 
 
+def test_responses_without_labels_are_no_answers_without_hallucinations(tmp_path):
+    path = small.write(tmp_path) / "responses.jsonl"
+    first, *others = path.read_text().splitlines()
+    bare = {name: value for name, value in json.loads(first).items() if name != "labels"}
+    ragtruth.check_labels(ragtruth.load(tmp_path), tmp_path)
+    path.write_text("\n".join([json.dumps(bare), *others]))
+    data = ragtruth.load(tmp_path)  # their features can be read
+    assert data.responses[0].labels is None and data.responses[2].labels == ()
+    with pytest.raises(ValueError, match="1 of 4 responses have no `labels`, first r1"):
+        ragtruth.check_labels(data, tmp_path)
+
+
 def test_files_cut_in_half_and_missing_ones_are_named(tmp_path):
     import gzip
 
@@ -69,6 +81,11 @@ def test_packing_keeps_every_response_once_and_fits(lengths, capacity):
     assert all(len(row) == 1 or sum(lengths[i] for i in row) <= capacity for row in rows)
 
 
+def test_a_packed_row_holds_no_more_responses_than_asked():
+    rows = layout.pack([20] * 25, 512, max_responses=16)
+    assert sorted(map(len, rows)) == [9, 16] and len(layout.pack([20] * 25, 512)) == 1
+
+
 def test_a_context_reaching_the_last_token_and_an_empty_response_are_refused():
     with pytest.raises(ValueError, match="ends before the last"):
         layout.prompt_arrays([layout.Text([1, 2, 3], range(1, 3))], share=0.1)
@@ -82,6 +99,11 @@ def test_sentences_are_in_order_and_hold_every_letter(text):
     assert all(a < b for a, b in found) and all(x[1] <= y[0] for x, y in zip(found, found[1:]))
     kept = "".join(text[a:b] for a, b in found)
     assert [c for c in kept if c.isalnum()] == [c for c in text if c.isalnum()]
+
+
+@pytest.mark.parametrize("after", ["", "\n", " ", "\n\n "])
+def test_the_last_sentence_ends_with_its_last_letter(after):
+    assert sentences.sentences("It is open. It is red" + after) == [(0, 11), (12, 21)]
 
 
 def test_abbreviations_and_numbered_lines_end_no_sentence():
@@ -100,6 +122,13 @@ def test_counts_see_new_words_numbers_and_names_and_forgive_endings():
 
 
 SPOKEN = "The café of Zürich serves crème brûlée, Ångström's 3 piñatas."
+
+
+def test_a_word_with_a_raised_digit_is_a_word_and_new_if_the_context_lacks_it():
+    lexicon = lexical.Lexicon("The mill has 3 wheels and gives off CO₂.")
+    carbon, area = lexical.tokens("CO₂ km²")
+    assert not carbon.is_number and not lexical.is_novel(carbon, lexicon)
+    assert not area.is_number and lexical.is_novel(area, lexicon)
 
 
 def test_a_text_in_another_unicode_form_says_nothing_new():

@@ -155,7 +155,20 @@ def test_what_is_below_the_tuned_blocks_is_read_once(member, monkeypatch):
     monkeypatch.setattr(tuned_sources.tuning, "write", lambda *given: pytest.fail("a file was written again"))
     tuned_sources.read(lower, data, processes=1, bar=quiet)
     other = lower._replace(settings=lower.settings.model_copy(update={"window": 200}))
-    assert not set(other.groups(data)) & set(lower.groups(data))
+    assert not {path for path, *_ in other.groups(data)} & {path for path, *_ in lower.groups(data)}
+
+
+def test_sources_of_the_same_texts_share_a_file_and_each_keeps_its_responses(member):
+    data, lower, _, _ = member
+    again = [
+        response.model_copy(update={"id": f"{response.id}b", "source_id": "s9"}) for response in data.responses[:3]
+    ]
+    sources = data.sources | {"s9": data.sources["s1"]}
+    doubled = data.model_copy(update={"sources": sources, "responses": (*data.responses, *again)})
+    found = lower.groups(doubled)
+    assert [members for _, _, members in found] == [(0, 1, 2), (3,), (4, 5, 6)] and found[0][0] == found[2][0]
+    places = lower.places(doubled, np.arange(7))
+    assert sorted(i for place in places for i in place.members) == list(range(7))
 
 
 @pytest.mark.parametrize("package", ["jaxbench", "torch_ref"])
@@ -225,6 +238,6 @@ def test_a_tuned_reader_comes_back_from_its_file_and_a_part_that_is_missing_is_n
     with pytest.raises(ValueError, match="bits=4: a tuned reader stands on float weights"):
         tuned_sources.Lower.of(tmp_path, small.settings(lower.settings.model, bits=4), TUNING)
     damaged = tmp_path / "file.safetensors"
-    damaged.write_bytes(next(iter(lower.groups(ragtruth.load(small.write(tmp_path / "data"))))).read_bytes()[:99])
+    damaged.write_bytes(lower.groups(ragtruth.load(small.write(tmp_path / "data")))[0][0].read_bytes()[:99])
     with pytest.raises(ValueError, match="cannot be read .*remove it"):
         tuning.load(damaged)

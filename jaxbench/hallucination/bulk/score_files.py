@@ -66,7 +66,7 @@ def of_folder(folder: str | Path) -> list[Row]:
     for response in data.responses:
         source = data.source(response)
         item = Item(source.context, source.asked, response.response)
-        marks = tuple((label.start, label.end) for label in response.labels)
+        marks = None if response.labels is None else tuple((label.start, label.end) for label in response.labels)
         known = {"id": response.id, "source_id": response.source_id}
         found.append(Row(f"response {response.id}", item, known, marks))
     return found

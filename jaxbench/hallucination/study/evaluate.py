@@ -26,7 +26,7 @@ class Evaluation(config.Base):
     folds: int = pydantic.Field(default=5, ge=2)  # of the judged sources
     seed: int = pydantic.Field(default=0, ge=0)  # of the folds
     draws: int = pydantic.Field(default=1000, ge=100)  # of the bootstrap by source
-    train_split: str = "train"  # whose responses are always on the training side
+    train_split: str | None = "train"  # whose responses are always on the training side; None: all are judged
     generator: str = "llama-2-7b-chat"  # whose responses are also judged separately
 
 
@@ -36,11 +36,19 @@ def judged(table: Table, settings: Evaluation) -> Array:
     Raises:
       ValueError: one class has none.
     """
-    rows = np.flatnonzero(table.split != settings.train_split)
+    every = np.arange(len(table.split))
+    rows = every if settings.train_split is None else every[table.split != settings.train_split]
     labels = table.labels.response[rows]
     if not 0 < labels.sum() < len(rows):
         raise ValueError(f"evaluate: {labels.sum()} of {len(rows)} judged responses are labelled; wanted both classes")
     return rows
+
+
+def counts(table: Table, settings: Evaluation) -> dict[str, int]:
+    """Numbers of judged responses, of their sources, and of labelled ones among them."""
+    rows = judged(table, settings)
+    sources = len(np.unique(table.labels.source[rows]))
+    return {"responses": len(rows), "sources": sources, "labelled": int(table.labels.response[rows].sum())}
 
 
 def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, Array]:

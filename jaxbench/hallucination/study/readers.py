@@ -256,6 +256,7 @@ def begin(settings: ReaderSettings) -> Study:
     if settings.bits is not None:
         raise ValueError(f"bits={settings.bits}: the forms say how many; leave it out of --config and --set")
     data, workdir = ragtruth.load(VALUES.data), cli.workdir("out/hallucination")
+    ragtruth.check_labels(data, VALUES.data)
     sources = drawn(data, "dev", VALUES.sources, seed=VALUES.seed)
     sha256 = weights.checksum(settings.model)
     chosen = [settings.identity(), sha256, sources, VALUES.measured, extract.code_version(saved_detector.CODE)]

@@ -17,11 +17,15 @@ FIRST, LAST = 0.3, 0.9  # AUC at the picture's edges
 STYLE = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 
 
-def write(found: Rows, workdir: Path) -> None:
-    """Write evaluation.csv, evaluation.svg and evaluation.html."""
-    outputs.write_csv(workdir / "evaluation.csv", flat(found))
-    outputs.write_text(workdir / "evaluation.svg", picture(found))
-    outputs.write_text(workdir / "evaluation.html", _page(found))
+FITTED = "Every row is fitted to other sources than those it is judged on. docs/hallucination.md says what a row is."
+SAVED = "A saved detector as it is, on responses to contexts that it was not fitted to; nothing was chosen here."
+
+
+def write(found: Rows, workdir: Path, *, name: str = "evaluation", lead: str = FITTED) -> None:
+    """Write NAME.csv, NAME.svg and NAME.html; lead: the first sentences of the page."""
+    outputs.write_csv(workdir / f"{name}.csv", flat(found))
+    outputs.write_text(workdir / f"{name}.svg", picture(found))
+    outputs.write_text(workdir / f"{name}.html", _page(found, lead))
 
 
 def flat(found: Rows) -> list[dict[str, Any]]:
@@ -69,7 +73,7 @@ def picture(found: Rows) -> str:
     return card("Which answers are hallucinated", note, body, height=end + 40, style=STYLE)
 
 
-def _page(found: Rows) -> str:
+def _page(found: Rows, lead: str) -> str:
     rows = ordered(found)
     figures: dict[str, page.Figure] = {"auc": _intervals(rows)}
     sections = [page.Section("auc", "AUC of every row, 95 % intervals over sources")]
@@ -77,7 +81,6 @@ def _page(found: Rows) -> str:
     if calibrated:
         figures["reliability"] = _reliability(calibrated)
         sections.append(page.Section("reliability", "Probabilities and how often they come true, by tenths of answers"))
-    lead = "Every row is fitted to other sources than those it is judged on. docs/hallucination.md says what a row is."
     return page.render("Which answers are hallucinated", sections, figures, lead=lead)
 
 

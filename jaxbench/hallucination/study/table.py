@@ -49,7 +49,7 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
         tokens += [] if features is None else [token_inputs.tokens(features, response.response, lexicon)]
         part_labels += [is_labelled(response, start, end) for start, end in read[-1][1].spans]
         progress()
-    rows, marks = data.responses, [[(label.start, label.end) for label in row.labels] for row in data.responses]
+    rows, marks = data.responses, [[(label.start, label.end) for label in row.labels or ()] for row in data.responses]
     labels = Labels(
         np.array([bool(row.labels) for row in rows]), np.array(part_labels), np.array([row.source_id for row in rows]),
         tuple(each.labels(mine) for each, mine in zip(tokens, marks)),
@@ -64,7 +64,7 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
 
 def is_labelled(response: Response, start: int, end: int) -> bool:
     """True if a label overlaps these characters."""
-    return any(label.start < end and start < label.end for label in response.labels)
+    return any(label.start < end and start < label.end for label in response.labels or ())
 
 
 def _pooled(

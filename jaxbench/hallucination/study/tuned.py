@@ -155,6 +155,7 @@ def outer_folds(made: table.Table, settings: evaluate.Evaluation) -> list[Fold]:
 def main() -> int:
     """Tune, and judge; return the exit code."""
     data, workdir = ragtruth.load(VALUES.data), cli.workdir("out/hallucination")
+    ragtruth.check_labels(data, VALUES.data)
     process_environment.ensure("cpu")
     from jaxbench.hallucination import tuned_sources, tuning
     from jaxbench.pretrained import weights
