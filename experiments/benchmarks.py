@@ -12,8 +12,8 @@
     benchmarks.py dashboard
 
 A comparison makes a worktree of the base with the packages that it pins, and runs it and this tree alternately, as
-pairs of fresh processes. A critical regression or a broken limit ends with exit code 1, bad input with 2 and one line.
-A killed run is resumed by the same command.
+pairs of fresh processes. A critical regression, a broken limit or a case that this tree cannot run ends with exit code
+1, bad input with 2 and one line. A killed run is resumed by the same command.
 """
 
 from __future__ import annotations
@@ -135,9 +135,7 @@ def run() -> int:
     for line in report.explanation(found.record) + said + found.record["notes"]:
         print(line)
     print(f"written: {', '.join(written)} in {workdir}")
-    critical = ", ".join(each.series for each in found.findings if each.level == "critical")
-    broken = "; ".join(report.broken_limits(found.record))
-    failed = [f"critical regression of {critical}"] * bool(critical) + [f"broken limits: {broken}"] * bool(broken)
+    failed = report.failures(found.record)
     if VALUES.keep:
         id = history.add(found.record)
         print(f"kept as {id} in {history.folder}")

@@ -37,12 +37,15 @@ def summary(record: Mapping[str, Any]) -> str:
     """Summarise the findings in one line."""
     found = findings_of(record)
     if not found:
-        return f"{len(record['series'])} series measured, no base to compare with{_limits_in_short(record)}"
+        return (
+            f"{len(record['series'])} series measured, no base to compare with{_limits_in_short(record)}"
+            + _lost_in_short(record)
+        )
     counts = {word: sum(each.verdict == word for each in found) for word in ORDER}
     critical = sum(each.level == "critical" for each in found)
     said = [f"{count} {word}" for word, count in counts.items() if count]
     shown = ", ".join(said) + (f"; {critical} of the regressions critical" if critical else "")
-    return shown + _limits_in_short(record)
+    return shown + _limits_in_short(record) + _lost_in_short(record)
 
 
 def _limits_in_short(record: Mapping[str, Any]) -> str:
@@ -50,6 +53,11 @@ def _limits_in_short(record: Mapping[str, Any]) -> str:
     if not count:
         return ""
     return f"; {broken} of {count} limits broken" if broken else f"; {count} of {count} limits held"
+
+
+def _lost_in_short(record: Mapping[str, Any]) -> str:
+    lost = lost_cases(record)
+    return f"; not measured: {', '.join(lost)}" if lost else ""
 
 
 def table(record: Mapping[str, Any]) -> rich.table.Table:
@@ -100,6 +108,21 @@ def broken_limits(record: Mapping[str, Any]) -> list[str]:
     """Return a phrase for each limit that a run broke."""
     cells = [limit_cells(each) for each in limits.broken(record)]
     return [f"{series} {value}, wanted {wanted}" for series, value, wanted, _ in cells]
+
+
+def lost_cases(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cases that head cannot run, with the reasons; runs of older versions and other tools name none."""
+    return record.get("lost", {})
+
+
+def failures(record: Mapping[str, Any]) -> list[str]:
+    """Return why a run ends with exit code 1: one phrase for each kind of failure, none if it passes."""
+    kinds = {
+        "critical regression of ": ", ".join(each.series for each in findings_of(record) if each.level == "critical"),
+        "broken limits: ": "; ".join(broken_limits(record)),
+        "this tree does not run ": "; ".join(f"{name} ({reason})" for name, reason in lost_cases(record).items()),
+    }
+    return [what + which for what, which in kinds.items() if which]
 
 
 def number(value: float, unit: str) -> str:
@@ -190,12 +213,16 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def junit(record: Mapping[str, Any]) -> str:
-    """Return the run as JUnit XML: a critical regression or broken limit is a failure, an undecided series skipped."""
-    found, bounds = findings_of(record), limits.of_run(record)
-    failed = sum(each.level == "critical" for each in found) + len(limits.broken(record))
+    """Return the run as JUnit XML: an undecided series is skipped.
+
+    A critical regression, a broken limit and a case that head cannot run are failures.
+    """
+    found, bounds, lost = findings_of(record), limits.of_run(record), lost_cases(record)
+    total = len(found) + len(bounds) + len(lost)
+    failed = sum(each.level == "critical" for each in found) + len(limits.broken(record)) + len(lost)
     skipped = sum(each.verdict == "undecided" for each in found)
     suite = ElementTree.Element(
-        "testsuite", name="performance", tests=str(len(found) + len(bounds)), failures=str(failed), skipped=str(skipped)
+        "testsuite", name="performance", tests=str(total), failures=str(failed), skipped=str(skipped)
     )
     properties = ElementTree.SubElement(suite, "properties")
     for line in worth(record):
@@ -217,6 +244,9 @@ def junit(record: Mapping[str, Any]) -> str:
             ElementTree.SubElement(case, "failure", message=f"{value}; wanted {wanted}")
         else:
             ElementTree.SubElement(case, "system-out").text = f"{value}; wanted {wanted}"
+    for name, reason in lost.items():
+        case = ElementTree.SubElement(suite, "testcase", classname="cases", name=name)
+        ElementTree.SubElement(case, "failure", message=f"not measured: {reason}")
     ElementTree.indent(suite)
     buffer = io.BytesIO()
     ElementTree.ElementTree(suite).write(buffer, encoding="utf-8", xml_declaration=True)

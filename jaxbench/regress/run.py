@@ -127,9 +127,10 @@ def _run(
     criticals = [each.series for each in findings if each.level == "critical"]
     if criticals and suite.confirm:
         findings, confirmed = _confirmed(plan, launches, findings, criticals, say)
+    lost = {case: reason for (side, case), reason in launches.lost.items() if side == HEAD}  # before any profile
     explained = why.explain(launches, findings, workdir / "why") if BASE in sides else None
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
-    record = _record(plan, findings, confirmed, notes, launches.finished())
+    record = _record(plan, findings, confirmed, notes, launches.finished()) | {"lost": lost}
     record |= {"suite_name": name} | ({} if qualified is None else {"qualified": qualified})
     if left_out:
         record["left_out"] = list(left_out)
