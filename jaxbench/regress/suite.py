@@ -199,7 +199,8 @@ class Suite(Base):
     sample_s: float = pydantic.Field(default=0.3, ge=0)  # seconds of sampling per visit; at least one sample
     warmup: int = pydantic.Field(default=1, ge=0)
     alpha: float = pydantic.Field(default=0.05, gt=0, lt=0.5)  # of any false verdict in a run
-    confirm: int = pydantic.Field(default=5, ge=0)  # fresh launches that must confirm a critical verdict; 0 = none
+    # Fresh launches that must confirm a critical verdict; 0 = none, else 2 at least.
+    confirm: int = pydantic.Field(default=5, ge=0)
     primary: tuple[str, ...] = ()  # series that the looks wait for, case.metric; () = tokens_per_s of every case
     margins: dict[str, Margin] = {}  # by series, metric or kind; the first of these applies
     limits: dict[str, Limit] = {}  # by series: bounds of its median, with or without a base
@@ -215,6 +216,8 @@ class Suite(Base):
             raise ValueError(f"suite: cases.name={twice[0]} is there twice; a series needs a name of its own")
         if list(self.looks) != sorted(set(self.looks)) or min(self.looks) < 2:
             raise ValueError(f"suite: looks={list(self.looks)}; wanted numbers of launches that rise, 2 at least")
+        if self.confirm == 1:  # the interval of one launch is infinite
+            raise ValueError(f"suite: confirm={self.confirm} launch confirms nothing; wanted 2 at least, or 0 for none")
         for series in self.primary:
             case, _, metric = series.partition(".")
             if case not in names or metric not in METRICS:
