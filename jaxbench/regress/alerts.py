@@ -3,8 +3,9 @@
 Data flow: a run's record -> alerts, one per cause -> events, appended to HISTORY/alerts.jsonl -> what is due ->
 channels (channels.py). Events are the source of truth and never change; an alert is derived from its events. Until
 somebody finds out more, regressions between the same two commits have one cause: a run's regressions are one alert, and
-a later run that finds them again against the same base is added to it. An alert is over when a run against that base no
-longer finds any of them, or when somebody closes it. A run against another base proves nothing: both sides may be slow.
+a later run that finds them again against the same base is added to it. An alert is over when a run against that base
+judges each of them to be no worse, or when somebody closes it. A run that leaves one undecided or unmeasured does not
+end it. A run against another base proves nothing: both sides may be slow.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Alert(NamedTuple):
     lines: tuple[str, ...]  # what became worse, and why
     sent: Mapping[str, Sent]  # by channel
     note: str  # of who acknowledged or closed it
+    series: tuple[str, ...] = ()  # everything that became worse in any of its runs; () = of an older version
 
     def key(self) -> tuple[str, ...]:
         """Host, device, suite and base that a later run must share to update the alert."""
@@ -206,16 +208,18 @@ def _events_of(record: Mapping[str, Any], run: str, alerts: Sequence[Alert]) -> 
     if "base" not in sides or not record["findings"]:
         return
     worse: dict[str, list[Any]] = {}
-    for each in report.findings_of(record):
+    findings = report.findings_of(record)
+    for each in findings:
         if each.verdict == "regression":
             worse.setdefault(each.series.partition(".")[0], []).append(each)
+    fine = {each.series for each in findings if each.verdict in ("no change", "improvement")}
     key = (record["host"], record["device"], record.get("suite_id", ""), sides["base"]["commit"])
     mine = [alert for alert in alerts if alert.state != "over" and alert.key() == key]
     for alert in mine:
         held = [name for name in alert.cases if name in worse]
         if held:
             yield _described(AGAIN, alert.id, record, run, {name: worse[name] for name in held})
-        else:
+        elif fine.issuperset(alert.series):
             yield {"event": OVER, "id": alert.id, "run": run, "note": f"run {run} no longer finds it"}
     known = {name for alert in mine for name in alert.cases}
     if new := {name: each for name, each in worse.items() if name not in known}:
@@ -234,7 +238,7 @@ def _described(event: str, id: str, record: Mapping[str, Any], run: str, worse: 
         "event": event, "id": id, "run": run, "level": _level(found), "confirmed": confirmed, "host": record["host"],
         "device": record["device"], "suite_id": record.get("suite_id", ""), "base": sides["base"]["commit"],
         "head": sides["head"]["commit"], "subject": sides["head"].get("subject", ""), "cases": list(worse),
-        "lines": lines,
+        "lines": lines, "series": [each.series for each in found],
     }  # fmt: skip
 
 
@@ -250,7 +254,7 @@ def _after(alert: Alert | None, event: Mapping[str, Any]) -> Alert:
         fields |= {name: event[name] for name in ("head", "subject", "run")}
         return Alert(
             state="open", opened_utc=event["time_utc"], runs=1, cases=tuple(event["cases"]),
-            lines=tuple(event["lines"]), sent={}, note="", **fields,
+            lines=tuple(event["lines"]), sent={}, note="", series=tuple(event.get("series", ())), **fields,
         )  # fmt: skip
     if alert is None:
         raise ValueError(f"{event['id']} was never opened")
@@ -258,7 +262,7 @@ def _after(alert: Alert | None, event: Mapping[str, Any]) -> Alert:
         level = "critical" if "critical" in (alert.level, event["level"]) else "warning"
         return alert._replace(
             runs=alert.runs + 1, level=level, confirmed=alert.confirmed or event["confirmed"], head=event["head"],
-            lines=tuple(event["lines"]),
+            lines=tuple(event["lines"]), series=tuple(dict.fromkeys((*alert.series, *event.get("series", ())))),
         )  # fmt: skip
     if kind in (ACKNOWLEDGED, OVER):
         return alert._replace(state=kind, note=event["note"] or alert.note)

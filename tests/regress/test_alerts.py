@@ -1,6 +1,7 @@
 """Alerts: one a cause, said once, again while nobody acknowledges it, over when a run beside the same base says so."""
 
 import datetime
+import json
 import types
 
 import pydantic
@@ -13,11 +14,13 @@ from jaxbench.regress.judge import Finding
 
 NOON = datetime.datetime(2026, 11, 26, 12, 0, tzinfo=datetime.UTC)
 LOG = {"name": "log", "kind": "file", "path": "alerts.jsonl"}
+SERIES = ("decode.tokens_per_s", "decode.token_p50_s", "train.step.flops", "words.tokens_per_s", "bits.bits_per_byte")
 
 
 def record(*worse, base="aaaa", head="bbbb", level="warning", confirmed=(), **more):
     findings = [Finding(name, "regression", level, 0.3, 0.2, 0.4, 1.0, 1.3, 3, 0)._asdict() for name in worse]
-    findings.append(Finding("bits.bits_per_byte", "no change", "", 0.0, 0.0, 0.0, 1.0, 1.0, 3, 0)._asdict())
+    rest = [name for name in SERIES if name not in worse]
+    findings += [Finding(name, "no change", "", 0.0, 0.0, 0.0, 1.0, 1.0, 3, 0)._asdict() for name in rest]
     sides = {"head": {"commit": head, "subject": "Faster"}, "base": {"commit": base, "subject": "Before"}}
     return {
         "host": "h", "device": "cpu", "suite_id": "s", "sides": sides, "findings": findings,
@@ -77,6 +80,29 @@ def test_a_later_run_adds_to_an_alert_of_its_base_and_opens_one_for_what_is_new(
     assert [each.state for each in book.note(record(), "r4", now=hours(3))] == ["over", "over"]
     [third] = book.note(first, "r5", now=hours(4))
     assert third.state == "open" and third.id not in (opened.id, new.id)
+
+
+def test_a_run_that_leaves_a_series_undecided_or_unmeasured_ends_no_alert_of_it(book):
+    book.note(record("decode.tokens_per_s"), "r1", now=NOON)
+    fine = record()["findings"]
+    others = [each for each in fine if each["series"] != "decode.tokens_per_s"]
+    [rate] = [each for each in fine if each not in others]
+    for run, findings in (("r2", [rate | {"verdict": "undecided"}, *others]), ("r3", others)):
+        assert book.note(record() | {"findings": findings}, run, now=hours(1)) == []
+        assert book.alerts()[0].state == "open"
+    book.note(record("decode.token_p50_s"), "r4", now=hours(2))  # the same cause
+    later = [rate, *(each for each in others if each["series"] != "decode.token_p50_s")]
+    assert book.note(record() | {"findings": later}, "r5", now=hours(3)) == []
+    better = [rate | {"verdict": "improvement"}, *others]
+    assert book.note(record() | {"findings": better}, "r6", now=hours(4))[0].state == "over"
+
+
+def test_an_alert_of_a_version_that_named_no_series_ends_with_a_run_without_its_regressions(book):
+    book.note(record("decode.tokens_per_s"), "r1", now=NOON)
+    [event] = [json.loads(line) for line in book.path.read_text().splitlines()]
+    del event["series"]
+    book.path.write_text(json.dumps(event) + "\n")
+    assert book.note(record() | {"findings": record()["findings"][-1:]}, "r2", now=hours(1))[0].state == "over"
 
 
 def test_a_run_without_a_base_says_nothing(book):
