@@ -123,7 +123,8 @@ def _run(
         if BASE in sides and not _undecided(findings, suite):
             break
     if stored is not None:
-        findings = _beside_stored(plan, stored)
+        findings, left = _beside_stored(plan, stored)
+        notes += left
     criticals = [each.series for each in findings if each.level == "critical"]
     if criticals and suite.confirm:
         findings, confirmed = _confirmed(plan, launches, findings, criticals, say)
@@ -207,15 +208,24 @@ def _judged(plan: Plan, launches: Sequence[int], num_looks: int) -> list[Finding
     return judge.judge(pairs.pairs_of(plan.workdir / pairs.SAMPLES, launches), plan.suite, num_looks=num_looks)
 
 
-def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> list[Finding]:
-    """Judge exact and quality series against a run from history."""
-    own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
-    both = {
-        name: [judge.Pair(stored["series"][name][HEAD]["median"], verdicts.median(list(sides[HEAD].values())))]
-        for name, sides in own.items()
-        if metrics.metric_of(name).kind in ("exact", "quality") and HEAD in stored["series"].get(name, {})
-    }
-    return judge.judge(both, plan.suite)
+def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> tuple[list[Finding], list[str]]:
+    """Judge exact and quality series against a run from history, and note what is another series there."""
+    theirs, ours = (stored["device"], stored["machine"].get("threads")), (plan.device, plan.threads)
+    if theirs != ours:
+        words = [f"on {device} with {threads} threads" for device, threads in (theirs, ours)]
+        return [], [f"nothing is compared: the run beside it was {words[0]}, this one {words[1]}"]
+    own = {"suite": plan.suite.model_dump(mode="json"), "model_sha256": _model_sha256(plan)}
+    both, others = {}, {}
+    for name, sides in pairs.launch_medians(plan.workdir / pairs.SAMPLES).items():
+        if metrics.metric_of(name).kind not in ("exact", "quality") or HEAD not in stored["series"].get(name, {}):
+            continue
+        if run_file.work_of(own, name) != run_file.work_of(stored, name):
+            others[name.partition(".")[0]] = True
+            continue
+        median = verdicts.median(list(sides[HEAD].values()))
+        both[name] = [judge.Pair(stored["series"][name][HEAD]["median"], median)]
+    notes = [f"not compared, because case or model differ in the run beside it: {', '.join(others)}"] if others else []
+    return judge.judge(both, plan.suite), notes
 
 
 def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> str:
@@ -288,5 +298,6 @@ def _ended(plan: Plan, num_launches: int) -> str:
 
 
 def _model_sha256(plan: Plan) -> str:
-    path = Path(plan.model) if plan.model else assets.default_model_path()
-    return assets.sha256_file(path) if path.is_file() else ""
+    if plan.model is None and not assets.default_model_path().is_file():
+        return ""  # no case needed it
+    return weights.checksum(plan.model)

@@ -157,6 +157,19 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
     stored = found.record | {"series": found.record["series"] | {"words.recompilations": {HEAD: own}}}
     beside = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, stored=stored, say=lambda text: None)
     assert [each.series for each in beside.findings] == ["words.executables", "words.recompilations"]
+    changed = {**stored["suite"], "cases": [stored["suite"]["cases"][0] | {"characters": 999}]}
+    threads, plan = {**stored["machine"], "threads": 7}, run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path)
+    for change, words in [
+        ({"suite": changed}, "not compared, because case or model differ in the run beside it: words"),
+        ({"model_sha256": "another"}, "not compared, because case or model differ in the run beside it: words"),
+        (
+            {"machine": threads},
+            "nothing is compared: the run beside it was on cpu with 7 threads, this one on cpu with 1",
+        ),
+        ({"device": "gpu"}, "nothing is compared: the run beside it was on gpu with 1 threads"),
+    ]:
+        findings, [note] = run._beside_stored(plan, stored | change)
+        assert findings == [] and note.startswith(words)
     with pytest.raises(ValueError, match="holds the work of configuration"):
         run.run(
             suite.model_copy(update={"rounds": 3}), compare_with=None, device="cpu", workdir=tmp_path,
@@ -179,6 +192,16 @@ def test_a_model_of_a_relative_path_is_found_from_a_workers_own_folder(tmp_path,
     assert plan.model == str(tmp_path / "w" / "tiny") and Path(plan.model).is_dir()
     named = SUITE.model_copy(update={"model": "w/tiny"})
     assert run.planned(named, {HEAD: trees.here()}, "cpu", Path("v")).model == plan.model
+
+
+def test_two_model_folders_of_one_shape_are_two_series(tmp_path):
+    plan = plan_of(tmp_path, head=trees.here())
+    other = tmp_path / "other"
+    shutil.copytree(plan.model, other)
+    same, text = run._model_sha256(plan._replace(model=str(other))), (other / "config.json").read_text()
+    assert len(same) == 64 and same == run._model_sha256(plan)
+    (other / "config.json").write_text(text + " ")
+    assert run._model_sha256(plan._replace(model=str(other))) != same
 
 
 def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
