@@ -294,16 +294,22 @@ class Quality:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Load the model and the text's windows."""
+        """Load the model and the text's windows.
+
+        Raises:
+          ValueError: the model has no tokenizer.
+        """
         from jaxbench import transformer
         from jaxbench.pretrained import assets, tokenizer, weights
 
         held, (count, length) = weights.load_checkpoint(self.model), (self.case["windows"], self.case["seq_len"])
         self.built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
-        words, text = tokenizer.load_tokenizer(None), assets.default_text()
+        words, text = tokenizer.load_tokenizer(self.model), assets.default_text()
         ids = np.array(words.encode(text, add_special=False)[: count * (length + 1)], np.int32)
-        self.rows = ids.reshape(count, length + 1) % held.config.vocab_size
-        self.bytes = len(words.decode(ids.tolist()).encode())
+        self.rows = ids.reshape(count, length + 1)
+        size = lambda ids: len(words.decode(ids).encode())
+        # Of the predicted tokens alone. A difference, because decoders drop the space before a text's first token.
+        self.bytes = sum(size(row) - size(row[:1]) for row in self.rows.tolist())
 
     def prepare(self) -> dict[str, Any]:
         """Compile the forward pass."""

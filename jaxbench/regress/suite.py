@@ -107,6 +107,8 @@ class Quality(Case):
     """The model's bits per byte on the default text's first windows."""
 
     workload: Literal["quality"]
+    # What bits are divided by. It is part of the series' identity: older runs divided by the first token's bytes too.
+    bytes_of: Literal["predicted tokens"] = "predicted tokens"
     dtype: Dtype = "float32"
     windows: Count = 4
     seq_len: int = pydantic.Field(default=256, ge=2)

@@ -37,13 +37,20 @@ class Answers:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Load the model, and build a row for each question: paragraph, question and answer."""
+        """Load the model, and build a row for each question: paragraph, question and answer.
+
+        Raises:
+          ValueError: the model has no tokenizer.
+        """
         from jaxbench import transformer
         from jaxbench.pretrained import assets, tokenizer, weights
 
         held = weights.load_checkpoint(self.model)
         self.built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
-        words, paragraphs = tokenizer.load_tokenizer(None), assets.default_text().replace("\f", "\n\n").split("\n\n")
+        words, paragraphs = (
+            tokenizer.load_tokenizer(self.model),
+            assets.default_text().replace("\f", "\n\n").split("\n\n"),
+        )
         texts = []
         for phrase, question, answer in QUESTIONS:
             paragraph = next(each for each in paragraphs if phrase in each)
@@ -55,7 +62,7 @@ class Answers:
         self.is_answer = np.zeros((len(texts), size), bool)
         for row, (asked, answer) in enumerate(texts):
             ids = (asked + answer)[-size:]  # keep the end where the row exceeds a short model's context
-            self.rows[row, : len(ids)] = np.array(ids) % held.config.vocab_size
+            self.rows[row, : len(ids)] = ids
             self.is_answer[row, len(ids) - len(answer) : len(ids)] = True
 
     def prepare(self) -> dict[str, Any]:

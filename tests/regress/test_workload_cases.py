@@ -1,12 +1,14 @@
 """Cases of single workloads on random weights: what each measures, and what its metrics are judged by."""
 
 import math
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from jaxbench.generation import decoder
+from jaxbench.pretrained import assets
 from jaxbench.regress import case_worker, judge, metrics, pairs, tiny
 from jaxbench.regress.judge import Pair
 from jaxbench.regress.suite import Suite
@@ -74,6 +76,29 @@ def test_a_memory_step_trains_the_memory(model):
     names = session.case.state.params
     assert any(name.startswith("layers.0.block.") for name in names) and "layers.1.mlp_norm.scale" not in names
     assert int(session.case.state.step) == 2 and int(session.case.state.skipped) == 0
+
+
+@pytest.mark.parametrize("case", [{"workload": "quality", "windows": 3, "seq_len": 16}, {"workload": "answers"}])
+def test_text_is_read_by_the_models_own_tokenizer_and_a_model_without_one_is_refused(model, tmp_path, case):
+    _, session = measured(model, **case)
+    question = "Question: Which module implements abstract base classes?\nAnswer: the abc module."
+    text = question if case["workload"] == "answers" else assets.default_text()[:17]
+    assert bytes(token for token in session.case.rows[0].tolist() if token).decode().endswith(text)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="missing tokenizer.json"):
+        measured(str(other), **case)
+
+
+def test_bits_are_divided_by_the_bytes_of_the_tokens_that_are_predicted(model):
+    (first, again), session = measured(model, workload="quality", windows=3, seq_len=2)
+    case = session.case
+    assert case.rows.tobytes() == np.frombuffer(assets.default_text().encode()[:9], np.uint8).astype(np.int32).tobytes()
+    logits = np.asarray(case.built(case.rows[:, :-1], np.tile(np.arange(2), (3, 1))), np.float64)
+    logs = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
+    nats = -sum(logs[row, place, case.rows[row, place + 1]] for row in range(3) for place in range(2))
+    assert first == again and first["bits_per_byte"] == pytest.approx(nats / math.log(2) / 6, rel=1e-5)
 
 
 def test_answers_have_the_loss_of_their_tokens_alone(model):
