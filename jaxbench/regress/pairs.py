@@ -26,6 +26,7 @@ SAMPLES = "samples.jsonl"
 WORKER = Path(__file__).with_name("case_worker.py")
 HEAD, BASE = "head", "base"
 START, DONE = "start", "launch_done"
+LOST, LOOKED = "lost", "looked"  # rows without samples: a case that a side cannot run; the look after which a run ended
 PERCENTILES = (0.5, 0.9, 0.99)
 # metrics that samples contain directly
 PLAIN = ("first_token_s", "end_to_end_s", "bits_per_byte", "answer_nll", "detection_rate", "parity_error")
@@ -42,16 +43,35 @@ class Plan(NamedTuple):
     workdir: Path
 
 
+class Look(NamedTuple):
+    """The look after which a run ended."""
+
+    launches: int
+    note: str  # why it was the last, if the verdicts were not decided; "" = they were, or no further look is planned
+
+
 class Launches:
     """The launches of a run, stored in its folder."""
 
     def __init__(self, plan: Plan, say: Callable[[str], Any]):
         self.plan, self.say, self.path = plan, say, plan.workdir / SAMPLES
-        self.lost: dict[tuple[str, str], str] = {}  # (side, case) -> why it is not measured
+        rows = [row for row in read(self.path) if row["series"] == LOST]
+        # (side, case) -> why it is not measured; of finished launches too, so that a run goes on without the case
+        self.lost: dict[tuple[str, str], str] = {(row["side"], row["case"]): row["reason"] for row in rows}
 
     def finished(self) -> int:
         """Return the number of launches that ran to their end."""
         return max((row["launch"] for row in read(self.path) if row["series"] == DONE), default=0)
+
+    def last_look(self) -> Look | None:
+        """Return the look after which the run ended; None if it has not ended."""
+        rows = [row for row in read(self.path) if row["series"] == LOOKED]
+        return Look(rows[-1]["launch"], rows[-1]["reason"]) if rows else None
+
+    def end(self, look: Look) -> None:
+        """Store the look after which the run ended: a run that is judged again makes no further launches."""
+        row = {"launch": look.launches, "side": HEAD, "series": LOOKED, "samples": [], "reason": look.note}
+        store.append(self.path, [row])
 
     def until(self, count: int) -> None:
         """Run launches until there are `count`."""
@@ -59,12 +79,17 @@ class Launches:
             self._launch(index)
 
     def _launch(self, index: int) -> None:
+        known = set(self.lost)
         with self.workers(index, f"launch {index}") as (workers, answers):
             for side, answer in answers.items():
                 self._append(index, side, {"start.import_s": [answer["import_s"]]})
             for case in self.plan.suite.cases:
                 self._case(index, case, workers)
-        store.append(self.path, [{"launch": index, "side": HEAD, "series": DONE, "samples": []}])
+        rows = [
+            {"launch": index, "side": side, "series": LOST, "samples": [], "case": case, "reason": reason}
+            for (side, case), reason in self.lost.items() if (side, case) not in known
+        ]  # fmt: skip
+        store.append(self.path, [*rows, {"launch": index, "side": HEAD, "series": DONE, "samples": []}])
 
     @contextlib.contextmanager
     def workers(self, index: int, name: str) -> Iterator[tuple[dict[str, Worker], dict[str, dict]]]:
@@ -196,7 +221,7 @@ class Launches:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's file.
+    """Yield the rows of a run's file, checked for the fields that every row has.
 
     Raises:
       ValueError: a line is not a row.
@@ -205,7 +230,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
             samples = [math.nan if value is None else value for value in row["samples"]]  # null: not finite
-            yield {name: row[name] for name in ("launch", "side", "series")} | {"samples": samples}
+            yield row | {name: row[name] for name in ("launch", "side", "series")} | {"samples": samples}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} line {number} is no row of samples ({error}); remove it") from error
 

@@ -20,10 +20,10 @@ from jaxbench.measure.records import now_utc
 from jaxbench.pretrained import assets, weights
 from jaxbench.regress import judge, limits, metrics, pairs, run_file, tiny, trees, why
 from jaxbench.regress.judge import Finding
-from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
+from jaxbench.regress.pairs import BASE, HEAD, Launches, Look, Plan
 from jaxbench.regress.suite import Suite
 
-RECORD = "run.json"
+RECORD, WHY = "run.json", "why.json"
 
 
 class Outcome(NamedTuple):
@@ -111,26 +111,20 @@ def _run(
 ) -> Outcome:  # fmt: skip
     plan = planned(suite, sides, device, workdir)
     notes += _variables(plan)
-    launches, findings, confirmed = Launches(plan, say), [], {}
-    started, before = time.monotonic(), launches.finished()
-    for look in suite.looks if BASE in sides else suite.looks[:1]:
-        if late := _late(suite, look, launches.finished() - before, time.monotonic() - started, look - before):
-            notes.append(late)
-            say(late)
-            break
-        launches.until(look)
-        findings = _judged(plan, range(1, look + 1), len(suite.looks))
-        if BASE in sides and not _undecided(findings, suite):
-            break
+    launches, confirmed = Launches(plan, say), {}
+    findings, look = _looked(plan, launches)
+    notes += [look.note] if look.note else []
     if stored is not None:
         findings, left = _beside_stored(plan, stored)
         notes += left
     criticals = [each.series for each in findings if each.level == "critical"]
     if criticals and suite.confirm:
-        findings, confirmed = _confirmed(plan, launches, findings, criticals, say)
-    lost = {case: reason for (side, case), reason in launches.lost.items() if side == HEAD}  # before any profile
-    explained = why.explain(launches, findings, workdir / "why") if BASE in sides else None
+        findings, confirmed = _confirmed(plan, launches, findings, criticals, look.launches)
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
+    lost = {case: reason for (side, case), reason in launches.lost.items() if side == HEAD}
+    explained = None
+    if BASE in sides:  # the profiles of a run that is judged again are there
+        explained, _ = store.kept(workdir / WHY, lambda: why.explain(launches, findings, workdir / "why"))
     record = _record(plan, findings, confirmed, notes, launches.finished()) | {"lost": lost}
     record |= {"suite_name": name} | ({} if qualified is None else {"qualified": qualified})
     if left_out:
@@ -141,6 +135,25 @@ def _run(
         record["sides"][BASE] = stored["sides"][HEAD]
     outputs.write_json(workdir / RECORD, record)
     return Outcome(findings, record)
+
+
+def _looked(plan: Plan, launches: Launches) -> tuple[list[Finding], Look]:
+    """Launch up to one look after another until the verdicts are decided; return them and the last look."""
+    suite, findings, last, note = plan.suite, [], 0, ""
+    looks, ended = suite.looks if BASE in plan.sides else suite.looks[:1], launches.last_look()
+    if ended is not None:  # the run is judged again
+        return _judged(plan, range(1, ended.launches + 1), len(suite.looks)), ended
+    started, before = time.monotonic(), launches.finished()
+    for look in looks:
+        if note := _late(suite, look, launches.finished() - before, time.monotonic() - started, look - before):
+            launches.say(note)
+            break
+        launches.until(look)
+        last, findings = look, _judged(plan, range(1, look + 1), len(suite.looks))
+        if BASE in plan.sides and not _undecided(findings, suite):
+            break
+    launches.end(Look(last, note))
+    return findings, Look(last, note)
 
 
 def unfinished(folder: Path, name: str) -> Path:
@@ -246,16 +259,18 @@ def _undecided(findings: Sequence[Finding], suite: Suite) -> bool:
 
 
 def _confirmed(
-    plan: Plan, launches: Launches, findings: Sequence[Finding], criticals: Sequence[str], say: Callable[[str], Any]
+    plan: Plan, launches: Launches, findings: Sequence[Finding], criticals: Sequence[str], judged: int
 ) -> tuple[list[Finding], dict[str, bool]]:
-    """Return findings after fresh launches: a critical one that they do not confirm becomes a warning."""
-    done = launches.finished()
+    """Return findings after fresh launches: a critical one that they do not confirm becomes a warning.
+
+    judged: launches that the findings come from; the fresh ones follow them.
+    """
     exact = {each.series for each in findings if each.low == each.high}  # counted, not timed: nothing to confirm
     if set(criticals) <= exact:
         return list(findings), dict.fromkeys(criticals, True)
-    say(f"critical: {', '.join(criticals)}; {plan.suite.confirm} fresh launches to confirm it")
-    launches.until(done + plan.suite.confirm)
-    fresh = {each.series: each for each in _judged(plan, range(done + 1, done + plan.suite.confirm + 1), 1)}
+    launches.say(f"critical: {', '.join(criticals)}; {plan.suite.confirm} fresh launches to confirm it")
+    launches.until(judged + plan.suite.confirm)
+    fresh = {each.series: each for each in _judged(plan, range(judged + 1, judged + plan.suite.confirm + 1), 1)}
     held = {
         series: series in exact or (series in fresh and fresh[series].low > plan.suite.margin(series).warning)
         for series in criticals
