@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import process_environment
+from jaxbench import process_environment, store
 from jaxbench.measure import environment, process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,22 +75,32 @@ def here() -> Tree:
 def of_commit(name: str, folder: Path, *, say: Callable[[str], Any] = lambda text: None) -> Tree:
     """Return the tree of a commit, branch or tag; create it under `folder` if it does not exist.
 
+    If another run is creating it, wait for that.
+
     Raises:
       ValueError: git knows no such commit.
       NotBuilt: its worktree cannot be created or its packages cannot be installed.
     """
     sha = resolved(name)
     root = (folder / sha[:12]).absolute()
-    if not (root / "pyproject.toml").is_file():
-        say(f"worktree of {sha[:12]}")
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(root, ignore_errors=True)  # remains of a run that was killed
-        _git("worktree", "prune")
-        try:
-            _git("worktree", "add", "--detach", "--force", str(root), sha)
-        except subprocess.CalledProcessError as error:
-            raise NotBuilt(f"{name}: no worktree of {sha[:12]} ({process.last_line(error.stderr)})") from error
-    return Tree(root, _python(root, name, say), sha[:12], _subject(sha))
+    with store.locked(root):
+        if not (root / "pyproject.toml").is_file():
+            say(f"worktree of {sha[:12]}")
+            try:
+                _check_out(sha, root)
+            except subprocess.CalledProcessError as error:
+                raise NotBuilt(f"{name}: no worktree of {sha[:12]} ({process.last_line(error.stderr)})") from error
+        return Tree(root, _python(root, name, say), sha[:12], _subject(sha))
+
+
+def _check_out(sha: str, root: Path) -> None:
+    """Create a worktree, whole or not at all: under another name, which is changed at the end."""
+    partial = root.with_name(f"{root.name}.partial")
+    for remains in (root, partial):  # of a run that was killed
+        shutil.rmtree(remains, ignore_errors=True)
+    _git("worktree", "prune")
+    _git("worktree", "add", "--detach", "--force", str(partial), sha)
+    _git("worktree", "move", str(partial), str(root))
 
 
 def remove(tree: Tree) -> None:

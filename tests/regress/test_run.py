@@ -1,7 +1,9 @@
 """Runs end to end on random weights: a planted slow-down is found, a broken base is left out, runs go on."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -235,6 +237,45 @@ def test_a_commit_becomes_a_worktree_and_an_unknown_one_is_named(tmp_path):
     assert not tree.root.exists()
     with pytest.raises(ValueError, match="--compare_with=no-such: git knows no such commit"):
         trees.of_commit("no-such", tmp_path / "trees")
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_two_runs_that_make_the_worktree_of_one_commit_at_once_share_a_whole_one(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from jaxbench.regress import trees\n"
+        "tree = trees.of_commit('HEAD', Path(sys.argv[1]))\n"
+        "print(tree.root, trees._git('-C', str(tree.root), 'status', '--porcelain'))"
+    )
+    command, variables = [sys.executable, "-c", code, str(tmp_path)], os.environ | {"PYTHONPATH": str(trees.ROOT)}
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) for _ in range(2)]
+    said = [each.communicate(timeout=120)[0].strip() for each in both]
+    root = tmp_path / trees.resolved("HEAD")[:12]
+    try:
+        assert said == [str(root)] * 2  # and git finds no file changed or missing
+    finally:
+        trees._git("worktree", "remove", "--force", str(root))
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_a_checkout_that_was_killed_is_made_again(tmp_path, monkeypatch):
+    git = trees._git
+
+    def killed(*arguments):
+        if arguments[:2] != ("worktree", "add"):
+            return git(*arguments)
+        Path(arguments[-2]).mkdir(parents=True)
+        (Path(arguments[-2]) / "pyproject.toml").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trees, "_git", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trees.of_commit("HEAD", tmp_path)
+    monkeypatch.setattr(trees, "_git", git)
+    tree = trees.of_commit("HEAD", tmp_path)
+    try:
+        assert (tree.root / "jaxbench" / "sample.py").is_file()
+    finally:
+        trees.remove(tree)
 
 
 @pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
