@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import zoneinfo
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from jaxbench.config import Base
 
 Level = Literal["warning", "critical"]
+HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d")  # a time of day; YAML reads one without quotes as a number
 Variable = Annotated[str, pydantic.Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
 
 
@@ -104,8 +106,19 @@ class QuietHours(Base):
     end: datetime.time  # if before start, on the next day
     timezone: str = "UTC"
 
+    @pydantic.field_validator("start", "end", mode="before")
+    @classmethod
+    def _check_time(cls, value: Any) -> Any:
+        if isinstance(value, datetime.time) or (isinstance(value, str) and HOURS.fullmatch(value)):
+            return value
+        raise ValueError(f'alerts: quiet_hours has the time {value!r}; wanted "HH:MM" in quotes, without a zone')
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> QuietHours:
+        if self.start == self.end:
+            raise ValueError(
+                f"alerts: quiet_hours.start={self.start:%H:%M} is quiet_hours.end too; wanted another time"
+            )
         try:
             zoneinfo.ZoneInfo(self.timezone)
         except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:

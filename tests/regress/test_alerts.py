@@ -210,6 +210,13 @@ def test_a_configuration_that_contradicts_itself_is_refused(monkeypatch):
             Alerts(channels=channels)
     with pytest.raises(pydantic.ValidationError, match="timezone=Mars/Olympus"):
         config(quiet_hours={"start": "22:00", "end": "07:00", "timezone": "Mars/Olympus"})
+    for start, end, words in [
+        (1320, "07:00", 'has the time 1320; wanted "HH:MM" in quotes'),  # as YAML reads 22:00 without quotes
+        ("22:00", "07:00Z", "has the time '07:00Z'"),
+        ("22:00", "22:00", "start=22:00 is quiet_hours.end too"),
+    ]:
+        with pytest.raises(pydantic.ValidationError, match=words):
+            config(quiet_hours={"start": start, "end": end})
     monkeypatch.delenv("JAXBENCH_TEST_HOOK", raising=False)
     hook = config({"name": "chat", "kind": "webhook", "url_variable": "JAXBENCH_TEST_HOOK"})
     with pytest.raises(ValueError, match="chat wants the variable JAXBENCH_TEST_HOOK, which is not set"):
