@@ -22,19 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs
-from jaxbench.regress.run_file import read, text, without_raw, work_of
+from jaxbench.regress import history_index
+from jaxbench.regress.run_file import read, text, without_raw
 
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
 SAME = ("time_utc", "host", "device", "suite_id", "sides", "series")  # equal in two judgements of the same launches
-INDEX_VERSION = 3  # of its tables; an index of another version is rebuilt
-TABLES = f"""
-CREATE TABLE runs (id TEXT PRIMARY KEY, time_utc TEXT, host TEXT, device TEXT, suite_id TEXT, head TEXT, base TEXT,
-                   tag TEXT, state TEXT);
-CREATE TABLE points (run TEXT, series TEXT, work TEXT, side TEXT, median REAL, launches INTEGER);
-CREATE INDEX by_series ON points (series, side);
-PRAGMA user_version = {INDEX_VERSION};
-"""
 
 
 class Row(NamedTuple):
@@ -288,17 +281,8 @@ class History:
     def _qualified_files(self) -> list[Path]:
         return sorted((self.folder / QUALIFIED).glob("*.json"))
 
-    @contextlib.contextmanager
-    def _index(self) -> Iterator[sqlite3.Connection]:
-        """Open the index, rebuilt if files were added, changed or removed."""
-        files = self.files()  # once: another process may add a run meanwhile
-        states = {file.stem: _state(file) for file in files}
-        path = self.folder / INDEX
-        is_kept = bool(states) and (_is_current(path, states) or _is_rebuilt(path, files, states))
-        with contextlib.closing(sqlite3.connect(path if is_kept else ":memory:")) as index:
-            if not is_kept:  # no run yet, or a folder without write permission
-                _fill(index, files, states)
-            yield index
+    def _index(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        return history_index.opened(self.folder / INDEX, self.files())
 
 
 def _copy(path: Path, target: Path) -> None:
@@ -310,32 +294,6 @@ def _is_start(path: Path, other: Path) -> bool:
     """True if a file is a proper prefix of another."""
     content, whole = path.read_bytes(), other.read_bytes()
     return len(content) < len(whole) and whole.startswith(content)
-
-
-def _state(file: Path) -> str:
-    """Return a value that changes with a file's content even if its size does not, as with a tag of equal length."""
-    found = file.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"
-
-
-def _is_rebuilt(path: Path, files: Sequence[Path], states: Mapping[str, str]) -> bool:
-    """Rebuild the index; False if it cannot be written."""
-    try:
-        with outputs.whole(path) as temporary:
-            temporary.unlink(missing_ok=True)
-            with contextlib.closing(sqlite3.connect(temporary)) as index:
-                _fill(index, files, states)
-    except (OSError, sqlite3.OperationalError):
-        return False
-    return True
-
-
-def _fill(index: sqlite3.Connection, files: Sequence[Path], states: Mapping[str, str]) -> None:
-    index.executescript(TABLES)
-    for file in files:
-        with contextlib.suppress(ValueError):  # `verify` reports the file
-            _insert(index, file.stem, read(file), states[file.stem])
-    index.commit()
 
 
 def _qualification(path: Path) -> dict[str, Any]:
@@ -354,34 +312,6 @@ def _qualification(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no qualification ({error!r}); remove it, or restore a backup") from error
     return found | {"smallest": whole}  # an effect that no run decides is infinite, which JSON stores as null
-
-
-def _is_current(path: Path, states: Mapping[str, str]) -> bool:
-    """True if an index covers exactly these files."""
-    if not path.is_file():
-        return False
-    try:
-        with contextlib.closing(sqlite3.connect(path)) as index:
-            [(version,)] = index.execute("PRAGMA user_version")
-            return version == INDEX_VERSION and dict(index.execute("SELECT id, state FROM runs")) == states
-    except sqlite3.DatabaseError:
-        return False  # damaged: it is rebuilt
-
-
-def _insert(index: sqlite3.Connection, id: str, record: Mapping[str, Any], state: str) -> None:
-    sides = record["sides"]
-    head, base = (sides.get(name, {}).get("commit", "") for name in ("head", "base"))
-    row = (
-        id, record["time_utc"], record["host"], record["device"], record.get("suite_id", ""), head, base,
-        record.get("tag", ""), state,
-    )  # fmt: skip
-    index.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", row)
-    points = [
-        (id, name, work_of(record, name), side, each["median"], len(each.get("launches", ())))
-        for name, both in record["series"].items()
-        for side, each in both.items()
-    ]
-    index.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?, ?)", points)
 
 
 def _few(names: Sequence[str]) -> str:
