@@ -121,7 +121,7 @@ def run() -> int:
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     found = running.run(
         suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, name=name,
-        qualified=None if left_out else history.qualification(environment.fingerprint(), VALUES.device, name),
+        qualified=None if left_out else history.qualification(environment.fingerprint(), VALUES.device, suite.id),
         left_out=left_out, say=_say(),
     )  # fmt: skip
     terminal.console().print(report.table(found.record))
@@ -186,7 +186,7 @@ def qualify() -> int:
     for series, share in sorted(found.smallest.items(), key=lambda item: item[1]):
         print(f"{series}: {100 * share:.0f} % worse is decided")
     machine = environment.describe(threads=suite.threads or environment.usable_cores())
-    about = {"machine": machine, "suite": name, "device": VALUES.device}
+    about = {"machine": machine, "suite": name, "suite_id": suite.id, "device": VALUES.device}
     kept = history.qualify({"about": about, "launches": VALUES.launches, **found._asdict()})
     print(f"written: {kept}, which reports of this suite on this machine print from now on")
     return cli.EXIT_OK

@@ -1,7 +1,7 @@
 """History of runs: one JSON file per run, and an index that can be rebuilt from them (S file).
 
     HISTORY/runs/2026-11/20261126T084900Z-1f0c3a9b.json      a run; changed only by `tag` and `prune`
-    HISTORY/qualified/HOST-cpu-quick.json                    how reliable a suite's verdicts are on a machine
+    HISTORY/qualified/HOST-cpu-quick-SUITE_ID.json           how reliable a suite's verdicts are on a machine
     HISTORY/alerts.jsonl                                     events of alerts on regressions (alerts.py)
     HISTORY/index.sqlite                                     index for frequent queries, rebuilt if missing or stale
 
@@ -162,7 +162,8 @@ class History:
     def qualify(self, found: Mapping[str, Any]) -> Path:
         """Store how reliable a suite's verdicts are on a machine; the newest replaces the one before."""
         about = found["about"]
-        path = self.folder / QUALIFIED / f"{about['machine']['host']}-{about['device']}-{about['suite']}.json"
+        name = "-".join([about["machine"]["host"], about["device"], about["suite"], about["suite_id"]])
+        path = self.folder / QUALIFIED / f"{name}.json"
         outputs.write_json(path, found)
         return path
 
@@ -174,11 +175,14 @@ class History:
                 found.append(_qualification(path))
         return found
 
-    def qualification(self, host: str, device: str, suite: str) -> dict[str, Any] | None:
-        """Return how reliable a suite's verdicts are on a machine; None if that was not measured."""
+    def qualification(self, host: str, device: str, suite_id: str) -> dict[str, Any] | None:
+        """Return how reliable a suite's verdicts are on a machine; None if that was not measured.
+
+        Older versions stored only the suite's name, whatever `--set` had changed: theirs are not used.
+        """
         for each in self.qualifications():
             about = each["about"]
-            if (about["machine"]["host"], about["device"], about["suite"]) == (host, device, suite):
+            if (about["machine"]["host"], about["device"], about.get("suite_id")) == (host, device, suite_id):
                 return each
         return None
 

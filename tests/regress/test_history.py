@@ -125,6 +125,17 @@ def test_a_qualification_that_says_nothing_is_damaged(kept):
     assert kept.qualifications() == [] and list(kept.verify()) == ["qualified/h-cpu-quick.json"]
 
 
+def test_a_changed_suite_keeps_its_own_qualification_and_one_without_an_id_is_not_used(kept):
+    shares = {"real": [0, 3], "drawn": [0, 3], "power": {}, "smallest": {}}
+    about = {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}
+    for id in ("named", "changed"):  # of one name, as `qualify --set=...` stores it
+        kept.qualify({"about": about | {"suite_id": id}, **shares, "launches": len(id)})
+    found = [kept.qualification("h", "cpu", id) for id in ("named", "changed", "other")]
+    assert [each and each["launches"] for each in found] == [5, 7, None]
+    (kept.folder / history.QUALIFIED / "h-cpu-old.json").write_text(json.dumps({"about": about, **shares}))
+    assert kept.verify() == {} and kept.qualification("h", "cpu", "quick") is None and len(kept.qualifications()) == 3
+
+
 @pytest.mark.parametrize("inside", ["", "runs"])
 def test_a_backup_into_the_history_itself_or_of_none_is_refused(inside, kept, monkeypatch):
     values = {"history": str(kept.folder), "backup": str(kept.folder / inside)}
@@ -217,7 +228,7 @@ def test_a_damaged_run_never_replaces_its_copy_and_is_put_aside_for_it(kept, tmp
 def test_what_became_of_regressions_and_what_verdicts_are_worth_are_copied_and_lose_nothing(kept, tmp_path):
     copy, events = tmp_path / "copy", kept.folder / history.EVENTS
     events.write_text("one\ntwo\n")
-    about = {"machine": {"host": "h"}, "device": "cpu", "suite": "quick"}
+    about = {"machine": {"host": "h"}, "device": "cpu", "suite": "quick", "suite_id": "s1"}
     qualified = kept.qualify({"about": about, "real": [0, 3], "drawn": [0, 3], "power": {}, "smallest": {}})
     assert kept.backup(copy).count == 5
     events.write_text("one\n")

@@ -51,7 +51,8 @@ def made(tmp_path_factory):
     last = run(19, level="critical", worse=0.4, value=60.0)
     Book(history.folder).note(last, history.add(last), now=START)
     share = [0, 59]
-    about = {"machine": {"host": "abc", "cpu": "A CPU", "threads": 2, "commit": "c"}, "device": "cpu", "suite": "quick"}
+    machine = {"host": "abc", "cpu": "A CPU", "threads": 2, "commit": "c"}
+    about = {"machine": machine, "device": "cpu", "suite": "quick", "suite_id": "s1"}
     smallest = {"case1.tokens_per_s": 0.3, "case0.tokens_per_s": 0.18, "case2.load_s": math.inf}
     history.qualify({"about": about, "launches": 177, "real": share, "drawn": [1, 300], "power": {"1.2": [9, 10]},
                      "smallest": smallest})  # fmt: skip
