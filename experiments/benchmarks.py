@@ -181,6 +181,8 @@ def qualify() -> int:
     )  # fmt: skip
     found = qualifying.qualify(pairs, suite, num_drawn=VALUES.drawn)
     print(f"runs of equal sides that said anything: {found.real}; drawn from all launches: {found.drawn}")
+    if found.left_out:
+        print(f"left out, because not every launch has it: {', '.join(found.left_out)}")
     for ratio, share in found.power.items():
         print(f"primary series found when head takes {ratio} times as long: {share.count} of {share.total}")
     for series, share in sorted(found.smallest.items(), key=lambda item: item[1]):

@@ -49,10 +49,13 @@ class Qualification(NamedTuple):
     drawn: Share  # the same for runs drawn from all launches
     power: dict[float, Share]  # injected ratio -> primary series found to be worse
     smallest: dict[str, float]  # series -> smallest worsening decided in nine of ten cases; median over runs
+    left_out: list[str]  # series that are not in every launch, such as a percentile with too few tokens for a bound
 
 
 def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int = 300) -> Qualification:
     """Measure false alarms and power of a suite's runs.
+
+    Series that are not in every launch are left out: their pairs are of other launches than those of the others.
 
     Args:
       pairs: of launches whose sides are the same code.
@@ -60,8 +63,10 @@ def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int
     Raises:
       ValueError: there are fewer launches than a run has.
     """
+    count, most = max(map(len, pairs.values()), default=0), max(suite.looks)
+    left_out = [name for name, each in pairs.items() if len(each) < count]
+    pairs = {name: each for name, each in pairs.items() if len(each) == count}
     timed = {name: each for name, each in pairs.items() if metrics.metric_of(name).kind in ("timed", "memory")}
-    count, most = min(map(len, timed.values()), default=0), max(suite.looks)
     if count < most:
         raise ValueError(f"qualify: {count} launches of both sides; wanted {most} at least, as a run may have")
     random = np.random.default_rng(0)
@@ -72,7 +77,8 @@ def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int
         found = [_run(_slower(_drawn(timed, suite, random), ratio), suite) for _ in range(num_drawn)]
         hits = [each.verdict == "regression" for run in found for each in run if each.series in suite.primaries()]
         power[ratio] = Share(sum(hits), len(hits))
-    return Qualification(Share(sum(real), len(real)), Share(sum(drawn), len(drawn)), power, _smallest(timed, suite))
+    shares, smallest = [Share(sum(said), len(said)) for said in (real, drawn)], _smallest(timed, suite)
+    return Qualification(*shares, power, smallest, left_out)
 
 
 def _run(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> list[Finding]:
@@ -86,9 +92,7 @@ def _run(pairs: Mapping[str, Sequence[Pair]], suite: Suite) -> list[Finding]:
 
 
 def _chosen(pairs: Mapping[str, Sequence[Pair]], places: Sequence[int]) -> dict[str, list[Pair]]:
-    """Select the pairs of these launches; a series measured in fewer keeps those that it has."""
-    found = {name: [each[i] for i in places if i < len(each)] for name, each in pairs.items()}
-    return {name: each for name, each in found.items() if each}
+    return {name: [each[i] for i in places] for name, each in pairs.items()}
 
 
 def _drawn(pairs: Mapping[str, Sequence[Pair]], suite: Suite, random: np.random.Generator) -> dict[str, list[Pair]]:

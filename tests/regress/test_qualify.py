@@ -41,6 +41,13 @@ def test_sixty_quiet_runs_are_needed_to_say_fewer_than_five_in_a_hundred():
     assert "0.0 % (0 of 59; 95 %: at most 5.0)" == str(qualify.Share(0, 59))
 
 
+def test_a_series_that_few_launches_have_is_left_out_and_said_and_costs_the_others_nothing():
+    pairs, rare = equal_sides(0.02), equal_sides(0.3, count=4)["a.load_s"]
+    whole = qualify.qualify(pairs, SUITE, num_drawn=5)
+    found = qualify.qualify({"a.token_p99_s": rare, **pairs}, SUITE, num_drawn=5)
+    assert found == whole._replace(left_out=["a.token_p99_s"]) and found.real.total == 6
+
+
 def test_fewer_launches_than_a_run_has_are_refused():
     with pytest.raises(ValueError, match="qualify: 4 launches of both sides; wanted 5 at least"):
         qualify.qualify(equal_sides(0.1, count=4), SUITE)
