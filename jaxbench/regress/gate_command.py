@@ -45,7 +45,7 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
     """
     started, folder = time.monotonic(), outputs.check_folder(VALUES.workdir)
     history, head = history_commands.folder(), trees.here()
-    base = (trees.resolved(VALUES.compare_with) if VALUES.compare_with else gates.base_commit())[:12]
+    base = (gates.base_commit() if VALUES.compare_with is None else trees.resolved(VALUES.compare_with))[:12]
     if head.commit == base:
         print(f"nothing to compare: this tree is {base} itself")
         return cli.EXIT_OK

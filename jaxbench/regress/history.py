@@ -121,6 +121,8 @@ class History:
         Raises:
           ValueError: no run, or several, match.
         """
+        if not id:
+            raise ValueError(f"history: {id!r} names no run; wanted an id or the beginning of one, a tag, or latest")
         files = self.files()
         if id == "latest" and files:
             return files[-1]
@@ -135,6 +137,8 @@ class History:
 
     def has(self, id: str) -> bool:
         """True if an id, a prefix of one, or a tag matches any run, including damaged ones."""
+        if not id:  # the beginning of every id
+            return False
         return any(path.stem.startswith(id) for path in self.files()) or any(row.tag == id for row in self.list())
 
     def list(self) -> list[Row]:

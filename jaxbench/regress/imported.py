@@ -14,40 +14,17 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench.measure import records, verdicts
+from jaxbench.regress import figure_names
 from jaxbench.regress.run_file import SCHEMA, check_finite
 
 SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "digest", "parity"}
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
-DATE = re.compile(r"\d{4}-\d\d-\d\d")
-ENVIRONMENT = ("about", "environment", "machine")  # keys under which a result says where it comes from
-# Keys of settings, of raw values that figures next to them summarise, and of curves: at most they name rows.
-NO_FIGURES = {
-    *ENVIRONMENT, "versions", "settings", "config", "configuration", "suite", "training", "trained", "tuning", "reader",
-    "shape", "heads", "pattern", "kernels", "mesh", "workload", "seed", "seeds", "learning_rate", "rounds", "repeats",
-    "bar", "samples", "launches", "runs", "load_average", "pressure", "reliability", "percentiles", "step", "schema",
-    "roc", "part", "batch", "batch_size", "clients", "running", "factor", "level", "fpr",
-}  # fmt: skip
-NO_NAMES = {"unit", "command", "reason", "note", "file", "id", "status"}  # texts that do not identify a row
-REPEATS = {"line", "seed", "launch", "round"}  # rows that differ only in these are repeats of one figure
-DIMENSIONS = (  # numbers that identify a row, in order of preference, before any other number
-    "line", "length", "num_tokens", "tokens", "batch", "batch_size", "clients", "running", "factor", "over", "to",
-    "depth", "strength", "level", "fpr", "share", "part", "ratio", "seed", "launch", "round",
-)  # fmt: skip
-LONGEST_NAME = 60  # characters, at most, of a text that names a row
 MOST_LAUNCHES = 16  # longer lists are windows or questions, and give only their median
-UNITS = (
-    (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?(?:s|second)$", r"\1/s"), (r"(?:^|_)(?:s|seconds|s_a_[a-z]+)$", "s"),
-    (r"([a-z]+)_(?:per|a)_(?:cpu_|core_)?minute$", r"\1/min"), (r"(?:^|_)(ms|us|ns)$", r"\1"),
-    (r"(?:^|_)bytes$", "bytes"), (r"(?:^|_)mb$", "MB"), (r"(?:^|_)flops(?:_per_[a-z]+)?$", "FLOP"),
-    (r"(?:^|(?<!\d)_)bits(?:_per_[a-z]+)?$", "bits"), (r"(?:^|_)ratios?$", "ratio"), (r"(?:^|_)count$", "count"),
-    (r"^share(?=[ _]|$)|_share$", "share"),
-)  # fmt: skip
-Figure = tuple[tuple[str, ...], list[float], str]  # (path of keys, values, unit if the file states one)
 
 
 class Figures(NamedTuple):
@@ -151,6 +128,9 @@ def github_action_benchmark(path: Path) -> Iterable[dict[str, Any]]:
     found = json.loads(re.sub(r"^window\.BENCHMARK_DATA\s*=\s*", "", text).rstrip(";"))
     for suite, entries in found["entries"].items():
         for entry in entries:
+            names = [each["name"] for each in entry["benches"]]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{suite}: {entry['commit']['id'][:12]} has two benchmarks of the name {twice[0]}")
             bigger = entry.get("tool") == "customBiggerIsBetter"
             units = {each["name"]: each.get("unit", "") for each in entry["benches"]}
             units = {name: (unit, bigger or _is_rate(unit)) for name, unit in units.items()}
@@ -223,8 +203,8 @@ def _figures_of(file: Path, folder: Path) -> Figures:
     stem = file.relative_to(folder).with_suffix("").parts
     series: dict[str, list[float]] = defaultdict(list)
     units = {}
-    for keys, values, said in _leaves(content if isinstance(content, dict) else rows, stem):
-        name, unit = ".".join(keys), said or _unit(keys[len(stem) :])
+    for keys, values, said in figure_names.leaves(content if isinstance(content, dict) else rows, stem):
+        name, unit = ".".join(keys), said or figure_names.unit_of(keys[len(stem) :])
         series[name] += values
         units[name] = (unit, _is_rate(unit))
     few = {name: each if len(each) <= MOST_LAUNCHES else [verdicts.median(each)] for name, each in series.items()}
@@ -233,13 +213,19 @@ def _figures_of(file: Path, folder: Path) -> Figures:
 
 def _run_of_figures(group: Sequence[Figures], folder: Path, commit: str, host: str) -> dict[str, Any]:
     """Build the run of the files of one commit and machine."""
-    title = next((part for part in folder.resolve().parts[::-1] if DATE.match(part)), folder.resolve().name)
+    title = next(
+        (part for part in folder.resolve().parts[::-1] if figure_names.DATE.match(part)), folder.resolve().name
+    )
     newest = max(int(part.file.stat().st_mtime) for part in group)
-    day = title[:10] if DATE.match(title) else datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    day = (
+        title[:10]
+        if figure_names.DATE.match(title)
+        else datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    )
     about, names = group[0].environment, ", ".join(str(part.file.relative_to(folder)) for part in group)
     return run_of(
         time_utc=day, host=host, commit=commit, subject=f"figures of {title}",
-        suite=DATE.sub("", title).strip("-") or "figures",
+        suite=figure_names.DATE.sub("", title).strip("-") or "figures",
         series={name: values for part in group for name, values in part.series.items()},
         units={name: unit for part in group for name, unit in part.units.items()},
         note=f"imported from {title}: {names}", device="gpu" if about.get("nvidia_smi") else "cpu",
@@ -250,87 +236,10 @@ def _run_of_figures(group: Sequence[Figures], folder: Path, commit: str, host: s
 def _environment(content: Any) -> dict[str, Any]:
     """Return machine and commit of a file, as stated under `about`, `environment` or `machine`, in any nesting."""
     found: dict[str, Any] = {}
-    for key in ENVIRONMENT if isinstance(content, dict) else ():
+    for key in figure_names.ENVIRONMENT if isinstance(content, dict) else ():
         if isinstance(inner := content.get(key), dict):
             found |= inner | _environment(inner)
     return found
-
-
-def _leaves(content: Any, keys: tuple[str, ...], unit: str = "") -> Iterator[Figure]:
-    """Yield the figures under a value of a file."""
-    if _is_number(content):
-        yield keys, [float(content)], unit
-    elif isinstance(content, dict):
-        said = content.get("unit")
-        for key, value in content.items():
-            if key not in NO_FIGURES:
-                yield from _leaves(value, (*keys, key), said if key == "value" and isinstance(said, str) else "")
-    elif isinstance(content, list) and content:
-        if all(map(_is_number, content)):
-            yield from _of_numbers([float(each) for each in content], keys)
-        elif all(isinstance(each, dict) for each in content):
-            yield from _of_rows(content, keys)
-        else:
-            for index, each in enumerate(content):
-                yield from _leaves(each, (*keys, str(index)))
-
-
-def _of_numbers(values: list[float], keys: tuple[str, ...]) -> Iterator[Figure]:
-    """Yield the figures of a list: an estimate with its interval, the end of a curve, or repeats of one figure."""
-    if len(values) == 3 and values[1] <= values[0] <= values[2]:
-        for name, value in zip(((), ("low",), ("high",)), values):
-            yield (*keys, *name), [value], ""
-    else:
-        yield keys, values[-1:] if "_every_" in keys[-1] else values, ""
-
-
-def _of_rows(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[Figure]:
-    """Yield the figures of a table; of steps only the last."""
-    if all("step" in row for row in rows):
-        yield from _leaves(rows[-1], keys)
-        return
-    naming, is_unique = _naming(rows)
-    for index, row in enumerate(rows):
-        said = {key: row[key] for key in naming if key not in REPEATS and row.get(key) not in (None, "")}
-        words = [value if isinstance(value, str) else f"{key}={value}" for key, value in said.items()]
-        name = ",".join(words if is_unique else [*words, str(index)])
-        left = {key: value for key, value in row.items() if key not in (*naming, *REPEATS)}
-        yield from _leaves(left, (*keys, name) if name else keys)
-
-
-def _naming(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """Return keys that identify a row, short texts and as few numbers as distinguish all rows, and whether they do."""
-    keys = list(dict.fromkeys(key for row in rows for key in row if key not in NO_NAMES and row[key] is not None))
-    held = {key: [row[key] for row in rows if row.get(key) is not None] for key in keys}
-    naming = [key for key in keys if all(map(_is_name, held[key]))]
-    known = [key for key in DIMENSIONS if key in keys and all(map(_is_number, held[key]))]
-    counted = [key for key in keys if all(isinstance(each, int) for each in held[key]) and not _unit([key])]
-    distinct = lambda keys: len({tuple(map(row.get, keys)) for row in rows})
-    count = distinct(naming)
-    for key in dict.fromkeys((*known, *counted)):
-        if (more := distinct([*naming, key])) > count:
-            naming, count = [*naming, key], more
-    return naming, count == len(rows)
-
-
-def _is_name(value: Any) -> bool:
-    """True for a short text that is neither a date nor a hash."""
-    is_short = isinstance(value, str) and len(value) <= LONGEST_NAME
-    return is_short and not DATE.match(value) and not re.fullmatch(r"[0-9a-f]{8,}\+?", value)
-
-
-def _is_number(value: Any) -> bool:
-    """True for a number that fits a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _unit(keys: Sequence[str]) -> str:
-    """Return the unit suffix of the last key that has one; "" if none has."""
-    for key in reversed(keys):
-        for pattern, unit in UNITS:
-            if found := re.search(pattern, re.sub(r"_(low|high|mean|p\d+)$", "", key)):
-                return found.expand(unit)
-    return ""
 
 
 def _json_lines(text: str) -> list[Any]:

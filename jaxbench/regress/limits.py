@@ -5,15 +5,12 @@ A margin bounds how far a series may move from a base; a limit bounds its median
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import pydantic
 
 from jaxbench.config import Base
-from jaxbench.regress.metrics import METRICS, OF_PROGRAMS
-
-START = "start.import_s"  # of a launch, not of a case
 
 
 class Limit(Base):
@@ -39,32 +36,6 @@ class Judged(NamedTuple):
     least: float | None
     most: float | None
     verdict: Literal["held", "broken"]
-
-
-def check(series: str, workloads: Mapping[str, str], no_rate: Sequence[str]) -> None:
-    """Check that the suite's cases can have a series.
-
-    Args:
-      workloads: case name -> workload.
-      no_rate: workloads without tokens/s.
-
-    Raises:
-      ValueError: there is no such case or metric, or the case does not have this metric.
-    """
-    case, *program, metric = series.split(".") if "." in series else (series, "")
-    if series == START:
-        return
-    if case not in workloads:
-        raise ValueError(f"suite: limits.{series}; wanted CASE.METRIC, cases {', '.join(workloads)}")
-    if metric not in METRICS or len(program) > 1:
-        raise ValueError(f"suite: limits.{series}; wanted {case}.METRIC, metrics {', '.join(METRICS)}")
-    if bool(program) != (metric in OF_PROGRAMS):
-        form = f"{case}.PROGRAM.{metric}, a compiled program's" if not program else f"{case}.{metric}, the case's"
-        raise ValueError(f"suite: limits.{series}; wanted {form}")
-    if metric == "import_s":
-        raise ValueError(f"suite: limits.{series}; wanted {START}, once a launch")
-    if metric == "tokens_per_s" and workloads[case] in no_rate:
-        raise ValueError(f"suite: limits.{series}: workload {workloads[case]} has no tokens/s; wanted another metric")
 
 
 def judge(limits: Mapping[str, Limit], series: Mapping[str, Mapping[str, Any]]) -> list[Judged]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from jaxbench.config import Base, config_id
-from jaxbench.regress import limits, metrics
+from jaxbench.regress import case_series, metrics
 from jaxbench.regress.limits import Limit
 from jaxbench.regress.metrics import METRICS, Margin
 
@@ -171,7 +171,6 @@ class Parity(Case):
         return self
 
 
-NO_RATE = ("quality", "answers", "parity")  # workloads without tokens/s
 AnyCase = Annotated[
     Generation | Native | Training | Memory | Tokenizing | Detection | Compression | Quality | Answers | Hallucination
     | Serving | Parity,
@@ -213,7 +212,7 @@ class Suite(Base):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Suite:
-        names = [case.name for case in self.cases]
+        names, cases = [case.name for case in self.cases], {case.name: case for case in self.cases}
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"suite: cases.name={twice[0]} is there twice; a series needs a name of its own")
         if list(self.looks) != sorted(set(self.looks)) or min(self.looks) < 2:
@@ -227,15 +226,18 @@ class Suite(Base):
                     f"suite: primary={series}; wanted CASE.METRIC, cases {', '.join(names)}, metrics "
                     f"{', '.join(METRICS)}"
                 )
+            case_series.check(series, cases, key=f"primary={series}")
         for key in self.margins:
-            if key not in METRICS and key not in metrics.MARGINS and key.partition(".")[0] not in names:
+            if "." in key:
+                case_series.check(key, cases, key=f"margins.{key}")
+            elif key not in METRICS and key not in metrics.MARGINS:
                 raise ValueError(
                     f"suite: margins.{key}; wanted CASE.METRIC, a metric ({', '.join(METRICS)}) or a kind "
                     f"({', '.join(metrics.MARGINS)})"
                 )
             self._check_direction(key)
         for series in self.limits:
-            limits.check(series, {case.name: case.workload for case in self.cases}, NO_RATE)
+            case_series.check(series, cases, key=f"limits.{series}")
         return self
 
     def _check_direction(self, key: str) -> None:
@@ -296,5 +298,5 @@ class Suite(Base):
 
     def primaries(self) -> tuple[str, ...]:
         """Return the series that the looks wait for."""
-        rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload not in NO_RATE)
+        rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload not in case_series.NO_RATE)
         return self.primary or rates

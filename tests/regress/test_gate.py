@@ -128,6 +128,13 @@ def test_a_base_that_cannot_be_built_is_said_and_does_not_stop_a_push(flags_of, 
 
 
 @pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_an_empty_base_is_no_base_and_not_the_default_one(flags_of):
+    flags_of(compare_with="")
+    with pytest.raises(ValueError, match="--compare_with=: git knows no such commit"):
+        gate_command.gate(WORDS, say=print)
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
 def test_a_branch_without_upstream_or_main_asks_for_its_base(monkeypatch):
     monkeypatch.setattr(gate, "BRANCHES", ("HEAD",))
     assert gate.base_commit() == trees.resolved("HEAD")

@@ -136,6 +136,12 @@ def test_a_changed_suite_keeps_its_own_qualification_and_one_without_an_id_is_no
     assert kept.verify() == {} and kept.qualification("h", "cpu", "quick") is None and len(kept.qualifications()) == 3
 
 
+def test_an_empty_name_is_no_run(kept):
+    assert not kept.has("") and len(kept.files()) > 0
+    with pytest.raises(ValueError, match="history: '' names no run; wanted an id"):
+        kept.find("")
+
+
 @pytest.mark.parametrize("inside", ["", "runs"])
 def test_a_backup_into_the_history_itself_or_of_none_is_refused(inside, kept, monkeypatch):
     values = {"history": str(kept.folder), "backup": str(kept.folder / inside)}

@@ -63,6 +63,14 @@ def test_a_file_of_github_action_benchmark_is_a_run_a_commit(tmp_path, prefix):
     assert [row["series"] for row in history.every_point()] == ["x", "y", "z"]
 
 
+def test_two_benchmarks_of_one_name_are_refused_and_none_is_lost_in_silence(tmp_path):
+    entry = {"commit": {"id": "a" * 40}, "date": 1764000000000, "tool": "customSmallerIsBetter"}
+    entry["benches"] = [{"name": "x", "value": value, "unit": "s"} for value in (1, 2)]
+    (tmp_path / "data.js").write_text(json.dumps({"entries": {"S": [entry]}}))
+    with pytest.raises(ValueError, match="S: a{12} has two benchmarks of the name x"):
+        imported.read_runs(tmp_path / "data.js", "github-action-benchmark")
+
+
 def test_a_comparison_is_a_run_with_its_parity(tmp_path):
     about = {
         "run_id": "r",

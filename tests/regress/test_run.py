@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxbench import process_environment
-from jaxbench.regress import judge, pairs, run, tiny, trees
+from jaxbench.regress import case_series, judge, pairs, run, tiny, trees
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
 
@@ -137,6 +137,8 @@ def test_every_kind_of_case_runs(tmp_path):
     measured = {*(f"{kind['name']}.tokens_per_s" for kind in kinds[:3]), "bits.bits_per_byte", "answers.answer_nll"}
     measured |= {"detect.detection_rate", "marked.decode.flops"} | {f"{kind['name']}.utilisation" for kind in kinds}
     assert measured <= medians.keys()
+    for series in medians:  # the suite knows every series that is measured
+        case_series.check(series, {case.name: case for case in suite.cases}, key=series)
 
 
 def test_a_compression_runs_on_the_default_model(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxbench.generation import decoder
 from jaxbench.pretrained import assets
-from jaxbench.regress import case_worker, judge, metrics, pairs, tiny
+from jaxbench.regress import case_series, case_worker, judge, metrics, pairs, tiny
 from jaxbench.regress.judge import Pair
 from jaxbench.regress.suite import Suite
 from tests.generation import tiny as byte_model
@@ -35,6 +35,9 @@ def measured(model=None, **case):
     session.load(case=suite.cases[0].model_dump(), model=model)
     session.prepare()
     samples = [session.measure(seconds=0)["samples"][0] for _ in range(2)]
+    names = [*pairs.series_of(samples), *(f"{program}.flops" for program in session.programs)]
+    for name in names:  # the suite knows every series that is measured
+        case_series.check(f"a.{name}", {"a": suite.cases[0]}, key=name)
     return samples, session
 
 
