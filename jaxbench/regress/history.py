@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import hashlib
 import math
-import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jaxbench import outputs
 from jaxbench.regress import history_index
-from jaxbench.regress.run_file import read, text, without_raw
+from jaxbench.regress.run_file import has_raw, read, text, without_raw
 
 RAW_DAYS, DAYS = 90, 365
 RUNS, INDEX, QUALIFIED, EVENTS = "runs", "index.sqlite", "qualified", "alerts.jsonl"
@@ -235,24 +234,27 @@ class History:
                 changes.append(Change(path.stem, "removed"))
                 if not dry_run:
                     path.unlink()
-            elif age > RAW_DAYS and any(
-                "launches" in side for each in record["series"].values() for side in each.values()
-            ):
+            elif age > RAW_DAYS and has_raw(record):
                 changes.append(Change(path.stem, "raw launches removed"))
                 if not dry_run:
                     outputs.write_text(path, text(without_raw(record)))
         return changes
 
     def backup(self, folder: Path) -> Copied:
-        """Copy what another folder lacks into it; what cannot be read here is left unchanged there."""
+        """Copy what another folder lacks, or has in an older version; what cannot be read here stays unchanged there.
+
+        A copy with raw launches that were pruned here is kept as FILE.before.
+        """
         copied, damaged = 0, list(self.verify())
         for path in self._every_file():
             name = str(path.relative_to(self.folder))
-            target, content = folder / name, path.read_bytes()
-            old = target.read_bytes() if target.exists() else None
+            target, content = folder / name, _content(path)
+            old = _content(target) if target.exists() else None
             if name == EVENTS and old is not None and not content.startswith(old):
                 damaged.append(name)  # it is append-only, so the one here has lost lines
             elif name not in damaged and content != old:
+                if old is not None and _loses_raw(path, target):
+                    target.replace(target.with_name(f"{target.name}.before"))
                 _copy(path, target)
                 copied += 1
         return Copied(copied, tuple(damaged))
@@ -293,15 +295,29 @@ class History:
         return history_index.opened(self.folder / INDEX, self.files())
 
 
+def _content(path: Path) -> bytes:
+    """Return what a backup has of a file: of events only complete lines, as the next event replaces a torn one."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1] if path.name == EVENTS else content
+
+
 def _copy(path: Path, target: Path) -> None:
     with outputs.whole(target) as temporary:
-        shutil.copyfile(path, temporary)
+        temporary.write_bytes(_content(path))
 
 
 def _is_start(path: Path, other: Path) -> bool:
     """True if a file is a proper prefix of another."""
-    content, whole = path.read_bytes(), other.read_bytes()
+    content, whole = _content(path), _content(other)
     return len(content) < len(whole) and whole.startswith(content)
+
+
+def _loses_raw(path: Path, target: Path) -> bool:
+    """True if a run's copy has raw launches that the run has no longer."""
+    try:
+        return has_raw(read(target)) and not has_raw(read(path))
+    except ValueError:  # no run, or a damaged copy
+        return False
 
 
 def _qualification(path: Path) -> dict[str, Any]:

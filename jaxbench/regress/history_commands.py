@@ -195,7 +195,10 @@ def _define_other() -> None:
 
 
 def backup() -> int:
-    """Copy runs into another folder or to another host; files that are already there are not copied again."""
+    """Copy runs into another folder or to another host: files that are not there, or changed here.
+
+    Raw launches that were pruned here stay there, as FILE.before.
+    """
     history, target = folder(), VALUES.backup
     is_remote = remote_copy.is_remote(target)
     if not is_remote and Path(target).resolve().is_relative_to(history.folder.resolve()):

@@ -147,5 +147,10 @@ def without_raw(record: Mapping[str, Any]) -> dict[str, Any]:
     return dict(record) | {"series": series}
 
 
+def has_raw(record: Mapping[str, Any]) -> bool:
+    """True if a run has medians of its launches."""
+    return any("launches" in side for sides in record["series"].values() for side in sides.values())
+
+
 def _damaged(path: Path, why: str) -> ValueError:
     return ValueError(f"history: {path} is damaged or no run ({why}); remove it, or restore a backup")

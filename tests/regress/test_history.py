@@ -247,6 +247,29 @@ def test_what_became_of_regressions_and_what_verdicts_are_worth_are_copied_and_l
     assert (copy / history.EVENTS).read_text() == "one\ntwo\nthree\n"
 
 
+def test_a_torn_event_is_not_copied_and_spoils_no_later_backup(kept, tmp_path):
+    copy, events = tmp_path / "copy", kept.folder / history.EVENTS
+    events.write_text("one\ntw")
+    kept.backup(copy)
+    assert (copy / history.EVENTS).read_text() == "one\n"
+    (copy / history.EVENTS).write_text("one\ntw")  # as an older version copied it
+    events.write_text("one\nthree\n")  # the next event replaced the torn one
+    assert kept.backup(copy) == history.Copied(1, ()) and kept.backup(copy) == history.Copied(0, ())
+    events.write_text("one\nth")
+    assert kept.restore(copy).count == 1 and events.read_text() == "one\nthree\n"
+
+
+def test_raw_launches_that_were_pruned_here_stay_in_the_copy(kept, tmp_path):
+    copy = tmp_path / "copy"
+    kept.backup(copy)
+    whole = {path.name: path.read_text() for path in history.History(copy).files()}
+    [pruned] = [change.id for change in kept.prune(now=NOW, dry_run=False) if change.what == "raw launches removed"]
+    assert kept.backup(copy).count == 1
+    path = history.History(copy).find(pruned)
+    assert not run_file.has_raw(run_file.read(path)) and kept.backup(copy).count == 0
+    assert path.with_name(f"{path.name}.before").read_text() == whole[path.name]
+
+
 def test_a_report_says_the_same_in_every_form(tmp_path):
     undecided = Finding("decode.load_s", "undecided", "", 0.1, -0.2, 0.4, 0.5, 0.6, 5, 12)
     run = record(1, findings=[undecided._asdict(), *record(1)["findings"]], notes=["case x of base: it failed"])
