@@ -10,6 +10,7 @@ import email.message
 import json
 import os
 import queue
+import re
 import smtplib
 import ssl
 import sys
@@ -27,6 +28,7 @@ from jaxbench.regress import trees
 from jaxbench.regress.alert_config import Alerts, AnyChannel, Apprise, File, Github, Smtp, Terminal, Webhook
 
 MOST_BYTES = 2**16
+MOST_REASON = 300  # characters
 TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which a retry may succeed
 
 
@@ -133,9 +135,11 @@ def _smtp(channel: Smtp, alert: Told, reference: str, timeout_s: float) -> str:
         try:
             if channel.user_variable:
                 client.login(os.environ[channel.user_variable], os.environ[channel.password_variable])
-            client.send_message(mail)
+            refused = client.send_message(mail)
         except (smtplib.SMTPAuthenticationError, smtplib.SMTPRecipientsRefused) as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
+    if refused:
+        raise Refused(f"refused for {', '.join(refused)}, the others were sent it: {refused}")
     return ""
 
 
@@ -208,8 +212,12 @@ def _request(
       Refused: the HTTP status is permanent, or the URL is neither http nor https.
       OSError: the service cannot be reached, or the HTTP status is transient.
     """
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise Refused(f"scheme {urlsplit(url).scheme!r} of the address; wanted http or https")
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise Refused(f"the address is no URL ({error}); wanted http or https") from error
+    if scheme not in ("http", "https"):
+        raise Refused(f"scheme {scheme!r} of the address; wanted http or https")
     data = json.dumps(body, ensure_ascii=False).encode()
     sent = urllib.request.Request(
         url, data=data, method=method, headers={"Content-Type": "application/json", "User-Agent": "jaxbench", **headers}
@@ -219,7 +227,7 @@ def _request(
             content = answer.read(MOST_BYTES)
     except urllib.error.HTTPError as error:
         with error:
-            said = error.read(200).decode(errors="replace")
+            said = error.read(MOST_BYTES).decode(errors="replace")
         if error.code in TRANSIENT:
             raise OSError(f"HTTP {error.code} {said}") from None
         raise Refused(f"HTTP {error.code} {said}") from None
@@ -231,11 +239,16 @@ def _request(
 
 
 def _without_secrets(channel: AnyChannel, text: str) -> str:
-    """Return a reason in one line, with every secret of the channel removed."""
+    """Return the beginning of a reason in one line, with every secret of the channel removed before it is cut."""
     for variable in channel.secrets():
         secret = os.environ.get(variable, "").strip()
-        parts = {secret, urlsplit(secret).netloc, *urlsplit(secret).path.split("/"), *urlsplit(secret).query.split("&")}
+        try:
+            url = urlsplit(secret)
+            parts = {secret, url.netloc, *url.path.split("/"), *url.query.split("&")}
+        except ValueError:  # no URL
+            parts = {secret, *re.split(r"[/?&]", secret)}
         for part in sorted(parts, key=len, reverse=True):  # an answer may quote any part of a URL
             if len(part) > 3:
                 text = text.replace(part, f"${variable}")
-    return " ".join(text.split())[:300]
+    # Cut first: an answer of spaces must not bring what stands where its reading ended.
+    return " ".join(text[:MOST_REASON].split())

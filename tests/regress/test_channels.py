@@ -199,6 +199,20 @@ def test_a_file_gets_a_line_each(tmp_path):
     assert not went and "IsADirectoryError" in reason
 
 
+def test_an_address_that_is_no_url_is_refused_and_its_secret_not_said(monkeypatch):
+    monkeypatch.setenv("JAXBENCH_TEST_HOOK", "https://[hooks.example/s3cret")
+    went, reason, paused = sent({"name": "chat", "kind": "webhook", "url_variable": "JAXBENCH_TEST_HOOK"})
+    assert not went and reason.startswith("the address is no URL") and "s3cret" not in reason and paused == []
+
+
+@pytest.mark.parametrize("before", [" " * 190, "x" * 190, "x" * 290, " " * (2**16 - 20)])
+def test_a_secret_at_the_end_of_what_is_kept_of_an_answer_is_removed_whole(monkeypatch, serve, before):
+    server = serve(403, before + " /s3cretT0ken0123456789")
+    monkeypatch.setenv("JAXBENCH_TEST_HOOK", f"{server.url}/s3cretT0ken0123456789")
+    went, reason, _ = sent({"name": "chat", "kind": "webhook", "url_variable": "JAXBENCH_TEST_HOOK"})
+    assert not went and "HTTP 403" in reason and "s3cret" not in reason and len(reason) <= 300
+
+
 @pytest.fixture
 def mail():
     controller = pytest.importorskip("aiosmtpd.controller", reason="aiosmtpd is not installed")
@@ -240,6 +254,9 @@ def test_mail_goes_out_and_what_is_refused_for_good_is_not_tried_again(mail):
     assert got.rcpt_tos == ["team@example.org"] and "Subject: critical performance regression" in text
     went, reason, paused = sent(settings | {"recipients": ["nobody@example.org"]})
     assert not went and "SMTPRecipientsRefused" in reason and paused == []
+    went, reason, paused = sent(settings | {"recipients": ["team@example.org", "nobody@example.org"]})
+    assert not went and reason.startswith("refused for nobody@example.org, the others were sent it") and paused == []
+    assert len(box.mails) == 2
     box.state = "451 come back later"
     went, reason, paused = sent(settings)
     assert not went and "451" in reason and len(paused) == 2
