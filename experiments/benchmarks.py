@@ -96,8 +96,7 @@ def define_run() -> None:
 def run() -> int:
     """Run a suite, versus a base if one is named."""
     from jaxbench.measure import environment
-    from jaxbench.regress import html_report, report, trees
-    from jaxbench.regress import run as running
+    from jaxbench.regress import html_report, report, run, trees
 
     suite, name, left_out = _part(*_suite())
     alerts = alert_commands.config()
@@ -114,16 +113,16 @@ def run() -> int:
                 f"{environment.fingerprint()}; pass --other_machine to compare what is counted"
             )
     known = [suite.id, VALUES.device, trees.here().commit, VALUES.compare_with or ""]
-    folder = running.unfinished(
+    folder = run.unfinished(
         Path("out") / "benchmarks", f"{name}-{hashlib.sha256(repr(known).encode()).hexdigest()[:8]}"
     )
     workdir = cli.workdir(folder)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
-    found = running.run(
-        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, stored=stored, name=name,
-        qualified=None if left_out else history.qualification(environment.fingerprint(), VALUES.device, suite.id),
-        left_out=left_out, say=_say(),
-    )  # fmt: skip
+    qualified = None if left_out else history.qualification(environment.fingerprint(), VALUES.device, suite.id)
+    context = run.Context(name, stored, qualified, left_out)
+    found = run.run_suite(
+        suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, context=context, say=_say()
+    )
     terminal.console().print(report.table(found.record))
     if (limits := report.limits_table(found.record)) is not None:
         terminal.console().print(limits)
@@ -168,18 +167,15 @@ def define_qualify() -> None:
 def qualify() -> int:
     """Measure false alarms and power on this machine: this tree versus itself, and with injected slow-downs."""
     from jaxbench.measure import environment
-    from jaxbench.regress import qualify as qualifying
-    from jaxbench.regress import run as running
+    from jaxbench.regress import qualify, run
 
     suite, name = _suite()
     if VALUES.launches < max(suite.looks):
         raise ValueError(f"--launches={VALUES.launches}; wanted {max(suite.looks)} at least, as a run may have")
     history, workdir = history_commands.folder(), cli.workdir(Path("out") / "qualify" / name)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
-    pairs = running.same_sides(
-        suite, launches=VALUES.launches, device=VALUES.device, workdir=workdir, say=_say()
-    )  # fmt: skip
-    found = qualifying.qualify(pairs, suite, num_drawn=VALUES.drawn)
+    pairs = run.same_sides(suite, launches=VALUES.launches, device=VALUES.device, workdir=workdir, say=_say())
+    found = qualify.measure(pairs, suite, num_drawn=VALUES.drawn)
     print(f"runs of equal sides that said anything: {found.real}; drawn from all launches: {found.drawn}")
     if found.left_out:
         print(f"left out, because not every launch has it: {', '.join(found.left_out)}")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench.measure import environment, verdicts
-from jaxbench.regress import judge, metrics, pairs, trees
-from jaxbench.regress import run as running
+from jaxbench.regress import judge, metrics, pairs, run, trees
 from jaxbench.regress.history import History
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.pairs import BASE, HEAD, Launches
@@ -66,14 +65,14 @@ def counts_of(
       side: head; or base, whose failure to start loses its cases but is no error.
 
     Raises:
-      ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is running.
+      ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is run.
     """
-    running.check(suite, device)
+    run.check(suite, device)
     short, threads = quick(suite), suite.threads or environment.usable_cores()
     packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
     name = "-".join([short.id, device, str(threads), packages, side, tree.commit])
-    with running.alone(folder / name):
-        plan = running.planned(short, {side: tree}, device, folder / name)
+    with run.alone(folder / name):
+        plan = run.planned(short, {side: tree}, device, folder / name)
         launches = Launches(plan, say)
         launches.until(1)
         own = pairs.launch_medians(plan.workdir / pairs.SAMPLES)

@@ -52,7 +52,7 @@ class Qualification(NamedTuple):
     left_out: list[str]  # series that are not in every launch, such as a percentile with too few tokens for a bound
 
 
-def qualify(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int = 300) -> Qualification:
+def measure(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_drawn: int = 300) -> Qualification:
     """Measure false alarms and power of a suite's runs.
 
     Series that are not in every launch are left out: their pairs are of other launches than those of the others.

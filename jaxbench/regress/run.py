@@ -33,20 +33,25 @@ class Outcome(NamedTuple):
     record: dict[str, Any]  # all that is stored of the run
 
 
-def run(
-    suite: Suite, *, compare_with: str | None, device: str, workdir: Path, stored: Mapping[str, Any] | None = None,
-    name: str = "", qualified: Mapping[str, Any] | None = None, left_out: Sequence[str] = (),
+class Context(NamedTuple):
+    """What is known of a run besides what it measures."""
+
+    suite_name: str = ""
+    # A run from history that serves as the base instead of a measured one. Exact and quality series are judged; times
+    # are not, because a machine behaves differently at another time.
+    stored: Mapping[str, Any] | None = None
+    qualified: Mapping[str, Any] | None = None  # how reliable the suite's verdicts are here, if `qualify` measured that
+    left_out: Sequence[str] = ()  # names of the named suite's cases that the run's suite omits
+
+
+def run_suite(
+    suite: Suite, *, compare_with: str | None, device: str, workdir: Path, context: Context = Context(),
     say: Callable[[str], Any] = print,
 ) -> Outcome:  # fmt: skip
     """Run a suite, resumably: what is finished in workdir is not run again.
 
     Args:
       compare_with: commit, branch or tag that is the base; None = no base is measured.
-      stored: a run from history that serves as the base instead of a measured one. Exact and quality series are judged;
-        times are not, because a machine behaves differently at another time.
-      name: of the suite.
-      qualified: how reliable its verdicts are on this machine, if `qualify` measured that.
-      left_out: names of the named suite's cases that `suite` omits.
 
     Raises:
       ValueError: the machine lacks what the suite requires, git knows no such commit, workdir belongs to another run,
@@ -54,7 +59,7 @@ def run(
     """
     check(suite, device)
     head = trees.here()
-    sides, notes = {HEAD: head}, _parts(left_out, stored)
+    sides, notes = {HEAD: head}, _parts(context.left_out, context.stored)
     if compare_with is not None:
         try:
             sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
@@ -62,7 +67,7 @@ def run(
             notes.append(f"the base is left out: {error}")
             say(notes[-1])
     with alone(workdir):
-        return _run(suite, sides, notes, device, workdir, stored, name, qualified, left_out, say)
+        return _run(planned(suite, sides, device, workdir), context, notes, say)
 
 
 def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[str]:
@@ -104,36 +109,34 @@ def alone(workdir: Path) -> Iterator[None]:
         yield
 
 
-def _run(
-    suite: Suite, sides: Mapping[str, trees.Tree], notes: list[str], device: str, workdir: Path,
-    stored: Mapping[str, Any] | None, name: str, qualified: Mapping[str, Any] | None,
-    left_out: Sequence[str], say: Callable[[str], Any],
-) -> Outcome:  # fmt: skip
-    plan = planned(suite, sides, device, workdir)
-    notes += _variables(plan)
+def _run(plan: Plan, context: Context, notes: Sequence[str], say: Callable[[str], Any]) -> Outcome:
+    notes = [*notes, *_variables(plan)]
     launches, confirmed = Launches(plan, say), {}
     findings, look = _looked(plan, launches)
-    notes += [look.note] if look.note else []
-    if stored is not None:
-        findings, left = _beside_stored(plan, stored)
+    if look.note:
+        notes.append(look.note)
+    if context.stored is not None:
+        findings, left = _beside_stored(plan, context.stored)
         notes += left
     criticals = [each.series for each in findings if each.level == "critical"]
-    if criticals and suite.confirm:
+    if criticals and plan.suite.confirm:
         findings, confirmed = _confirmed(plan, launches, findings, criticals, look.launches)
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
     lost = {case: reason for (side, case), reason in launches.lost.items() if side == HEAD}
     explained = None
-    if BASE in sides:  # the profiles of a run that is judged again are there
-        explained, _ = store.kept(workdir / WHY, lambda: why.explain(launches, findings, workdir / "why"))
+    if BASE in plan.sides:  # the profiles of a run that is judged again are there
+        explained, _ = store.kept(plan.workdir / WHY, lambda: why.explain(launches, findings, plan.workdir / "why"))
     record = _record(plan, findings, confirmed, notes, launches.finished()) | {"lost": lost}
-    record |= {"suite_name": name} | ({} if qualified is None else {"qualified": qualified})
-    if left_out:
-        record["left_out"] = list(left_out)
+    record["suite_name"] = context.suite_name
+    if context.qualified is not None:
+        record["qualified"] = context.qualified
+    if context.left_out:
+        record["left_out"] = list(context.left_out)
     if explained is not None:
         record["why"] = explained
-    if stored is not None:
-        record["sides"][BASE] = stored["sides"][HEAD]
-    outputs.write_json(workdir / RECORD, record)
+    if context.stored is not None:
+        record["sides"][BASE] = context.stored["sides"][HEAD]
+    outputs.write_json(plan.workdir / RECORD, record)
     return Outcome(findings, record)
 
 
@@ -170,7 +173,7 @@ def same_sides(
     An extra first launch, which compiles from scratch, is not counted, so that every series has the same launches.
 
     Raises:
-      ValueError: as `run` does.
+      ValueError: as `run_suite` does.
     """
     check(suite, device)
     tree = trees.here()

@@ -151,7 +151,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp
     suite = Suite(model="tiny", cases=[{"name": "words", "workload": "tokenizing"}], requires={"memory_bytes": 0})
     with run.alone(tmp_path / "work"):
         with pytest.raises(ValueError, match="another run works there now; wait for its end"):
-            run.run(suite, compare_with=None, device="cpu", workdir=tmp_path / "work", say=lambda text: None)
+            run.run_suite(suite, compare_with=None, device="cpu", workdir=tmp_path / "work", say=lambda text: None)
     assert not (tmp_path / "work").exists()
     with run.alone(tmp_path / "work"):  # the lock went with its holder
         pass

@@ -44,7 +44,7 @@ def made(monkeypatch):
 
 def judged(suite, folder):
     """The record of a run of a suite beside a base, without the state of the machine when it was judged."""
-    found = run.run(suite, compare_with="before", device="cpu", workdir=folder / "w", say=lambda text: None)
+    found = run.run_suite(suite, compare_with="before", device="cpu", workdir=folder / "w", say=lambda text: None)
     return {name: value for name, value in found.record.items() if name != "machine"}, found.record
 
 

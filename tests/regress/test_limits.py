@@ -55,7 +55,7 @@ def test_the_limit_of_a_case_that_failed_is_broken_and_not_measured(tmp_path):
         rounds=1, sample_s=0, threads=1, requires={"memory_bytes": 0},
         limits={"words.tokens_per_s": {"least": 1}, "detect.tokens_per_s": {"least": 1}},
     )  # fmt: skip
-    found = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None).record
+    found = run.run_suite(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None).record
     assert [(each["series"], each["verdict"]) for each in found["limits"]] == [
         ("words.tokens_per_s", "held"), ("detect.tokens_per_s", "broken"),
     ]  # fmt: skip

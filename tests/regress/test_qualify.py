@@ -19,21 +19,21 @@ def equal_sides(noise, count=30, seed=0):
 
 
 def test_a_quiet_machine_finds_a_fifth_and_says_nothing_of_equal_sides():
-    found = qualify.qualify(equal_sides(0.02), SUITE, num_drawn=60)
+    found = qualify.measure(equal_sides(0.02), SUITE, num_drawn=60)
     assert found.real == (0, 6) and found.drawn.count == 0
     assert found.power[1.2].count == found.power[1.2].total == 60 and found.power[1.05].count == 0
     assert all(0.15 <= share < 0.2 for share in found.smallest.values())
 
 
 def test_a_noisy_machine_finds_less_and_needs_more():
-    quiet, noisy = (qualify.qualify(equal_sides(noise), SUITE, num_drawn=60) for noise in (0.02, 0.3))
+    quiet, noisy = (qualify.measure(equal_sides(noise), SUITE, num_drawn=60) for noise in (0.02, 0.3))
     assert noisy.power[1.2].count < 30 and noisy.drawn.count <= 6  # drawn from the same launches
     assert min(noisy.smallest.values()) > max(quiet.smallest.values())
 
 
 def test_a_code_that_differs_is_no_equal_side():
     pairs = {name: [Pair(each.base, each.head * 1.5) for each in own] for name, own in equal_sides(0.02).items()}
-    assert qualify.qualify(pairs, SUITE, num_drawn=5).real == (6, 6)
+    assert qualify.measure(pairs, SUITE, num_drawn=5).real == (6, 6)
 
 
 def test_sixty_quiet_runs_are_needed_to_say_fewer_than_five_in_a_hundred():
@@ -43,11 +43,11 @@ def test_sixty_quiet_runs_are_needed_to_say_fewer_than_five_in_a_hundred():
 
 def test_a_series_that_few_launches_have_is_left_out_and_said_and_costs_the_others_nothing():
     pairs, rare = equal_sides(0.02), equal_sides(0.3, count=4)["a.load_s"]
-    whole = qualify.qualify(pairs, SUITE, num_drawn=5)
-    found = qualify.qualify({"a.token_p99_s": rare, **pairs}, SUITE, num_drawn=5)
+    whole = qualify.measure(pairs, SUITE, num_drawn=5)
+    found = qualify.measure({"a.token_p99_s": rare, **pairs}, SUITE, num_drawn=5)
     assert found == whole._replace(left_out=["a.token_p99_s"]) and found.real.total == 6
 
 
 def test_fewer_launches_than_a_run_has_are_refused():
     with pytest.raises(ValueError, match="qualify: 4 launches of both sides; wanted 5 at least"):
-        qualify.qualify(equal_sides(0.1, count=4), SUITE)
+        qualify.measure(equal_sides(0.1, count=4), SUITE)

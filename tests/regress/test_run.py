@@ -153,13 +153,16 @@ def test_a_compression_runs_on_the_default_model(tmp_path):
 
 def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_path):
     suite = SUITE.model_copy(update={"cases": SUITE.cases[1:]})
-    found = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None)
+    found = run.run_suite(suite, compare_with=None, device="cpu", workdir=tmp_path, say=lambda text: None)
     assert found.findings == [] and found.record["launches"] == 2
     assert found.record["series"]["words.tokens_per_s"][HEAD]["median"] > 0
     assert json.loads((tmp_path / run.RECORD).read_text()) == json.loads(json.dumps(found.record))
     own = found.record["series"]["words.recompilations"][HEAD]
     stored = found.record | {"series": found.record["series"] | {"words.recompilations": {HEAD: own}}}
-    beside = run.run(suite, compare_with=None, device="cpu", workdir=tmp_path, stored=stored, say=lambda text: None)
+    context = run.Context(stored=stored)
+    beside = run.run_suite(
+        suite, compare_with=None, device="cpu", workdir=tmp_path, context=context, say=lambda text: None
+    )
     assert [each.series for each in beside.findings] == ["words.executables", "words.recompilations"]
     changed = {**stored["suite"], "cases": [stored["suite"]["cases"][0] | {"characters": 999}]}
     threads, plan = {**stored["machine"], "threads": 7}, run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path)
@@ -175,7 +178,7 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
         findings, [note] = run._beside_stored(plan, stored | change)
         assert findings == [] and note.startswith(words)
     with pytest.raises(ValueError, match="holds the work of configuration"):
-        run.run(
+        run.run_suite(
             suite.model_copy(update={"rounds": 3}), compare_with=None, device="cpu", workdir=tmp_path,
             say=lambda text: None,
         )  # fmt: skip
@@ -212,7 +215,7 @@ def test_what_a_machine_lacks_is_said_before_anything_runs(tmp_path):
     for needs, words in (({"memory_bytes": 2**60}, "are free here"), ({"device": "tpu"}, "pass --device=tpu")):
         suite = Suite(**SUITE.model_dump() | {"requires": needs})
         with pytest.raises(ValueError, match=words):
-            run.run(suite, compare_with=None, device="cpu", workdir=tmp_path / "w", say=lambda text: None)
+            run.run_suite(suite, compare_with=None, device="cpu", workdir=tmp_path / "w", say=lambda text: None)
     assert not (tmp_path / "w").exists()
 
 
