@@ -76,7 +76,7 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
 def cards(record: Mapping[str, Any], found: Sequence[Finding]) -> list[tuple[str, str, str]]:
     """Return the key figures on top of the page: figure, label, remark."""
     count, broken = len(limits.of_run(record)), len(limits.broken(record))
-    bounds = [(f"{count - broken} of {count}", "limits held", "of head alone")] * bool(count)
+    bounds = [(f"{count - broken} of {count}", "limits held", "of head alone")] if count else []
     if not found:
         return [(str(len(record["series"])), "series measured", "no base to compare with"), *bounds]
     words = {word: sum(each.verdict == word for each in found) for word in report.ORDER}

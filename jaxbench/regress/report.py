@@ -206,7 +206,9 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += ["What to do next:", "", *(f"- {line}" for line in said), ""]
     lines += ["Before a release:", ""]
     lines += [f"- [{'x' if item.is_done else ' '}] {item.what} ({item.detail})" for item in advice.checklist(record)]
-    lines += ["", *(f"- {note}" for note in record["notes"]), *[""] * bool(record["notes"])]
+    lines.append("")
+    if record["notes"]:
+        lines += [*(f"- {note}" for note in record["notes"]), ""]
     machine = record["machine"]
     lines.append(f"Machine {record['host']}: {machine['cpu']}, {machine['threads']} threads, {record['device']}.")
     return "\n".join(lines) + "\n"

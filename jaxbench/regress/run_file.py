@@ -73,7 +73,7 @@ class _Run(pydantic.BaseModel):
 
     @pydantic.field_validator("sides")
     @classmethod
-    def _has_head(cls, sides: dict[str, _Tree]) -> dict[str, _Tree]:
+    def _check_head(cls, sides: dict[str, _Tree]) -> dict[str, _Tree]:
         if "head" not in sides:
             raise ValueError(f"there is no head, only {', '.join(sides) or 'nothing'}")
         return sides
