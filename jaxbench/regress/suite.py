@@ -227,6 +227,7 @@ class Suite(Base):
                     f"{', '.join(METRICS)}"
                 )
             case_series.check(series, cases, key=f"primary={series}")
+            _check_judged(metric, key=f"primary={series}")
         for key in self.margins:
             if "." in key:
                 case_series.check(key, cases, key=f"margins.{key}")
@@ -235,6 +236,7 @@ class Suite(Base):
                     f"suite: margins.{key}; wanted CASE.METRIC, a metric ({', '.join(METRICS)}) or a kind "
                     f"({', '.join(metrics.MARGINS)})"
                 )
+            _check_judged(key.rpartition(".")[2], key=f"margins.{key}")
             self._check_direction(key)
         for series in self.limits:
             case_series.check(series, cases, key=f"limits.{series}")
@@ -300,3 +302,13 @@ class Suite(Base):
         """Return the series that the looks wait for."""
         rates = tuple(f"{case.name}.tokens_per_s" for case in self.cases if case.workload not in case_series.NO_RATE)
         return self.primary or rates
+
+
+def _check_judged(name: str, *, key: str) -> None:
+    """Check that a metric or kind is judged, not only shown.
+
+    Raises:
+      ValueError: it is only shown.
+    """
+    if name == "noted" or (name in METRICS and METRICS[name].kind == "noted"):
+        raise ValueError(f"suite: {key} is shown and not judged; leave it out, or set a limit")

@@ -29,6 +29,8 @@ def test_one_launch_confirms_nothing_and_is_refused():
         ({"limits": {"train.first_token_s": {"most": 1}}}, "workload training has no first_token_s"),
         ({"limits": {"words.no.flops": {"most": 1}}}, "tokenizing has no program no; it compiles none that is counted"),
         ({"limits": {"found.detection_rate": {"least": 1}}}, "workload detection has no detection_rate"),
+        ({"margins": {"noted": {"warning": 0.1, "critical": 0.2}}}, "margins.noted is shown and not judged"),
+        ({"primary": ["decode.utilisation"]}, "primary=decode.utilisation is shown and not judged"),
         ({"primary": ["bits.tokens_per_s"]}, "primary=bits.tokens_per_s: workload quality has no tokens/s"),
         ({"primary": ["decode.bits_per_byte"]}, "primary=decode.bits_per_byte: workload generation has no bits"),
     ],
