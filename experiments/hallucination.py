@@ -32,16 +32,6 @@ from jaxbench.measure import environment
 VALUES = flags.FLAGS
 
 
-def needed(name: str, what: str) -> None:
-    """Check that a flag was given.
-
-    Raises:
-      ValueError: it was not.
-    """
-    if not VALUES[name].value:
-        raise ValueError(f"--{name} is missing: name {what}")
-
-
 # Features
 
 
@@ -59,7 +49,7 @@ def features() -> int:
     """Read every response, and keep its features under --workdir."""
     from jaxbench.hallucination import extract, lengths, ragtruth, reader_settings, reading
 
-    needed("data", "a folder of RAGTruth's format")
+    cli.require_flag("data", "a folder of RAGTruth's format")
     settings = cli.load_config(reader_settings.ReaderSettings)
     data = ragtruth.load(VALUES.data)
     place, processes = where.chosen()
@@ -106,7 +96,7 @@ def evaluate_rows() -> int:
     from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table
     from jaxbench.hallucination.study import evaluate, report, rows, table
 
-    needed("data", "a folder of RAGTruth's format")
+    cli.require_flag("data", "a folder of RAGTruth's format")
     reading = cli.load_config(reader_settings.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
     if VALUES.detector:
@@ -182,7 +172,7 @@ def define_detect() -> None:
 
 def detect_all() -> int:
     """Write a verdict on every row of a file, or on answers that are still being written."""
-    needed("detector", "what `fit` wrote")
+    cli.require_flag("detector", "what `fit` wrote")
     place, processes = where.chosen()
     package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
     where.start(package)
@@ -196,7 +186,7 @@ def detect_all() -> int:
         follow.check({name: VALUES[name].present for name in others})
     else:
         for name in ("input", "output"):
-            needed(name, "a .jsonl or .parquet file")
+            cli.require_flag(name, "a .jsonl or .parquet file")
         wanted = run.Outputs.of(**{name: VALUES[name].value for name in names})
         part, total = run.check(VALUES.input, VALUES.detector, wanted, overwrite=VALUES.overwrite)
     model = None if VALUES.model == "default" else VALUES.model
@@ -274,7 +264,7 @@ def answer() -> int:
     from jaxbench.hallucination.bulk import row_files
 
     for name in ("input", "output"):
-        needed(name, "a .jsonl file")
+        cli.require_flag(name, "a .jsonl file")
     settings = cli.load_config(mitigation.Mitigation)
     output = outputs.check_file(VALUES.output, (VALUES.input,), overwrite=VALUES.overwrite)
     placed = row_files.prompts(VALUES.input, dict.fromkeys(mitigation.ADDED, "the answer"))
@@ -327,7 +317,7 @@ def redeep() -> int:
     """Show a regression's results on the responses that it was chosen on, and on held-out ones."""
     from jaxbench.hallucination import reader_table, score_regression, stored_scores
 
-    needed("scores", "a file of chunk scores")
+    cli.require_flag("scores", "a file of chunk scores")
     units = stored_scores.load(VALUES.scores)
     point = score_regression.Point(VALUES.top_n, VALUES.top_k, VALUES.alpha, VALUES.m)
     rows = stored_scores.table(units, point, folds=VALUES.folds, repeats=VALUES.repeats)

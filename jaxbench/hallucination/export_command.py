@@ -33,8 +33,7 @@ def export() -> int:
       ValueError: a flag is missing, or as portable.check and portable.write.
     """
     for name, what in {"detector": "what `fit` wrote", "format": "one", "output": "a folder"}.items():
-        if not VALUES[name].value:
-            raise ValueError(f"--{name} is missing: name {what}")
+        cli.require_flag(name, what)
     kind = VALUES["format"].value
     process_environment.ensure("cpu", library="PyTorch" if kind == "onnx" else "XLA")
     from jaxbench.hallucination import portable, saved_detector
