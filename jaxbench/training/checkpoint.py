@@ -11,6 +11,7 @@ loads whole arrays into each process's memory, so that a run can resume on any m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -20,7 +21,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,16 +56,16 @@ class Checkpoints:
         """Open or create the folder.
 
         Args:
-          keep: how many of the newest checkpoints are kept; the one with the lowest metric is kept too.
+          keep: how many of the newest checkpoints are kept; the one with the lowest loss is kept too.
           say: called with a sentence when a damaged checkpoint is skipped.
         """
         self.folder, self.keep, self.say, self.processes = Path(folder).absolute(), keep, say, processes
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._losses: dict[int, float] = {}  # by step, of the checkpoints whose loss was measured
         self._open()
 
     def _open(self) -> None:
         import orbax.checkpoint as ocp
-        from orbax.checkpoint import checkpoint_managers as policies
 
         for unfinished in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
             shutil.rmtree(unfinished)  # of a process that was killed while it saved
@@ -72,19 +73,17 @@ class Checkpoints:
         # Orbax logs every phase of every save, and pages of traces for a failed save before it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         _drop_late_callbacks()
-        newest = policies.LatestN(self.keep)
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False
-        )
         self._ocp = ocp
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy([newest, best]),
-                enable_async_checkpointing=True,
+                preservation_policy=_NewestAndBest(self.keep, self._losses), enable_async_checkpointing=True
             ),
             item_names=(STATE, META),
         )
+        for step in self.steps():
+            with contextlib.suppress(Exception):  # a damaged one is no candidate; `restore` reports it
+                self._note_loss(step, _loss(step, self._read_meta(step)))
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
@@ -96,7 +95,7 @@ class Checkpoints:
         Args:
           arrays: state by name; arrays are copied, so they may change or be donated afterwards.
           meta: values that can be written as JSON.
-          loss: metric of the best checkpoint, lowest wins; None = not measured at this step.
+          loss: the checkpoint with the lowest one is the best; None = not measured at this step.
 
         Raises:
           OSError: this save or the one before it could not be written; earlier checkpoints are kept.
@@ -104,13 +103,14 @@ class Checkpoints:
         copied = {name: _copy(value) for name, value in arrays.items()}
         sums = self._sums(copied)
         shapes = {name: [list(value.shape), str(value.dtype)] for name, value in copied.items()}
-        text = json.dumps(dict(meta) | {"arrays": shapes, "crc32": sums})
+        loss = None if loss is None else float(loss)
+        text = json.dumps(dict(meta) | {"arrays": shapes, "crc32": sums, "loss": loss})
         entry = {"content": text, "crc32": zlib.crc32(text.encode())}
         items = self._ocp.args.Composite(
             **{STATE: self._ocp.args.StandardSave(copied), META: self._ocp.args.JsonSave(entry)}
         )
-        metrics = None if loss is None else {"loss": float(loss)}
-        self._guarded(lambda: self._manager.save(step, args=items, metrics=metrics, force=True))
+        self._note_loss(step, loss)
+        self._guarded(lambda: self._manager.save(step, args=items, force=True))
 
     def wait(self) -> None:
         """Wait until the last save is on disk.
@@ -138,7 +138,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 meta = self._read_meta(step)
-                shapes, sums = meta.pop("arrays"), meta.pop("crc32")
+                shapes, sums, _ = meta.pop("arrays"), meta.pop("crc32"), meta.pop("loss", None)
                 reason = None
             except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
                 reason = error
@@ -158,6 +158,12 @@ class Checkpoints:
             if not self._is_damaged(step, reason):
                 return Checkpoint(step, arrays, meta)
         return None
+
+    def _note_loss(self, step: int, loss: float | None) -> None:
+        """Take the loss of a checkpoint into account when deciding what is kept."""
+        self._losses.pop(step, None)
+        if loss is not None:
+            self._losses[step] = loss
 
     def _is_damaged(self, step: int, reason: Exception | None) -> bool:
         """Return True if any process could not read the checkpoint, and set it aside."""
@@ -249,6 +255,28 @@ def finished(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in a folder, oldest first; empty if there is no folder."""
     # Orbax renames a folder to its step's number once it is complete.
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+class _NewestAndBest:
+    """Which checkpoints Orbax keeps: the newest ones, and the oldest of those with the lowest loss."""
+
+    def __init__(self, keep: int, losses: Mapping[int, float]):
+        self.keep, self.losses = keep, losses
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return True for each checkpoint that stays; they come oldest first."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = min((step for step in steps if step in self.losses), key=self.losses.__getitem__, default=None)
+        return [step == best or step in steps[-self.keep :] for step in steps]
+
+
+def _loss(step: int, meta: Mapping[str, Any]) -> float | None:
+    """Loss of a checkpoint by its JSON object; None = not measured.
+
+    Older ones do not hold it. It is known if their step is the run's best one so far.
+    """
+    progress = meta.get("progress", {})
+    return meta.get("loss", progress.get("best_loss") if progress.get("best_step") == step else None)
 
 
 def _drop_late_callbacks() -> None:

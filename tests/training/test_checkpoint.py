@@ -1,11 +1,13 @@
 """Checkpoints: kept, refused, damaged, on a full disk."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import types
+import zlib
 
 import numpy as np
 import pytest
@@ -73,6 +75,37 @@ def test_arrays_may_change_as_soon_as_a_save_has_begun(opened):
 def test_the_newest_and_the_best_are_kept(opened):
     save(opened, 1, 2, 3, 4, 5, 6, losses={1: 3.0, 2: 1.0, 4: 2.0})
     assert opened.steps() == [2, 5, 6]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_the_best_is_kept_after_a_restart_and_after_a_damaged_one_was_set_aside(opened, damage):
+    save(opened, 1, 2, 3, losses={1: 1.0, 2: 2.0, 3: 3.0})
+    if damage:
+        data_files(opened, 3)[0].unlink()
+        assert opened.restore(ARRAYS, check_meta=accept).step == 2
+        again = opened
+    else:
+        opened.close()
+        again = Checkpoints(opened.folder, keep=2)
+    save(again, 4, 5, 6, losses={4: 4.0, 6: 6.0})
+    assert again.steps() == [1, 5, 6]
+    assert again.restore(ARRAYS, check_meta=accept).meta == {"text": "step 6"}
+    again.close()
+
+
+def test_an_older_checkpoint_without_its_loss_is_the_best_if_its_progress_says_so(opened):
+    for step in (1, 2):
+        opened.save(step, ARRAYS, {"progress": {"best_loss": 0.5, "best_step": 1}}, loss=float(step))
+    opened.close()
+    for step in (1, 2):
+        path = opened.folder / str(step) / "meta" / "metadata"
+        text = json.loads(path.read_text())["content"]
+        text = json.dumps({name: value for name, value in json.loads(text).items() if name != "loss"})
+        path.write_text(json.dumps({"content": text, "crc32": zlib.crc32(text.encode())}))
+    again = Checkpoints(opened.folder, keep=2)
+    save(again, 4, 5, 6, losses={4: 1.0, 5: 2.0})
+    assert again.steps() == [1, 5, 6]
+    again.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "meta"])
