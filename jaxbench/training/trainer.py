@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import math
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +24,10 @@ from jaxbench.lora import config as lora
 from jaxbench.lora import peft_files
 from jaxbench.parallel.processes import ALONE, Processes, held
 from jaxbench.pretrained import weights
-from jaxbench.training import observe, schedules, train_inputs
+from jaxbench.training import observe, run_folder, schedules, train_inputs
 from jaxbench.training.checkpoint import Checkpoints
+from jaxbench.training.run_folder import ADAPTERS, BOARD, CHECKPOINTS, CONFIG, EXPORT, PROFILE, RECORDS, SUMMARY
 from jaxbench.training.train_config import TrainConfig
-
-RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
-CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
-ADAPTERS = "adapters"  # folder with the adapters of a run that trained them, for PEFT
 
 
 class Result(NamedTuple):
@@ -64,7 +60,7 @@ def run(
       processes: those that run this together, each with the same settings and folder.
 
     Raises:
-      ValueError: bad input, a folder in use, a checkpoint of another run, or processes given different inputs.
+      ValueError: bad input, a folder in use, a checkpoint or files of another run, or processes given different inputs.
       GateFailed: the loss was not finite and step.nonfinite is stop; the message names the first bad module.
       OSError: full disk; the last good checkpoint stays.
     """
@@ -105,7 +101,7 @@ class _Trainer:
             workdir / CHECKPOINTS, keep=settings.checkpoints.keep, say=self.display.say, processes=processes
         )
         self.start = self._resume()
-        if processes.is_first:
+        if processes.is_first and run_folder.saved_config(workdir, settings) != settings:
             config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
         counts = [record["skipped"] for record in self.records.read() if "skipped" in record]
@@ -121,6 +117,7 @@ class _Trainer:
         """Load the newest intact checkpoint, and return how many steps are done."""
         checkpoint = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
         if checkpoint is None:
+            self._check_start()
             return 0
         if checkpoint.step > self.settings.steps:
             raise ValueError(
@@ -133,14 +130,22 @@ class _Trainer:
         self.progress = progress | {"gain_loss": gain_loss}
         return checkpoint.step
 
+    def _check_start(self) -> None:
+        """Raise if the folder has files that a run from the first step on would replace and that are not its own."""
+        refused, sha256 = None, self.data.joined_sha256
+        try:
+            if self.processes.is_first:
+                run_folder.check_start(self.workdir, self.settings, backend=self.backend, text_sha256=sha256)
+        except ValueError as error:
+            refused = error
+        if not self.processes.agree(refused is None):
+            raise refused or ValueError(f"train: process {self.processes.index} stops, {self.workdir} is another run's")
+
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Raise if a checkpoint was made by another run."""
         ours, theirs = self._identity(), meta["identity"]
         theirs["config"]["data"].pop("validation_path", None)  # in old identities
-        flat = [_flat(each) for each in (ours, theirs)]
-        keys = [key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key)]
-        if keys:
-            listed = ", ".join(f"{key} was {flat[1].get(key)}, is {flat[0].get(key)}" for key in sorted(keys)[:6])
+        if listed := run_folder.differences(ours, theirs):
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
 
     def _identity(self) -> dict[str, Any]:
@@ -252,7 +257,8 @@ class _Trainer:
         kept = self.checkpoints.steps()
         raise cli.GateFailed(
             f"step {step + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: {why}; the parameters before it "
-            f"are kept (checkpoints at {kept or 'no step'}); lower learning_rate, or pass --set=step.nonfinite=skip"
+            f"are kept (checkpoints at {kept or 'no step'}); with another "
+            "--workdir, lower learning_rate, or pass --set=step.nonfinite=skip"
         )
 
     def _evaluate(self, done: int) -> None:
@@ -336,22 +342,25 @@ class _Trainer:
 
     def _export(self) -> str:
         """Write the folder that other tools read, or report why there is none."""
-        folder, params = self.workdir / EXPORT, self.engine.params()
+        params = self.engine.params()
         if not self.processes.is_first:
             return ""
-        shutil.rmtree(folder, ignore_errors=True)
         try:
-            if self.settings.lora is None:
-                self.settings.export(folder, self.model, params, self.data.tokenizer)
-                return f"{EXPORT}/"
-            plain, merged = lora.plain(self.model), lora.merged(self.model, params)
-            weights.save_checkpoint(folder, plain, merged, tokenizer=self.data.tokenizer)
-            shutil.rmtree(self.workdir / ADAPTERS, ignore_errors=True)
-            peft_files.save(self.workdir / ADAPTERS, self.model, params, base=self.settings.start)
-        except ValueError as error:  # no Hugging Face architecture is this decoder, or PEFT has no such adapters
-            if folder.exists():
-                return f"{EXPORT}/ (adapters merged), no {ADAPTERS}/ ({error})"
+            with run_folder.replaced(self.workdir / EXPORT) as made:
+                if self.settings.lora is None:
+                    self.settings.export(made, self.model, params, self.data.tokenizer)
+                else:
+                    plain, merged = lora.plain(self.model), lora.merged(self.model, params)
+                    weights.save_checkpoint(made, plain, merged, tokenizer=self.data.tokenizer)
+        except ValueError as error:  # no Hugging Face architecture is this decoder
             return f"not exported ({error})"
+        if self.settings.lora is None:
+            return f"{EXPORT}/"
+        try:
+            with run_folder.replaced(self.workdir / ADAPTERS) as made:
+                peft_files.save(made, self.model, params, base=self.settings.start)
+        except ValueError as error:  # PEFT has no such adapters
+            return f"{EXPORT}/ (adapters merged), no {ADAPTERS}/ ({error})"
         return f"{EXPORT}/ (adapters merged), {ADAPTERS}/"
 
     def close(self) -> None:
@@ -372,10 +381,3 @@ def _advanced(progress: dict[str, Any], loss: float, done: int, min_gain: float)
     if math.isfinite(loss) and (before is None or loss < before - min_gain):
         found |= {"gain_loss": loss, "without_gain": 0}
     return found
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries into one with dotted keys."""
-    if not isinstance(tree, dict):
-        return {prefix: tree if not isinstance(tree, list | tuple) else list(tree)}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
