@@ -30,6 +30,11 @@ class Data(NamedTuple):
         """Hashes of the texts, one after the other, as checkpoints and results keep them."""
         return self.text_sha256 + self.held_out_sha256
 
+    @property
+    def tokenizer_id(self) -> str | None:
+        """What tells a tokenizer that gives other ids from this one; None = ids without a tokenizer."""
+        return None if self.tokenizer is None else dataset.tokenizer_id(self.tokenizer)
+
 
 def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, TransformerConfig, dict[str, np.ndarray]]:
     """Return the rows, decoder and initial parameters of a run.

@@ -68,7 +68,7 @@ def run(
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
     places = {"data": {"path", "validation_path"}}  # the texts themselves count, not their paths
     given = settings.model_dump(mode="json", exclude=places)
-    processes.check_alike(given | {"text_sha256": data.joined_sha256})
+    processes.check_alike(given | {"text_sha256": data.joined_sha256, "tokenizer": data.tokenizer_id})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
@@ -88,6 +88,10 @@ class _Trainer:
         self.settings, self.engine, self.model, self.data = settings, engine, model, data
         self.workdir, self.backend, self.processes = workdir, backend, processes
         self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
+        self.identity = {
+            "config": settings.identity(), "text_sha256": data.joined_sha256, "tokenizer": data.tokenizer_id,
+            "backend": backend,
+        }  # fmt: skip
         self.num_parameters = initial.num_parameters(model)
         # gain_loss: loss at the last gain that counted; the next gain is measured from it.
         self.progress = {"best_loss": None, "best_step": 0, "gain_loss": None, "without_gain": 0}
@@ -143,13 +147,11 @@ class _Trainer:
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Raise if a checkpoint was made by another run."""
-        ours, theirs = self._identity(), meta["identity"]
+        ours, theirs = self.identity, meta["identity"]
         theirs["config"]["data"].pop("validation_path", None)  # in old identities
+        theirs.setdefault("tokenizer", ours["tokenizer"])  # not in them
         if listed := run_folder.differences(ours, theirs):
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
-
-    def _identity(self) -> dict[str, Any]:
-        return {"config": self.settings.identity(), "text_sha256": self.data.joined_sha256, "backend": self.backend}
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
         """Take the remaining steps, and trace some of them."""
@@ -257,8 +259,8 @@ class _Trainer:
         kept = self.checkpoints.steps()
         raise cli.GateFailed(
             f"step {step + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: {why}; the parameters before it "
-            f"are kept (checkpoints at {kept or 'no step'}); with another "
-            "--workdir, lower learning_rate, or pass --set=step.nonfinite=skip"
+            f"are kept (checkpoints at {kept or 'no step'}); with another --workdir, lower "
+            "learning_rate, or pass --set=step.nonfinite=skip"
         )
 
     def _evaluate(self, done: int) -> None:
@@ -290,7 +292,7 @@ class _Trainer:
     def _save(self, done: int) -> None:
         """Start to save a checkpoint after `done` steps."""
         meta = {
-            "identity": self._identity(),
+            "identity": self.identity,
             "config": self.settings.model_dump(mode="json"),
             "progress": self.progress,
         }

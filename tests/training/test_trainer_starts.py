@@ -5,8 +5,10 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 
-from jaxbench.training import trainer
+from jaxbench.pretrained.tokenizer import Tokenizer
+from jaxbench.training import checkpoint, trainer
 from jaxbench.training.train_config import TrainConfig
 from torch_ref.training import engine
 
@@ -26,9 +28,10 @@ def text(tmp_path):
     return path
 
 
-def train(workdir, text, *, steps=4, validation_path=None, **evaluation):
+def train(workdir, text, *, steps=4, validation_path=None, tokenizer="byte", **evaluation):
+    data = {"seq_len": 8, "validation_path": validation_path, "tokenizer": tokenizer}
     run = TrainConfig(
-        model=SHAPE, data={"seq_len": 8, "validation_path": validation_path}, batch_size=2, steps=steps,
+        model=SHAPE, data=data, batch_size=2, steps=steps,
         learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation,
         checkpoints={"export": False}, logging={"peak_tflops": 1.0},
     )  # fmt: skip
@@ -76,3 +79,32 @@ def test_a_held_out_text_may_be_moved_between_starts(tmp_path, text):
     moved.write_text("another text altogether, " * 9)
     with pytest.raises(ValueError, match="holds another run: text_sha256 was"):
         train(tmp_path / "w", text, steps=3, validation_path=str(moved))
+
+
+def permuted(folder, order):
+    """A tokenizer of the text's characters with their ids in this order."""
+    folder.mkdir(exist_ok=True)
+    vocabulary = {character: i for i, character in enumerate(sorted(set("the cat sat on the mat; "))[::order])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    Tokenizer(core, eos_id=None, bos_id=None, chat_template=None).save(folder)
+    return str(folder)
+
+
+def test_a_tokenizer_that_gives_other_ids_is_another_run_s_though_it_lies_at_the_same_place(tmp_path, text):
+    train(tmp_path / "w", text, steps=1, tokenizer=permuted(tmp_path / "t", 1))
+    with pytest.raises(ValueError, match=r"holds another run: tokenizer was \w+, is \w+; use another --workdir"):
+        train(tmp_path / "w", text, steps=2, tokenizer=permuted(tmp_path / "t", -1))
+    assert train(tmp_path / "w", text, steps=2, tokenizer=permuted(tmp_path / "t", 1))["steps"] == 2
+
+
+def test_a_checkpoint_older_than_the_tokenizer_s_identity_is_gone_on_from(tmp_path, text, monkeypatch):
+    save = checkpoint.Checkpoints.save
+
+    def older(self, step, arrays, meta, **metric):
+        save(self, step, arrays, meta | {"identity": {k: v for k, v in meta["identity"].items() if k != "tokenizer"}})
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", older)
+    train(tmp_path / "w", text, steps=1)
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
+    assert train(tmp_path / "w", text, steps=2)["steps"] == 2
