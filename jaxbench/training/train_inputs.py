@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
 from jaxbench.pretrained import small_tokenizers, weights
+from jaxbench.pretrained import tokenizer as tokenizers
 from jaxbench.text import dataset
 from jaxbench.training import observe
 from jaxbench.training.train_config import TrainConfig
@@ -40,10 +42,13 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
     """Return the rows, decoder and initial parameters of a run.
 
     Raises:
-      ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit.
+      ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit, by its
+        shape or by its tokenizer.
     """
     data = prepare_data(settings, path)
     model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
+    if settings.start not in (None, settings.data.tokenizer) and data.tokenizer is not None:
+        _check_tokenizer(settings, data.tokenizer)
     source = path or settings.data.path or "the default text"
     held_out = settings.data.validation_path or f"the held-out part of {source}"
     for rows, what in ((data.train, f"the training part of {source}"), (data.held_out, held_out)):
@@ -56,6 +61,36 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
             "target; allow more"
         )
     return data, model, params
+
+
+def _check_tokenizer(settings: TrainConfig, tokenizer: Any) -> None:
+    """Raise if the checkpoint to start from has learned other ids of tokens than the run's tokenizer gives.
+
+    Of the tokens that only one of both knows, nothing is wanted: a tokenizer may have gained some.
+    """
+    try:
+        theirs = _vocabulary(tokenizers.load_tokenizer(None if settings.start == "default" else settings.start))
+    except ValueError:  # it has none, or one of an unsupported kind
+        return
+    ours = _vocabulary(tokenizer)
+    shared = sorted(ours.keys() & theirs.keys(), key=theirs.__getitem__)
+    differing = [token for token in shared if ours[token] != theirs[token]]
+    if differing or not shared:
+        example = f", {differing[0]!r} has {theirs[differing[0]]} (here: {ours[differing[0]]})" if differing else ""
+        raise ValueError(
+            f"start: {settings.start} was trained on other token ids than data.tokenizer={settings.data.tokenizer} "
+            f"gives: {len(shared) - len(differing)} of its {len(theirs)} tokens have the same{example}; pass "
+            f"--set=data.tokenizer={settings.start}"
+        )
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Ids of a tokenizer's tokens, by the names that they have in tokenizer.json."""
+    if hasattr(tokenizer, "core"):
+        return tokenizer.core.get_vocab(with_added_tokens=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return _vocabulary(tokenizers.load_tokenizer(folder))
 
 
 def _check_bytes(ids: np.ndarray, num_tokens: int, what: str) -> None:
