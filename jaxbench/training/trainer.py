@@ -97,7 +97,7 @@ class _Trainer:
         self.progress = {"best_loss": None, "best_step": 0, "gain_loss": None, "without_gain": 0}
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
-        self.measured_at = -1  # the step after which it was measured
+        self.measured_at = -1  # the step of the last evaluation in `progress`
         self.is_traced = False  # now
         self.pending: list[tuple[int, float, Any]] = []
         self.display = observe.Display(settings.steps, is_shown=processes.is_first)
@@ -132,6 +132,7 @@ class _Trainer:
         progress = checkpoint.meta["progress"]
         gain_loss = progress.get("gain_loss", progress["best_loss"])  # absent from old checkpoints
         self.progress = progress | {"gain_loss": gain_loss}
+        self.measured_at = checkpoint.meta.get("measured_at", checkpoint.step)  # absent from old checkpoints
         return checkpoint.step
 
     def _check_start(self) -> None:
@@ -282,7 +283,8 @@ class _Trainer:
         self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
         self.board.add(done, self.engine.watched(self.data.held_out.batch(0, s.batch_size)))
         words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
-        self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
+        rate = f"; {self.throughput.rate:,.0f} tokens/s" if self.throughput.tokens else ""
+        self.display.say(f"step {done}: held-out {words}{rate}")
 
     def _is_early(self) -> bool:
         """Return True if `patience` evaluations in a row brought no gain in the held-out loss."""
@@ -295,6 +297,7 @@ class _Trainer:
             "identity": self.identity,
             "config": self.settings.model_dump(mode="json"),
             "progress": self.progress,
+            "measured_at": self.measured_at,
         }
         is_measured = self.measured_at == done and math.isfinite(self.validation["loss"])
         loss = self.validation["loss"] if is_measured else None
@@ -304,12 +307,7 @@ class _Trainer:
         """Wait for the last save, export the model and write the summary."""
         self.checkpoints.wait()
         if not self.validation:  # restarted after its last step
-            self.validation = {
-                key.removeprefix("validation_"): math.nan if value is None else value  # records have no NaN
-                for record in self.records.read()
-                for key, value in record.items()
-                if key.startswith("validation_")
-            }
+            self._measure_again(done)
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean, self.skipped)
         summary = result._asdict() | self._speed()
@@ -331,6 +329,21 @@ class _Trainer:
             + f"; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
         )
         return result
+
+    def _measure_again(self, done: int) -> None:
+        """Take the held-out loss after `done` steps from the records of an earlier start, or measure it."""
+        found = {
+            key.removeprefix("validation_"): math.nan if value is None else value  # records have no NaN
+            for record in self.records.read()
+            for key, value in record.items()
+            if record["step"] == done and key.startswith("validation_")
+        }
+        if not self.processes.agree(bool(found)):
+            self._evaluate(done)
+            return
+        self.validation = found
+        if self.measured_at != done:  # measured by a start that found the last step's checkpoint without it
+            self.progress = _advanced(self.progress, found["loss"], done, self.settings.evaluation.min_gain)
 
     def _speed(self) -> dict[str, float | None]:
         """Tokens/s and MFU of this process's steps; of the process before it if there was no step left to take."""

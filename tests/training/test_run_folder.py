@@ -67,10 +67,9 @@ def test_a_finished_run_without_checkpoints_is_replaced_by_itself_only(tmp_path,
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_goes_on_with_the_same_command(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(trainer._Trainer, "_save", lambda run, done: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(trainer._Trainer, "_save", lambda run, done: (_ for _ in ()).throw(KeyboardInterrupt))
         train(tmp_path / "w", text)
-    monkeypatch.undo()
     assert (tmp_path / "w" / "records.jsonl").exists() and not (tmp_path / "w" / "summary.json").exists()
     train(tmp_path / "w", text)
     train(tmp_path / "whole", text)

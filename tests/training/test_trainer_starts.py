@@ -28,12 +28,12 @@ def text(tmp_path):
     return path
 
 
-def train(workdir, text, *, steps=4, validation_path=None, tokenizer="byte", **evaluation):
+def train(workdir, text, *, steps=4, validation_path=None, tokenizer="byte", save_every=250, **evaluation):
     data = {"seq_len": 8, "validation_path": validation_path, "tokenizer": tokenizer}
     run = TrainConfig(
         model=SHAPE, data=data, batch_size=2, steps=steps,
-        learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation,
-        checkpoints={"export": False}, logging={"peak_tflops": 1.0},
+        learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation, schedule={"kind": "constant"},
+        checkpoints={"export": False, "every_steps": save_every}, logging={"peak_tflops": 1.0},
     )  # fmt: skip
     trainer.run(run, engine.Engine, workdir=workdir, backend="torch", data_path=str(text))
     return json.loads((workdir / "summary.json").read_text())
@@ -81,6 +81,32 @@ def test_a_held_out_text_may_be_moved_between_starts(tmp_path, text):
         train(tmp_path / "w", text, steps=3, validation_path=str(moved))
 
 
+def test_a_run_that_goes_no_further_than_its_checkpoint_reports_the_held_out_loss_of_that_step(
+    tmp_path, text, monkeypatch, capfd
+):
+    class Killed(Exception):
+        pass
+
+    def stopping(run, done):
+        if done == 4:
+            raise Killed
+        return after_step(run, done)
+
+    after_step = trainer._Trainer._after_step
+    with monkeypatch.context() as patched, pytest.raises(Killed):  # evaluated after step 2, saved after step 3
+        patched.setattr(trainer._Trainer, "_after_step", stopping)
+        train(tmp_path / "w", text, steps=9, every_steps=2, save_every=3)
+    whole = train(tmp_path / "whole", text, steps=3, every_steps=2, save_every=3)
+    capfd.readouterr()
+    for _ in range(2):  # measured, then read from the records
+        summary = train(tmp_path / "w", text, steps=3, every_steps=2, save_every=3)
+        names = ("validation_loss", "bits_per_byte", "best_loss", "best_step", "without_gain")
+        assert {name: summary[name] for name in names} == {name: whole[name] for name in names}
+    assert losses(tmp_path / "w") == losses(tmp_path / "whole")
+    assert f"finished 3 steps: held-out loss {whole['validation_loss']:.4f}" in (said := capfd.readouterr().err)
+    assert " 0 tokens/s" not in said
+
+
 def permuted(folder, order):
     """A tokenizer of the text's characters with their ids in this order."""
     folder.mkdir(exist_ok=True)
@@ -104,7 +130,7 @@ def test_a_checkpoint_older_than_the_tokenizer_s_identity_is_gone_on_from(tmp_pa
     def older(self, step, arrays, meta, **metric):
         save(self, step, arrays, meta | {"identity": {k: v for k, v in meta["identity"].items() if k != "tokenizer"}})
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", older)
-    train(tmp_path / "w", text, steps=1)
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.Checkpoints, "save", older)
+        train(tmp_path / "w", text, steps=1)
     assert train(tmp_path / "w", text, steps=2)["steps"] == 2
