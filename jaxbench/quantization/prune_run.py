@@ -240,7 +240,7 @@ class _Text:
             model=config.model_dump(), data={"tokenizer": self.tokenizer, "seq_len": s.seq_len,
             "validation_fraction": VALIDATION}, batch_size=s.batch_size, steps=steps, learning_rate=s.learning_rate,
             schedule={"kind": "cosine", "warmup_steps": steps // 10}, seed=s.seed,
-            step={"hold_zeros": s.kind != "structured"}, evaluation={"batches": s.batches or None},
+            step={"hold_zeros": True}, evaluation={"batches": s.batches or None},
         )  # fmt: skip
 
     def input_norms(self, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

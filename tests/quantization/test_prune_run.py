@@ -146,6 +146,18 @@ def test_a_smaller_model_is_written_with_its_own_sizes(model, tmp_path):
     assert "1 heads on 1 key-value heads, d_ff 20" in prune_run.summary(result, settings)
 
 
+def test_a_smaller_model_s_training_holds_the_zeros_that_it_already_had(wanda, tmp_path):
+    results = {}
+    for steps in (0, 3):
+        settings = prune_run.Settings("structured", keep_d_ff=20, finetune_steps=steps, learning_rate=1e-2, **SMALL)
+        results[steps] = prune_run.run(str(wanda.path), tmp_path / str(steps), settings)
+    assert results[3].zeros == results[0].zeros and results[0].zeros.share > 0.4
+    before, after = (weights.load_checkpoint(result.path).params for result in results.values())
+    for name in pruning.prunable(before):
+        np.testing.assert_array_equal(after[name] == 0, before[name] == 0, err_msg=name)
+        assert np.abs(after[name] - before[name]).max() > 1e-4, name
+
+
 def test_without_text_nothing_is_tokenised(model, tmp_path):
     settings = prune_run.Settings("magnitude", fraction=0.3, batches=0)
     result = prune_run.run(model, tmp_path / "plain", settings, data_path="no/such/text.txt")
