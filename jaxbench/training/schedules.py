@@ -23,6 +23,17 @@ class ScheduleConfig(Base):
     decay_steps: int | None = pydantic.Field(default=None, ge=1)  # wsd: steps of the decay; others: all after warm-up
     final_fraction: float = pydantic.Field(default=0.1, ge=0, le=1)  # of the peak, at the end and beyond
 
+    @pydantic.model_validator(mode="after")
+    def _check_decay(self) -> ScheduleConfig:
+        defaults = {name: ScheduleConfig.model_fields[name].default for name in ("decay_steps", "final_fraction")}
+        given = [f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value]
+        if self.kind in ("constant", "relative") and given:
+            raise ValueError(
+                f"schedule: kind={self.kind} has no decay, so {', '.join(given)} does nothing; leave it out, or use "
+                "cosine, linear or wsd"
+            )
+        return self
+
 
 def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: int) -> float:
     """Return the learning rate of a step; steps count from 0.

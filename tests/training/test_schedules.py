@@ -52,6 +52,16 @@ def test_every_schedule_rises_then_falls_inside_its_bounds(kind, warmup, final):
     assert all(a >= b - 1e-12 for a, b in zip(found[top:], found[top + 1 :])) and found[-1] >= 2.0 * final - 1e-12
 
 
+@pytest.mark.parametrize("kind", ["constant", "relative"])
+@pytest.mark.parametrize("idle", [{"decay_steps": 5}, {"final_fraction": 0.0}])
+def test_a_decay_is_refused_where_there_is_none(kind, idle):
+    (name,) = idle
+    with pytest.raises(ValueError, match=f"kind={kind} has no decay, so {name}={idle[name]} does nothing"):
+        ScheduleConfig(kind=kind, **idle)
+    written = ScheduleConfig(kind=kind).model_dump()  # a run's config.yaml names every setting
+    assert ScheduleConfig(**written).model_dump() == written
+
+
 @pytest.mark.parametrize("how", [{"warmup_steps": 101}, {"kind": "wsd", "warmup_steps": 60, "decay_steps": 50}])
 def test_parts_longer_than_the_run_are_refused(how):
     with pytest.raises(ValueError, match="do not fit in steps=100"):

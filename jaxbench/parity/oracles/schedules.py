@@ -15,7 +15,7 @@ from jaxbench.training.schedules import ScheduleConfig
 
 Schedule = Callable[[np.ndarray], np.ndarray]  # learning rates of steps
 STEPS, PEAK = 60, 3e-3
-FALL = {"constant": 0.0, "cosine": 0.1, "linear": 0.2, "wsd": 0.05}  # final fraction by kind
+FALL = {"cosine": 0.1, "linear": 0.2, "wsd": 0.05}  # final fraction by kind
 # Goyal et al. 2017, arXiv:1706.02677, section 5.1: 0.1 for 256 images, 3.2 for 8192. You et al. 2020,
 # arXiv:1904.00962, untuned LAMB: 5 / (2**3 * 1000) for 512 sequences, 5 / 1000 for 32768.
 PEAKS = {"linear": (0.1, 256, 8192, 3.2), "sqrt": (5 / 8000, 512, 32768, 5 / 1000)}
