@@ -128,7 +128,8 @@ class MemoryTransformerConfig(TransformerConfig):
         """
         params: dict[str, np.ndarray] = {}
         for i in filter(self.has_memory, range(self.num_layers)):
-            values = block_config.initial_params(self.block(), seed + 1 + i, distinct=distinct, std=std)
+            own = (seed + 1 + i) % 2**64
+            values = block_config.initial_params(self.block(), own, distinct=distinct, std=std)
             params |= {f"layers.{i}.block.{name}": value for name, value in values.items()}
             if self.memory.insert:
                 random = np.random.default_rng((seed, i))

@@ -203,6 +203,19 @@ def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind, qk_norm):
     assert float((other - wanted).norm() / wanted.norm()) > 1e-4
 
 
+@pytest.mark.parametrize("kind", ("lmm", "insert-bank"))
+def test_the_largest_seeds_of_a_run_draw_memories_too(kind):
+    shape, last = with_memory(PLAIN, memory(kind, layers=(0, 1))), 2**64 - 1
+    drawn = {seed: initial.initial_params(shape, seed) for seed in (last, last - 1, 0, 5)}
+    assert all(np.isfinite(value).all() for params in drawn.values() for value in params.values())
+    name = next(name for name in drawn[0] if name.startswith("layers.0.block.") and name.endswith(".kernel"))
+    assert len({params[name].tobytes() for params in drawn.values()}) == len(drawn)
+    after = name.replace("layers.0", "layers.1")
+    np.testing.assert_array_equal(
+        drawn[last - 1][after], drawn[last][name]
+    )  # seed + 1 + layer, which begins again at 0
+
+
 def test_only_the_memory_is_trained_where_that_is_asked():
     shape = with_memory(PLAIN, memory("insert-neural"))
     params = initial.initial_params(shape, 0)
