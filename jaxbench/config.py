@@ -147,6 +147,10 @@ class TransformerConfig(Base):
         """Number of layers of each kind, keyed by the index of one of them."""
         return {0: self.num_layers}
 
+    def num_keys(self, index: int, seq_len: int) -> int:
+        """Number of keys that the last of seq_len tokens attends to in a layer."""
+        return min(seq_len, self.at_layer(index).sliding_window or seq_len)
+
     def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Parameter shapes of a layer, keyed by name within it; plain: those of a plain block."""
         return plain

@@ -113,6 +113,15 @@ class MemoryTransformerConfig(TransformerConfig):
             counts[next(i for i in range(self.num_layers) if i not in chosen)] = others
         return counts
 
+    def num_keys(self, index: int, seq_len: int) -> int:
+        """Number of keys that the last token attends to; a block's attention has the memory's window, lmm has none.
+
+        Persistent tokens are not counted.
+        """
+        if self.memory.insert or not self.has_memory(index):
+            return super().num_keys(index, seq_len)
+        return min(seq_len, self.memory.window or 0)
+
     def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Parameter shapes of a layer; in a memory layer without insert, the block's replace the attention's."""
         if not self.has_memory(index):

@@ -93,27 +93,31 @@ class Throughput:
 def flops_per_token(
     config: TransformerConfig, seq_len: int, *, is_causal: bool, is_trained: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """FLOPs of forward and backward for one token: 6 N + 4 M + 12 L (heads * head_dim) T.
+    """FLOPs of forward and backward for one token: 6 N + 4 M + 12 (heads * head_dim) K.
 
     N counts the trained parameters that are multiplied: all but a position table and an untied embedding; M counts the
-    frozen ones, which need no weight gradient (is_trained, by dotted name). is_causal counts half of the attention, as
-    a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311, appendix B counts all
-    of it). Rematerialisation is not counted, nor is what a memory learns as it reads.
+    frozen ones, which need no weight gradient (is_trained, by dotted name). K is the number of keys that a row's last
+    token attends to, summed over the layers: T in each, fewer in one with a window, none in one without attention.
+    is_causal counts the keys of the mean token, which are half of T without a window (both conventions are in use;
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B counts all of it). Rematerialisation is not counted, nor is what
+    a memory learns as it reads.
     """
     shapes = parameter_shapes(config)
     left_out = {"position.embedding"} | (set() if config.tie_embeddings else {"embed.embedding"})
     products = sum(
         (6 if is_trained(name) else 4) * math.prod(shape) for name, shape in shapes.items() if name not in left_out
     )
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
-    return products + attention / (2 if is_causal else 1)
+    keys = [config.num_keys(i, seq_len) for i in range(config.num_layers)]
+    if is_causal:  # the first K tokens of a row see half as many on average
+        keys = [count * (1 - count / (2 * seq_len)) for count in keys]
+    return products + 12 * config.num_heads * config.head_dim * sum(keys)
 
 
 def utilisation(
     config: TransformerConfig, seq_len: int, *, tokens_per_s: float, peak: float,
     is_trained: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, float]:  # fmt: skip
-    """Model FLOPs utilisation at a peak rate in FLOP/s: `mfu` counts all of the attention, `mfu_causal` half of it."""
+    """Model FLOPs utilisation at a peak rate in FLOP/s: by both conventions of `flops_per_token`."""
     conventions = {"mfu": False, "mfu_causal": True}
     count = functools.partial(flops_per_token, config, seq_len, is_trained=is_trained)
     work = {name: count(is_causal=causal) for name, causal in conventions.items()}

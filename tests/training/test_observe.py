@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from jaxbench.lora.config import LoraConfig, with_lora
+from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.parity.cases import GPT2, LLAMA
 from jaxbench.training import observe
 from jaxbench.training.step_config import OptimizerConfig
@@ -31,6 +32,31 @@ def test_flops_per_token_by_hand():
     assert observe.flops_per_token(LLAMA, 10, is_causal=True) == whole - 6 * 2 * 32 * 10
     positions = observe.flops_per_token(GPT2.model_copy(update={"max_seq_len": 999}), 10, is_causal=False)
     assert positions == observe.flops_per_token(GPT2, 10, is_causal=False)
+
+
+def test_attention_costs_the_keys_that_a_layer_lets_a_token_see():
+    def attention(shape, tokens):
+        whole, causal = (observe.flops_per_token(shape, tokens, is_causal=is_causal) for is_causal in (False, True))
+        without = observe.flops_per_token(shape, 0, is_causal=False)
+        return (whole - without) / (12 * 32), (causal - without) / (12 * 32)
+
+    window = LLAMA.model_copy(update={"sliding_window": 4})
+    assert attention(LLAMA, 64) == (2 * 64, 2 * 32)
+    assert attention(window, 64)[0] == 2 * 4 and attention(window, 3) == (2 * 3, 2 * 1.5)
+    mean = (
+        sum(min(i + 0.5, 4) for i in range(64)) / 64
+    )  # of the keys of token i, half of itself until the window is full
+    assert attention(window, 64)[1] == pytest.approx(2 * mean)
+    mixed = LLAMA.model_copy(update={"sliding_window": 4, "global_every": 2})
+    assert attention(mixed, 64)[0] == 4 + 64
+
+
+def test_a_layer_with_memory_costs_its_own_attention():
+    neural = {"d_model": 32, "num_heads": 4, "head_dim": 8, "chunk_size": 4}
+    for kind, keys in (({"kind": "lmm"}, 0), ({"kind": "mag", "window": 4}, 4), ({"kind": "lmm", "insert": True}, 64)):
+        shape = with_memory(LLAMA, DecoderMemory(**kind, layers=(1,), neural=neural))
+        products = observe.flops_per_token(shape, 0, is_causal=False)
+        assert observe.flops_per_token(shape, 64, is_causal=False) - products == 12 * 32 * (64 + keys), kind
 
 
 def test_what_is_not_trained_has_no_gradient_of_its_own_to_count():
