@@ -53,6 +53,22 @@ class MemoryTrainConfig(TrainConfig):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _check_attention(self) -> MemoryTrainConfig:
+        """Refuse settings of the decoder's attention if memory has taken its place in every layer."""
+        memory, num_layers = self.memory, self.model.num_layers
+        if memory is None or memory.insert or (memory.layers is not None and len(memory.layers) < num_layers):
+            return self
+        why = f"memory.kind={memory.kind} takes the place of attention in all {num_layers} layers"
+        if self.implementation != "dense":
+            raise ValueError(f"implementation={self.implementation} does nothing: {why}; wanted dense")
+        if self.fused_projections and not self.model.is_gated:
+            raise ValueError(
+                f"fused_projections={self.fused_projections} does nothing: {why}, and model.activation="
+                f"{self.model.activation} has no gate; wanted false"
+            )
+        return self
+
     def decoder(self, vocab_size: int | None) -> TransformerConfig:
         """Decoder that the run trains, its memory layers included; see TrainConfig.decoder."""
         return with_memory(super().decoder(vocab_size), self.memory)

@@ -329,6 +329,25 @@ def test_a_run_names_what_keeps_its_memory_from_training():
         MemoryTrainConfig(**unmasked, memory=memory("mag").model_dump())
 
 
+@pytest.mark.parametrize("layers", [(0, 1, 2), None])
+@pytest.mark.parametrize("kind", ("mag", "lmm", "bank"))
+def test_settings_of_attention_are_refused_where_memory_leaves_none(kind, layers):
+    def run(memory, activation="swiglu", **update):
+        model = PLAIN.model_dump() | {"activation": activation}
+        base = {"model": model, "data": {"seq_len": 16}, "batch_size": 2, "steps": 1, "learning_rate": 0.1}
+        return MemoryTrainConfig(**base, memory=memory.model_dump(), **update)
+
+    everywhere = memory(kind, layers=layers)
+    for idle in ("blocked", "fused"):
+        with pytest.raises(ValueError, match=f"implementation={idle} does nothing: memory.kind={kind} takes the place"):
+            run(everywhere, implementation=idle)
+        for other in (memory(kind, layers=(0, 2)), memory("insert-neural", layers=layers)):
+            assert run(other, implementation=idle).implementation == idle
+    with pytest.raises(ValueError, match="fused_projections=True does nothing: .* model.activation=gelu has no gate"):
+        run(everywhere, activation="gelu", fused_projections=True)
+    assert run(everywhere, fused_projections=True).fused_projections
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [(0, 2), None])
 def test_parameters_are_counted_without_listing_them(kind, layers):
