@@ -69,7 +69,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; add_special adds the prefix that the model was trained with (often nothing)."""
-        return self.core.encode(text, add_special_tokens=add_special).ids
+        return self.encode_batch([text], add_special=add_special)[0]  # core.encode would hold Python's lock meanwhile
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
         """Token ids of many texts, encoded on several threads."""

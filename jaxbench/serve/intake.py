@@ -147,7 +147,10 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def aside(length: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a text of `length` characters, in a thread if it is long, so that streams continue."""
+    """Call a function of a text of `length` characters, in a thread if it is long, so that streams continue.
+
+    The function should leave Python's lock to others: Tokenizer.encode does.
+    """
     return await asyncio.to_thread(function, *arguments) if length > LONG_TEXT else function(*arguments)
 
 
@@ -155,7 +158,10 @@ def _length(body: CompletionBody | ChatBody) -> int:
     """Return the approximate number of characters of a body's prompt."""
     if isinstance(body, CompletionBody):
         return sum(len(each) for each in body.prompts if isinstance(each, str))
-    return sum(len(str(message.get("content"))) for message in body.messages)
+    try:
+        return len(str(body.messages)) + len(str(body.tools))
+    except RecursionError:
+        return LONG_TEXT + 1  # the template will refuse it
 
 
 async def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Answer]:

@@ -1,6 +1,8 @@
 """The tokenizer: known encodings, transformers as oracle, round trips, templates that cannot reach out."""
 
 import json
+import threading
+import time
 
 import pytest
 import transformers
@@ -79,7 +81,19 @@ def test_special_tokens_can_be_left_out_of_the_text(default):
 
 
 def test_batch_equals_one_by_one(default):
-    assert default.encode_batch(SAMPLES) == [default.encode(text) for text in SAMPLES]
+    for special in (True, False):
+        singly = [default.core.encode(text, add_special_tokens=special).ids for text in SAMPLES]
+        assert default.encode_batch(SAMPLES, add_special=special) == singly
+        assert [default.encode(text, add_special=special) for text in SAMPLES] == singly
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(default):
+    thread, turns = threading.Thread(target=default.encode, args=("The mill stands still. " * 50_000,)), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 50  # a handful where the encoding holds Python's lock
 
 
 @pytest.mark.parametrize(

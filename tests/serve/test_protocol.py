@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,6 +114,27 @@ def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_fi
     error = asked(**({} if "messages" in body else {"prompt": "a"}) | body)
     assert isinstance(error, intake.Bad) and (error.status, error.param) == (400, param)
     assert error.body["error"]["param"] == param and "Value error" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [*MESSAGES, {"role": "user", "content": "a" * intake.LONG_TEXT}]},
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "a" * intake.LONG_TEXT}}]},
+    ],
+    ids=["a message", "tools"],
+)
+def test_a_long_text_is_made_in_another_thread_wherever_it_is_in_the_body(monkeypatch, body):
+    threads, chat = [], Bytes.chat
+
+    def noted(self, messages, *, tools=None):
+        threads.append(threading.current_thread())
+        return chat(self, messages, tools=tools)
+
+    monkeypatch.setattr(Bytes, "chat", noted)
+    asked(messages=MESSAGES)
+    asked(**body)
+    assert [each is threading.main_thread() for each in threads[:2]] == [True, False]
 
 
 def test_a_seed_may_be_any_of_64_bits_and_the_same_one_draws_the_same():
