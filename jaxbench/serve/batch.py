@@ -1,15 +1,14 @@
 """Answer a file of requests with a file of answers, through the running batch (S file).
 
 Lines are those of OpenAI's batch interface (https://platform.openai.com/docs/api-reference/batch): custom_id, method,
-url and body in; id, custom_id, response and error out, in the order of the input. Finished lines are kept in a part
-file, from which the same command resumes; a request that cannot be served gets its status, as from the server.
+url and body in; id, custom_id, response and error out, in the order of the input. Answers go into a part file as they
+finish, from which the same command resumes; a request that cannot be served gets its status, as from the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
-import collections
 import contextlib
 import hashlib
 import json
@@ -29,7 +28,8 @@ URLS: dict[str, tuple[type, type[stream.Form]]] = {
     "/v1/completions": (CompletionBody, stream.Completion),
     "/v1/chat/completions": (ChatBody, stream.Chat),
 }
-FORMAT = 2  # version of the answers; a part file of another one is not resumed
+PREFIX = "batch-"  # of an answer's id; the number of its line follows
+FORMAT = 3  # version of the answers; a part file of another one is not resumed
 ATTEMPTS = 3  # of a request whose engine died under it; the last one runs alone
 
 
@@ -47,7 +47,7 @@ class Job(NamedTuple):
     """A file and where its answers go."""
 
     source: Path
-    part: Path  # finished answers, until all are
+    part: Path  # answers in the order in which they finished, until all are
     output: Path
     total: int
     overwrite: bool = False
@@ -102,37 +102,68 @@ async def run(service: Service, name: str, job: Job, advance: Callable[[int], An
       ValueError: the model cannot be loaded, or the output has appeared meanwhile.
     """
     outputs.check_file(job.output, overwrite=job.overwrite)  # again: another command may have ended since
-    store.cut_short(job.part)
-    done = len(store.rows(job.part))
-    advance(done)
-    waiting: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
+    finished = _finished(job.part)
+    advance(len(finished))
+    waiting: set[asyncio.Task[dict[str, Any]]] = set()
     turns = Turns()
     try:
         for number, line in enumerate(lines(job.source)):
-            if number < done:
+            if number in finished:
                 continue
-            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line, turns)))
+            waiting.add(asyncio.create_task(_answered(service, name, f"{PREFIX}{number}", line, turns)))
             if len(waiting) >= service.config.engine.limits.max_requests:
-                await _written(waiting, job.part, advance)
+                waiting = await _written(waiting, job.part, advance)
         while waiting:
-            await _written(waiting, job.part, advance)
+            waiting = await _written(waiting, job.part, advance)
     finally:
         for task in waiting:
             task.cancel()
-    failed = sum(json.loads(row)["response"]["status_code"] != 200 for row in store.rows(job.part))
-    outputs.check_file(job.output, overwrite=job.overwrite)
-    os.replace(job.part, job.output)
-    return failed
+    return _put_in_order(job)
 
 
-async def _written(waiting: collections.deque, part: Path, advance: Callable[[int], Any]) -> None:
-    """Write the first answer, and those after it that are ready, with one wait for the disk."""
-    rows = [await waiting[0]]
-    waiting.popleft()
-    while waiting and waiting[0].done():
-        rows.append(waiting.popleft().result())
+def _finished(part: Path) -> dict[int, int]:
+    """Return where each answer of a part file begins, by the number of its line; a row cut short is removed."""
+    found: dict[int, int] = {}
+    if not part.exists():
+        return found
+    with open(part, "r+b") as file:
+        begin = 0
+        for row in file:
+            if not row.endswith(b"\n"):
+                os.truncate(part, begin)
+                break
+            found[int(json.loads(row)["id"].removeprefix(PREFIX))] = begin
+            begin += len(row)
+    return found
+
+
+async def _written(waiting: set[asyncio.Task], part: Path, advance: Callable[[int], Any]) -> set[asyncio.Task]:
+    """Write the next answers that are ready, with one wait for the disk; return the others."""
+    ready, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    rows = [task.result() for task in ready if task.exception() is None]
     store.append(part, rows)
     advance(len(rows))
+    for task in ready:
+        task.result()  # raises its exception
+    return waiting
+
+
+def _put_in_order(job: Job) -> int:
+    """Write the answers of the part file to the output in the order of the lines; return how many are errors."""
+    failed = 0
+    with open(job.part, "rb") as file:
+        begins = _finished(job.part)
+        outputs.check_file(job.output, overwrite=job.overwrite)
+        with outputs.whole(job.output) as path, open(path, "wb") as target:
+            for number in sorted(begins):
+                file.seek(begins[number])
+                row = file.readline()
+                failed += json.loads(row)["response"]["status_code"] != 200
+                target.write(row)
+            target.flush()
+            os.fsync(target.fileno())  # before the part file goes
+    job.part.unlink()
+    return failed
 
 
 class Turns:

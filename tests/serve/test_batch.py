@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,6 +169,51 @@ def test_what_was_interrupted_goes_on_and_ends_the_same(folder):
     assert texts((folder / "again.jsonl").read_bytes()) == texts(whole) and not part.exists()
 
 
+def test_answers_that_finish_before_an_earlier_one_are_kept_and_not_asked_for_again(folder, monkeypatch):
+    tokenizer, asked = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), []
+
+    async def submitted(service, name, id, body):
+        asked.append(int(id.split("-")[1]))
+        answer = Answer(Request(id, (1,), 5), tokenizer)
+        if asked[-1] or len(asked) > len(requests()):  # the first is slow, until the command runs again
+            answer.take(Event(id, None, None, "length", None))
+        return [answer]
+
+    monkeypatch.setattr(batch.intake, "submitted", submitted)
+    job = batch.check(str(folder / "in.jsonl"), str(folder / "slow.jsonl"), [1], overwrite=False)
+    service, count = SimpleNamespace(tokenizer=tokenizer, config=config(folder)), 0
+
+    def advance(rows):
+        nonlocal count
+        count += rows
+        if count == len(requests()) - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(batch.run(service, "tiny", job, advance))
+    assert len(store.rows(job.part)) == len(requests()) - 1
+    asked += range(100)
+    asyncio.run(batch.run(service, "tiny", job, lambda rows: None))
+    assert asked[-2:] == [99, 0]
+    rows = [json.loads(row)["custom_id"] for row in store.rows(folder / "slow.jsonl")]
+    assert rows == [each["custom_id"] for each in requests()] and not job.part.exists()
+
+
+def test_a_part_file_is_read_line_by_line_and_a_row_cut_short_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(request(i)) + "\n" for i in range(12)))
+    job = batch.check(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), [], overwrite=False)
+    row = '{{"id": "batch-{}", "response": {{"status_code": {}, "body": "{}"}}}}\n'
+    size, numbers = 2**20, [*range(11, -1, -1)]
+    held = [row.format(number, 200 if number else 500, "x" * size) for number in numbers]
+    job.part.write_text("".join(held) + '{"id": "batch-')
+    tracemalloc.start()
+    assert asyncio.run(batch.run(None, "model", job, lambda rows: None)) == 1
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < len(held) * size / 2  # two rows and what the parser holds, not the file
+    assert (tmp_path / "out.jsonl").read_text() == "".join(held[::-1])
+
+
 def test_the_command_answers_a_file(folder):
     settings = ("limits.max_running=2", "limits.max_batch_tokens=16", "cache_tokens=512", "threads=1")
     command = [sys.executable, str(ROOT / "experiments/serve.py"), f"--model={folder / 'model'}"]
@@ -192,7 +238,7 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(request(0)) + "\n")
     output = tmp_path / "out.jsonl"
     job = batch.check(str(tmp_path / "in.jsonl"), str(output), [], overwrite=False)
-    job.part.write_text('{"response": {"status_code": 200}}\n')
+    job.part.write_text('{"id": "batch-0", "response": {"status_code": 200}}\n')
     with pytest.raises(ValueError, match="exists"):
         asyncio.run(batch.run(None, "model", job, lambda rows: output.write_text("mine")))
     assert output.read_text() == "mine" and job.part.exists()
