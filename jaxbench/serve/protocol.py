@@ -23,11 +23,11 @@ class _Body(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _take_nulls(cls, value: Any) -> Any:
-        """Treat a null field as left out, wherever it may be left out."""
+        """Treat a null field as left out unless it is required; also one that is not served, as clients write them."""
         if not isinstance(value, dict):
             return value
-        optional = {each.alias or name for name, each in cls.model_fields.items() if not each.is_required()}
-        return {name: given for name, given in value.items() if given is not None or name not in optional}
+        required = {each.alias or name for name, each in cls.model_fields.items() if each.is_required()}
+        return {name: given for name, given in value.items() if given is not None or name in required}
 
 
 class JsonSchema(_Body):

@@ -71,11 +71,21 @@ def test_a_watermark_that_is_not_here_is_refused_by_its_field():
 
 @pytest.mark.parametrize(
     "name", ["n", "stream", "stop", "logit_bias", "seed", "temperature", "top_p", "max_tokens", "logprobs", "echo",
-             "suffix", "best_of", "frequency_penalty", "stream_options", "user", "top_k", "stop_token_ids", "timeout"],
+             "suffix", "best_of", "frequency_penalty", "stream_options", "user", "top_k", "stop_token_ids", "timeout",
+             "reasoning_effort", "modalities", "audio", "functions", "prediction", "unknown"],
 )  # fmt: skip
-def test_a_field_that_is_null_is_one_that_is_left_out(name):
+def test_a_field_that_is_null_is_one_that_is_left_out_also_if_it_is_not_served(name):
     (with_null,), (without,) = asked(prompt="a", **{name: None}), asked(prompt="a")
     assert settings(with_null)._replace(deadline=0) == settings(without)._replace(deadline=0)
+
+
+def test_a_null_inside_an_object_is_left_out_and_a_required_one_is_missed():
+    form = {"type": "text", "json_schema": None, "unknown": None}
+    ((one,), (other,)) = asked(prompt="a", response_format=form, stream_options={"unknown": None}), asked(prompt="a")
+    assert settings(one) == settings(other)
+    for body, param in (({"prompt": None}, "prompt"), ({"prompt": "a", "response_format": {"type": None}}, "type")):
+        error = asked(**body)
+        assert isinstance(error, intake.Bad) and error.param.endswith(param)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +117,8 @@ def test_what_changes_no_answer_is_taken(body):
         ({"stop_token_ids": [256]}, "stop_token_ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
-        ({"n": 9}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": None}, "unknown"),
+        ({"n": 9}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": 1}, "unknown"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_field(body, param):

@@ -157,7 +157,7 @@ BODIES = {
         "stop_token_ids": [3, ["a"], [1] * 65], "priority": [101, "x"], "timeout": [0, -1, "x"],
         "stream": ["perhaps", [], 7], "stream_options": [3, {"include": True}], "model": ["other", 3],
         "logprobs": [-1, 21, "x"], "echo": [True], "suffix": ["x"], "best_of": [2], "messages": [[]],
-        "regex": ["(a", "", 3], "choice": [[], [""], "x"], "unknown": [1, None], "a\nb": [1],
+        "regex": ["(a", "", 3], "choice": [[], [""], "x"], "unknown": [1, "x"], "a\nb": [1],
         "ignore_eos": ["x", []], "user": [3], "watermark": ["unknown", 3, [], ""], "watermark_payload": [1, -1, "x"],
     },
     "chat/completions": {
