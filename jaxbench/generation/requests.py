@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench.pretrained.chat_template import REASONING
+
 WRITTEN = ("row", "run", "text", "ids", "prompt_tokens", "ended")  # keys that an output adds to a line's own
+ROLES = ("system", "developer", "user", "assistant", "tool")  # developer: a newer name of system, which templates miss
 WANTED = '{"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -44,6 +47,11 @@ def prompt_ids(tokenizer: Any, text: str, place: str) -> list[int]:
     if not ids:
         raise ValueError(f"{place}: {text[:60]!r} has no token in this model's vocabulary")
     return ids
+
+
+def template_role(role: str) -> str:
+    """Role of a message by the name that chat templates know."""
+    return "system" if role == "developer" else role
 
 
 def message_ids(tokenizer: Any, messages: Sequence[dict[str, str]], place: str, system: str | None = None) -> list[int]:
@@ -112,7 +120,7 @@ def parsed(
 
 def _takes_system(fields: dict[str, Any], *, chat: bool) -> bool:
     """True for a request that `message_ids` puts a system message in front of."""
-    return fields["messages"][0]["role"] != "system" if "messages" in fields else chat
+    return template_role(fields["messages"][0]["role"]) != "system" if "messages" in fields else chat
 
 
 class _Twice(ValueError):
@@ -176,4 +184,9 @@ def _messages(given: Any, place: str) -> list[dict[str, str]]:
                 raise ValueError(f"{place}: {name} of message {number} is {kind}, wanted a text")
             if message[name]:
                 check_text(message[name], f"{place}: {name} of message {number}")
-    return given
+        if message["role"] not in ROLES:
+            raise ValueError(f"{place}: role of message {number} is {message['role'][:60]!r}, wanted one of {ROLES}")
+        odd = next((name for name in message if name not in ("role", "content", *REASONING)), None)
+        if odd is not None:  # the template may not show it
+            raise ValueError(f"{place}: message {number} has {odd[:60]!r}, which is not taken; wanted role and content")
+    return [message | {"role": template_role(message["role"])} for message in given]

@@ -105,12 +105,10 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
             ]
     except ValueError as error:
         raise Bad(str(error), param="prompt") from error
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    messages = [message.for_template for message in body.messages]
     try:
         text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
-        if body.tools and text == service.tokenizer.chat(messages):
-            said = f"tools: the model's template shows none of the {len(body.tools)} to the model; leave them out"
-            raise Bad(said, param="tools")
+        _check_shown(service.tokenizer, messages, text, body.tools)
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
@@ -120,30 +118,26 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         raise Bad(said, param="messages") from error
 
 
-def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the parts of its content joined to one text."""
-    place = f"messages.{number}.content"
-    if not isinstance(message.get("role"), str):
-        said = f"messages.{number}.role is {message.get('role')!r}; wanted a text"
-        raise Bad(said, param=f"messages.{number}.role")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise Bad(f"{place} has a part that is no text; wanted parts of type text", param=place)
-        content = "".join(parts)
-    if content is None and (message.get("tool_calls") or message["role"] == "assistant"):
-        content = ""  # it called a tool, or refused
-    if not isinstance(content, str):
-        raise Bad(f"{place} is a {type(content).__name__}; wanted a text", param=place)
-    if content:
-        try:
-            texts.check_text(content, place)
-        except ValueError as error:
-            raise Bad(str(error), param=place) from error
-    return message | {"content": content}
+def _check_shown(tokenizer: Any, messages: list[dict[str, Any]], text: str, tools: Any) -> None:
+    """Check that the model's template shows tools and calls of tools to the model; text: what it made of them.
+
+    Raises:
+      Bad: it does not.
+    """
+    if tools and text == tokenizer.chat(messages):
+        said = f"tools: the model's template shows none of the {len(tools)} to the model; leave them out"
+        raise Bad(said, param="tools")
+    calling = [number for number, message in enumerate(messages) if "tool_calls" in message]
+    if not calling:
+        return
+    without = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
+    try:
+        is_same = text == tokenizer.chat(without, tools=tools)
+    except ValueError:  # what follows needs the calls
+        return
+    if is_same:
+        place = f"messages.{calling[0]}.tool_calls"
+        raise Bad(f"{place}: the model's template does not show calls to the model; leave them out", param=place)
 
 
 async def aside(length: int, function: Callable[..., Any], *arguments: Any) -> Any:

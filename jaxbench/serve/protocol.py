@@ -14,23 +14,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jaxbench.serve import constraint
+from jaxbench.serve.messages import Body, Message
 from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
 
 
-class _Body(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _take_nulls(cls, value: Any) -> Any:
-        """Treat a null field as left out unless it is required; also one that is not served, as clients write them."""
-        if not isinstance(value, dict):
-            return value
-        required = {each.alias or name for name, each in cls.model_fields.items() if each.is_required()}
-        return {name: given for name, given in value.items() if given is not None or name in required}
-
-
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A named schema."""
 
     name: str = "answer"
@@ -39,7 +27,7 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -54,14 +42,14 @@ class ResponseFormat(_Body):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a stream has in addition to its tokens."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # in every event: usage so far (vLLM's)
 
 
-class _Asked(_Body):
+class _Asked(Body):
     """Fields that both interfaces share."""
 
     model: str | None = None
@@ -166,7 +154,7 @@ class _Asked(_Body):
         raise NotImplementedError
 
 
-class DetectBody(_Body):
+class DetectBody(Body):
     """A text to check for watermarks."""
 
     text: str | None = None  # either this or tokens
@@ -226,7 +214,7 @@ def _are_tokens(value: Any) -> bool:
 class ChatBody(_Asked):
     """A request for the next message of a conversation."""
 
-    messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
+    messages: list[Message] = pydantic.Field(min_length=1)
     max_tokens: int | None = pydantic.Field(default=None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     logprobs: bool | None = None

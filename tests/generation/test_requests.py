@@ -31,6 +31,13 @@ def test_chat_puts_prompts_through_the_template_and_a_system_message_in_front(tm
     assert shown(text, found) == ["[system]Be brief.[user]Hi[assistant]", "[system]Own.[user]Hi[assistant]"]
 
 
+def test_a_developers_message_is_a_system_message(tmp_path, text):
+    own = '{"messages": [{"role": "developer", "content": "Own."}, {"role": "user", "content": "Hi"}]}'
+    assert shown(text, read(tmp_path, text, own)) == ["[system]Own.[user]Hi[assistant]"]
+    with pytest.raises(ValueError, match="begin with a system message"):
+        read(tmp_path, text, own, system="Be brief.")
+
+
 def test_a_system_message_that_no_line_would_have_is_refused(tmp_path, text):
     own = '{"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]}'
     chat = '{"messages": [{"role": "user", "content": "Hi"}]}'
@@ -58,6 +65,8 @@ def test_a_system_message_that_no_line_would_have_is_refused(tmp_path, text):
         ('{"messages": ["Hi"]}', "line 2: message 1 is a str"),
         ('{"messages": [{"role": "user"}]}', "line 2: content of message 1 is missing"),
         ('{"messages": [{"role": 1, "content": "Hi"}]}', "line 2: role of message 1 is a int"),
+        ('{"messages": [{"role": "wizard", "content": "Hi"}]}', "line 2: role of message 1 is 'wizard'"),
+        ('{"messages": [{"role": "user", "content": "Hi", "name": "a"}]}', "line 2: message 1 has 'name'"),
         ('{"prompt": "a", "ids": []}', "line 2 has the key 'ids', which the output writes; rename it"),
         ('{"prompt": ' + "[" * 50_000, "line 2: "),
         ('{"prompt": "a", "prompt": "b"}', "line 2 has the key 'prompt' twice, wanted once"),

@@ -1,0 +1,113 @@
+"""Objects in the bodies of clients: their common base, and the messages of a conversation (S file).
+
+A part of a message that the model would not see is refused, as a field is (protocol.py).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from jaxbench.generation import requests as texts
+from jaxbench.pretrained.chat_template import REASONING
+
+
+class Body(pydantic.BaseModel):
+    """An object of a client: strict types, no field that is not named here, and null is left out."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_nulls(cls, value: Any) -> Any:
+        """Treat a null field as left out unless it is required; also one that is not served, as clients write them."""
+        if not isinstance(value, dict):
+            return value
+        required = {each.alias or name for name, each in cls.model_fields.items() if each.is_required()}
+        return {name: given for name, given in value.items() if given is not None or name in required}
+
+
+def _arguments(given: Any) -> Any:
+    """Parse a call's arguments: clients send them as a JSON text, templates take the object."""
+    if not isinstance(given, str):
+        raise ValueError(f"a {type(given).__name__}; wanted the text of a JSON object")
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({type(error).__name__}: {str(error)[:80]})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"JSON of a {type(found).__name__}; wanted the text of a JSON object")
+    return found
+
+
+class Function(Body):
+    """A function that the model called."""
+
+    name: str = pydantic.Field(min_length=1)
+    arguments: Annotated[dict[str, Any], pydantic.BeforeValidator(_arguments)]
+
+
+class ToolCall(Body):
+    """A call of a tool in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        made = {"type": self.type, "function": {"name": self.function.name, "arguments": self.function.arguments}}
+        return made if self.id is None else made | {"id": self.id}
+
+
+def _text_of(part: Any) -> str:
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if given.keys() != {"type", "text"} or given["type"] != "text" or not isinstance(given["text"], str):
+        raise ValueError(f"has a part that is no text: {str(part)[:60]!a}; wanted parts of type text")
+    return given["text"]
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal[texts.ROLES]
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None  # taken instead of a content, and not shown to the model
+    # for templates that show it, by any of its names (pretrained/chat_template.py)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    # a text, or parts of type text, which are joined; last, as it may be missing beside some of the others
+    content: str | None = pydantic.Field(default=None, validate_default=True)
+
+    @pydantic.field_validator("tool_calls", "tool_call_id", "refusal", *REASONING)
+    @classmethod
+    def _check_role(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        role, wanted = info.data.get("role"), "tool" if info.field_name == "tool_call_id" else "assistant"
+        if value is not None and role not in (None, wanted):
+            raise ValueError(f"in a message of role {role}; wanted it in one of role {wanted}")
+        return value
+
+    @pydantic.field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any, info: pydantic.ValidationInfo) -> str:
+        if content is None and (info.data.get("tool_calls") or info.data.get("refusal") is not None):
+            return ""
+        if isinstance(content, list) and content:
+            content = "".join(map(_text_of, content))
+        if not isinstance(content, str):
+            raise ValueError(f"a {type(content).__name__}; wanted a text, or parts of type text")
+        return texts.check_text(content, "it") if content else content
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        made: dict[str, Any] = {"role": texts.template_role(self.role), "content": self.content}
+        if self.tool_calls:
+            made["tool_calls"] = [each.for_template for each in self.tool_calls]
+        others = {name: getattr(self, name) for name in ("tool_call_id", *REASONING)}
+        return made | {name: value for name, value in others.items() if value is not None}
