@@ -316,29 +316,27 @@ class Launch:
             reference = base if base in outputs else next(iter(outputs), None)
             for arm, tokens in outputs.items():
                 tolerance = agreement.LOSS_TOLERANCE[workload.dtype] if workload.kind == "train" else 0.0
-                difference = agreement.first_difference(outputs[reference], tokens, tolerance=tolerance)
-                same_as = outputs[reference] if difference is None else tokens
-                detail = {"digest": agreement.digest(same_as), "reference": reference, "first_difference": difference}
+                places = agreement.differences(outputs[reference], tokens, tolerance=tolerance)
+                digest = agreement.digest(tokens if places else outputs[reference])
+                detail = {"digest": digest, "reference": reference, "first_difference": places[0] if places else None}
                 if workload.kind == "train":
                     detail |= {"loss": tokens[0][0], "reference_loss": outputs[reference][0][0]}
-                elif difference is not None:
-                    detail |= self._difference_detail(workload, reference, arm, *difference)
-                same = 1.0 if difference is None else 0.0
+                elif places:
+                    detail |= self._difference_detail(workload, reference, arm, places)
+                same = 0.0 if places else 1.0
                 self.file.append(self._record("tokens", workload, same, "count", arm=arm, detail=detail))
 
-    def _difference_detail(self, workload: Workload, reference: str, arm: str, row: int, step: int) -> dict:
-        """Return the first two tokens that differ and, in float32, whether the logits there are a near tie."""
-        ours, theirs = (self.tokens[workload][name][row] for name in (arm, reference))
-        if step >= min(len(ours), len(theirs)):
-            return {}
-        detail = {"token": ours[step], "reference_token": theirs[step]}
-        if workload.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights")):
-            return detail
-        context = self.plan.inputs[workload][row] + theirs[:step]
-        answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
-        if not all(answers):
-            return detail
-        return detail | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
+    def _difference_detail(self, workload: Workload, reference: str, arm: str, places: list[list[int]]) -> dict:
+        """Return agreement.deciding_difference of two arms, whose logits are compared in float32."""
+
+        def logits_at(row: int, step: int) -> list[list[float]] | None:
+            context = self.plan.inputs[workload][row] + theirs[row][:step]
+            answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
+            return [answer["logits"] for answer in answers] if all(answers) else None
+
+        theirs, ours = (self.tokens[workload][name] for name in (reference, arm))
+        is_narrow = workload.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights"))
+        return agreement.deciding_difference(theirs, ours, places, self.plan.device, None if is_narrow else logits_at)
 
     def _note_output(self, arm: str, workload: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""

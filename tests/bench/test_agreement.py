@@ -19,27 +19,58 @@ def tokens(arm: str, workload: Workload = DECODE, **detail) -> Record:
 @pytest.mark.parametrize(
     ("left", "right", "wanted"),
     [
-        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], None),
-        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [1, 1]),
-        ([[1, 2, 3]], [[1, 2]], [0, 2]),
-        ([[1]], [[1], [2]], [1, 0]),
-        ([[2.0]], [[float("nan")]], [0, 0]),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], []),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 1]]),
+        ([[1, 2, 3]], [[1, 2]], [[0, 2]]),
+        ([[1]], [[1], [2]], [[1, 0]]),
+        ([[2.0]], [[float("nan")]], [[0, 0]]),
+        ([[1, 2], [5], [3, 4]], [[1, 9], [5], [0, 0]], [[0, 1], [2, 0]]),
     ],
 )
-def test_first_difference_names_row_and_step(left, right, wanted):
-    assert agreement.first_difference(left, right) == wanted
+def test_the_first_difference_of_each_row_is_named_by_row_and_step(left, right, wanted):
+    assert agreement.differences(left, right) == wanted
+
+
+def test_a_near_tie_in_one_row_excuses_no_other_row():
+    reference, other = [[1, 2], [1, 2], [1, 2]], [[1, 3], [0, 0], [3, 3]]
+    tied, apart = [0.0, 1.0, 5.0, 5.0 - 1e-7], [0.0, 9.0, 1.0, 1.0]
+    logits = {(0, 1): tied, (1, 0): apart, (2, 0): apart}
+    asked = []
+
+    def logits_at(row, step):
+        asked.append((row, step))
+        return logits[row, step], [each + 1e-6 for each in logits[row, step]]
+
+    places = agreement.differences(reference, other)
+    found = agreement.deciding_difference(reference, other, places, "cpu", logits_at)
+    assert (found["first_difference"], found["token"], found["reference_token"]) == ([1, 0], 0, 1)
+    assert len(agreement.failures([tokens("flax", **found)])) == 1 and asked == [(0, 1), (1, 0)]
+    found = agreement.deciding_difference(reference, other, places[:1], "cpu", logits_at)
+    assert found["first_difference"] == [0, 1] and agreement.failures([tokens("flax", **found)]) == []
+    assert "near_tie" not in agreement.deciding_difference(reference, other, places, "cpu", None)
+    assert agreement.deciding_difference([[1]], [[1], [2]], [[1, 0]], "cpu", logits_at) == {"first_difference": [1, 0]}
+
+
+def test_a_token_far_from_the_best_is_not_excused_by_a_tie_of_two_others():
+    reference = np.array([10.0, 10.0 - 1e-7, 0.0])
+    found = {token: agreement.near_tie(reference, reference + 1e-6, "cpu", tokens=(0, token)) for token in (1, 2, 9)}
+    assert {token: each["near_tie"] for token, each in found.items()} == {1: True, 2: False, 9: False}
+    [said] = agreement.failures([tokens("flax", first_difference=[0, 3], **found[2])])
+    wanted = "top-two margin 1.0e-07, logits differ by 1.0e-06, the worse token is 1.0e+01 below the best"
+    assert said.endswith(f"(no tie: {wanted})")
 
 
 def test_margin_and_errors_are_those_of_the_definition():
-    found = agreement.near_tie([3.0, 4.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.5], "cpu")
-    assert found == {"margin": 1.0, "logit_error": 0.5, "logit_error_relative": 0.1, "near_tie": False}
+    found = agreement.near_tie([3.0, 4.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.5], "cpu", tokens=(1, 2))
+    wanted = {"margin": 1.0, "token_margin": 4.0, "logit_error": 0.5, "logit_error_relative": 0.1, "near_tie": False}
+    assert found == wanted
 
 
 @pytest.mark.parametrize(("errors", "is_tie"), [(9, True), (11, False)])
 def test_a_tie_has_a_margin_under_ten_errors(errors, is_tie):
     margin = 1e-4
     reference = np.array([100.0, 100.0 + margin])
-    assert agreement.near_tie(reference, reference + [margin / errors, 0.0], "cpu")["near_tie"] is is_tie
+    assert agreement.near_tie(reference, reference + [margin / errors, 0.0], "cpu", tokens=(0, 1))["near_tie"] is is_tie
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan")], ids=["from the file", "in the run"])
@@ -53,12 +84,16 @@ def test_outputs_that_are_no_numbers_are_failures_in_words(nothing):
 
 
 def test_a_wrong_program_does_not_excuse_itself_by_its_own_error():
-    assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0], "gpu")["near_tie"]
+    assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0], "gpu", tokens=(0, 1))["near_tie"]
 
 
 def test_the_narrower_products_of_an_accelerator_are_rounding_there_only():
     logits = [10.0, 10.001], [10.005, 10.0]
-    assert [agreement.near_tie(*logits, device)["near_tie"] for device in ("cpu", "gpu", "tpu")] == [False, True, True]
+    assert [agreement.near_tie(*logits, device, tokens=(0, 1))["near_tie"] for device in ("cpu", "gpu", "tpu")] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_notes_say_which_arms_agree_and_where_one_parts():

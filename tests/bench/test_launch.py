@@ -203,7 +203,7 @@ def test_an_arm_that_cannot_run_here_is_skipped_with_its_reason(run_launch):
 def test_differing_float32_tokens_fail_unless_their_logits_are_a_near_tie(
     run_launch, monkeypatch, margin, error, is_tie
 ):
-    reference = [0.0, 5.0 + margin, 0.0, 5.0]
+    reference = [0.0, 5.0 + margin, *[0.0] * 5, 5.0]  # of tokens 1 and 7
     logits = {"torch_eager": reference, "flax": [value + error for value in reference]}
     monkeypatch.setattr(StandIn, "logits", logits)
     found = run_launch(faults={("flax", "measure"): "differs"})
@@ -216,7 +216,7 @@ def test_differing_float32_tokens_fail_unless_their_logits_are_a_near_tie(
 
 
 def test_differing_tokens_are_located(run_launch, monkeypatch):
-    monkeypatch.setattr(StandIn, "logits", {"torch_eager": [1.0, 0.0], "flax": [1.0, 0.0]})
+    monkeypatch.setattr(StandIn, "logits", {"torch_eager": [1.0, *[0.0] * 7], "flax": [1.0, *[0.0] * 7]})
     found = run_launch(faults={("flax", "measure"): "differs"})
     tokens = next(r for r in found if r.metric == "tokens" and r.arm == "flax" and r.workload.kind == "decode")
     assert tokens.value == 0.0
