@@ -8,6 +8,7 @@ are strict, as OpenAI's: neither the text "5" nor true is a number.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False  # in every event: usage so far (vLLM's)
 
 
+def _token(key: Any) -> int:
+    """Parse a token that is a key, which JSON has as a text; in one way only, or two keys could be the same token."""
+    if not isinstance(key, str) or not re.fullmatch("0|[1-9][0-9]{0,18}", key):
+        raise ValueError(f"{str(key)[:40]!r} is no token id; wanted digits without a leading zero")
+    return int(key)
+
+
 class _Asked(Body):
     """Fields that both interfaces share."""
 
@@ -63,8 +71,7 @@ class _Asked(Body):
     frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)
-    # JSON's keys are strings
-    logit_bias: dict[Annotated[int, pydantic.Strict(False)], float] | None = pydantic.Field(
+    logit_bias: dict[Annotated[int, pydantic.BeforeValidator(_token)], float] | None = pydantic.Field(
         default=None, max_length=1024
     )
     seed: int | None = pydantic.Field(default=None, ge=-(2**63), lt=2**63)  # null = a random one for each prompt

@@ -149,6 +149,13 @@ def test_a_long_text_is_made_in_another_thread_wherever_it_is_in_the_body(monkey
     assert [each is threading.main_thread() for each in threads[:2]] == [True, False]
 
 
+@pytest.mark.parametrize("key", ["1_0_0", "0100", " 6", "6 ", "+7", "5.0", "-1", "", "a", "\u0665", "9" * 5000, "6\n"])
+def test_a_biased_token_is_written_in_one_way_only(key):
+    error = asked(prompt="a", logit_bias={key: 1.0, "6": 2.0})
+    assert error.status == 400 and error.param.startswith("logit_bias.") and "is no token id" in str(error)
+    assert asked(prompt="a", logit_bias={"0": 1, "100": 2.5})[0].sampling.logit_bias == {0: 1.0, 100: 2.5}
+
+
 def test_a_seed_may_be_any_of_64_bits_and_the_same_one_draws_the_same():
     seeds = [asked(prompt="a", seed=seed)[0].sampling.seed for seed in (-1, -1, -(2**63), 5)]
     assert seeds[0] == seeds[1] == 2**63 - 1 and seeds[2:] == [0, 5]
