@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +124,9 @@ class ServerConfig(Base):
     engine: EngineConfig = EngineConfig()
     host: str = "127.0.0.1"
     port: int = pydantic.Field(default=8000, ge=0, le=65535)  # 0 = a free one
-    name: str | None = None  # the model's in the interface; None = that of its file
+    name: str | None = pydantic.Field(
+        default=None, min_length=1
+    )  # the model's to clients; None = its file's or folder's
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
     max_choices: int = pydantic.Field(default=8, ge=1)  # answers to a request, over all its prompts
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not give it
@@ -137,7 +140,8 @@ class ServerConfig(Base):
     @property
     def shown_name(self) -> str:
         """The model's name in the interface."""
-        return self.name or ("default" if self.engine.model is None else Path(self.engine.model).name)
+        # absolute, as `.` has no name of its own; links are not followed
+        return self.name or ("default" if self.engine.model is None else Path(os.path.abspath(self.engine.model)).name)
 
 
 def load_engine(

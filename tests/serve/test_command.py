@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxbench.serve.settings import EngineConfig
+from jaxbench.serve.settings import EngineConfig, ServerConfig
 from tests.structure import ROOT
 
 XLA = EngineConfig(kernels="xla")
@@ -39,3 +39,15 @@ def test_any_engine_computes_on_a_cpu_and_xlas_on_a_gpu(check):
 def test_what_does_not_go_on_a_gpu_is_refused_with_what_to_set(check, engine, replicas, wanted):
     with pytest.raises(ValueError, match=f"--device=gpu.*{wanted}"):
         check(engine, device="gpu", replicas=replicas)
+
+
+def test_a_model_is_named_by_the_last_part_of_its_path_wherever_it_is_named_from(tmp_path, monkeypatch):
+    folder = tmp_path / "small" / "inner"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    names = {".": "inner", "..": "small", "../inner/": "inner", "../../link": "link", "org/model": "model"}
+    assert {path: ServerConfig(engine={"model": path}).shown_name for path in names} == names
+    assert ServerConfig().shown_name == "default"
+    with pytest.raises(ValueError, match="name"):
+        ServerConfig(name="")
