@@ -128,7 +128,7 @@ class ServerConfig(Base):
         default=None, min_length=1
     )  # the model's to clients; None = its file's or folder's
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
-    max_choices: int = pydantic.Field(default=8, ge=1)  # answers to a request, over all its prompts
+    max_choices: int = pydantic.Field(default=32, ge=1)  # answers to a request, over all its prompts
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not give it
     # seconds that a request's head may take, and that its body may pause; after that the connection is closed
     silence_s: float = pydantic.Field(default=30.0, gt=0)

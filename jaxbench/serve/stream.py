@@ -115,7 +115,7 @@ class Completion(Form):
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """Return a choice in the form of this interface."""
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": ended}
+        return {"index": number, "text": text, "logprobs": logprobs, **_ending(ended)}
 
     part = choice
 
@@ -199,12 +199,12 @@ class Chat(Form):
         return self._part(number, {"content": text} if text else {}, logprobs, ended)
 
     def _part(self, number: int, delta: dict[str, Any], logprobs: Any, ended: str | None) -> dict[str, Any]:
-        return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
+        return {"index": number, "delta": delta, "logprobs": logprobs, **_ending(ended)}
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """Return a whole message."""
         message = {"role": "assistant", "content": text}
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": ended}
+        return {"index": number, "message": message, "logprobs": logprobs, **_ending(ended)}
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
@@ -221,6 +221,11 @@ class Chat(Form):
     def _one(self, token: int, value: float) -> dict[str, Any]:
         text, own = self._shown(token)
         return {"token": text, "logprob": value, "bytes": list(own)}
+
+
+def _ending(ended: str | None) -> dict[str, Any]:
+    """Return why a choice ended; OpenAI's types have no reason for a time-out, which is told beside theirs."""
+    return {"finish_reason": "length", "timed_out": True} if ended == "timeout" else {"finish_reason": ended}
 
 
 async def _joined(answer: Answer) -> Piece:

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
+import openai
 import pytest
 import tokenizers
 from tokenizers import decoders
@@ -17,6 +18,7 @@ from jaxbench.serve.engine import Event
 from jaxbench.serve.metrics import Metrics
 from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.request import Request, TokenLogprobs
+from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.service import Answer, Piece
 from jaxbench.serve.settings import ServerConfig
 
@@ -114,11 +116,11 @@ def test_what_changes_no_answer_is_taken(body):
         ({"messages": MESSAGES, "tools": [{"a": 1}], "tool_choice": "none"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"), ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [""]}, "prompt"), ({"prompt": ["a"] * 9}, "prompt"), ({"prompt": ["a", "b"], "n": 5}, "prompt"),
+        ({"prompt": [""]}, "prompt"), ({"prompt": ["a"] * 33}, "prompt"), ({"prompt": ["a", "b"], "n": 17}, "prompt"),
         ({"stop_token_ids": [256]}, "stop_token_ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
-        ({"n": 9}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": 1}, "unknown"),
+        ({"n": 33}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": 1}, "unknown"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )  # fmt: skip
@@ -232,6 +234,12 @@ def test_several_prompts_are_several_answers_in_their_order_each_as_if_it_were_a
     assert [each.prompt for each in given] == [(1, 2), (3,)]
 
 
+def test_a_list_may_have_as_many_answers_as_run_at_once_and_each_ends_at_256_tokens_by_default(monkeypatch):
+    monkeypatch.setitem(SERVICE.about, "max_seq_len", 1000)
+    found = asked(prompt=["a"] * 16, n=2)
+    assert len(found) == Limits().max_running == 32 and {each.max_new_tokens for each in found} == {256}
+
+
 def test_prompts_of_a_list_are_drawn_by_seeds_of_their_own_where_none_is_given():
     found = [each.sampling.seed for each in asked(prompt=["ab", "ab", "cd"], n=2, max_tokens=3)]
     assert found[::2] == found[1::2] and len(set(found)) == 3  # choices of a prompt differ by their row of the stream
@@ -292,6 +300,18 @@ def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_
     numbers = [each["choices"][0]["index"] for each in parts if each["choices"]]
     assert [[o for i, o in zip(numbers, offsets) if i == number] for number in (0, 1)] == [[0, 1, 1], [0, 1]]
     assert parts[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize("form", [stream.Completion, stream.Chat])
+def test_a_timeout_is_told_beside_a_reason_that_openais_types_have(form):
+    types = openai.types.CompletionChoice, openai.types.chat.chat_completion.Choice
+    made = form("r", "tiny", Bytes(), intake.checked({"prompt": "a"}, CompletionBody))
+    for make in (made.choice, made.part):
+        assert [make(0, "a", None, ended).get("timed_out") for ended in (None, "stop", "length")] == [None] * 3
+        found = make(0, "a", None, "timeout")
+        assert (found["finish_reason"], found["timed_out"]) == ("length", True)
+    whole = made.choice(0, "a", None, "timeout")
+    types[form is stream.Chat].model_validate(whole)
 
 
 def spaced():
