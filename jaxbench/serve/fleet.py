@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ray import serve
@@ -66,8 +66,13 @@ class Replica:
         """Return the state of its service: "ready" if it takes requests, else "loading", "draining" or "failed"."""
         return self._service.state
 
-    async def answer(self, path: str, data: bytes, id: str, *, beginning: str) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (status, body) of a whole answer, or (200, None) and (0, event) for each event of a stream."""
+    async def answer(
+        self, path: str, data: bytes, id: str, *, beginning: str, excluded: Sequence[str] = ()
+    ) -> AsyncIterator[tuple[Any, ...]]:
+        """Yield (status, body) of a whole answer, or (200, None) and (0, event) for each event of a stream.
+
+        Where this replica takes no request now, yield (status, body, its name). beginning, excluded: prefix_router.py.
+        """
         kind, form = URLS[path]
         try:
             body = intake.parsed(data, kind)
@@ -76,7 +81,8 @@ class Replica:
             yield error.status, error.body
             return
         except Refused as error:
-            yield error.status, error_body(str(error), "rate_limit_error" if error.status == 429 else "server_error")
+            kind = "rate_limit_error" if error.status == 429 else "server_error"
+            yield error.status, error_body(str(error), kind), serve.get_replica_context().replica_id.unique_id
             return
         made = form(id, self._name, self._service.tokenizer, body)
         try:
@@ -154,17 +160,18 @@ class Gateway:
         return JSONResponse({"status": state}, 200 if is_ready else 503, {} if is_ready else RETRY)
 
     async def _answered(self, path: str, data: bytes, id: str) -> Response:
-        """Build the response from an answer's first item; if that does not come, try another replica."""
-        beginning, failure = beginning_of(data), ""
+        """Build the response from an answer's first item; if that is none or a refusal, try another replica."""
+        beginning, failure, refusal = beginning_of(data), "", None
+        excluded: list[str] = []  # replicas that refused it
         for attempt in range(ATTEMPTS):
             if self._is_ending:
                 said = ENDED if attempt else "the server is ending"
                 return JSONResponse(error_body(said, "server_error"), 503, RETRY | {"x-request-id": id})
-            items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning)
+            items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning, excluded=excluded)
             self._running.add(items)
             is_streamed = False
             try:
-                status, value = await anext(items)
+                status, value, *refusing = await anext(items)
                 is_streamed = value is None
             except asyncio.CancelledError:
                 items.cancel()
@@ -182,9 +189,15 @@ class Gateway:
                 if not is_streamed:
                     self._running.discard(items)
             headers = {"x-request-id": id} | (RETRY if status in (429, 503) else {})
+            if refusing:
+                excluded += refusing
+                refusal = JSONResponse(value, status, headers)
+                continue
             if value is not None:
                 return JSONResponse(value, status, headers)
             return StreamingResponse(self._events(items), media_type="text/event-stream", headers=headers)
+        if refusal is not None and not self._is_ending:
+            return refusal
         said = ENDED if self._is_ending else f"no replica answered ({failure})"
         return JSONResponse(error_body(said, "server_error"), 503, {"Retry-After": "5"})
 

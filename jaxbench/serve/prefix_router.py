@@ -7,7 +7,7 @@ its own order, so that a replica that joins or leaves moves only the beginnings 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -18,6 +18,17 @@ MOST_AHEAD = 8  # requests by which a request's own replica may be busier than t
 def ranked(beginning: str, replicas: Sequence[str]) -> list[str]:
     """Rank replicas by name, the one that a beginning belongs to first."""
     return sorted(replicas, key=lambda name: hashlib.sha256(f"{beginning}\0{name}".encode()).digest())
+
+
+def order(beginning: str, busy: Mapping[str, int], *, excluded: Collection[str], most_ahead: int) -> list[str]:
+    """Return replicas in the order in which a request is offered to them; busy: each one's number of requests.
+
+    excluded: replicas that have refused it; the others are then asked in order of load.
+    """
+    names = ranked(beginning, [name for name in busy if name not in excluded] or list(busy))
+    if excluded or (names and busy[names[0]] > min(busy.values()) + most_ahead):
+        names.sort(key=busy.__getitem__)
+    return names
 
 
 class PrefixRouter(RequestRouter):
@@ -32,10 +43,8 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the order in which they are tried."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        beginning = "" if pending_request is None else str(pending_request.kwargs.get("beginning", ""))
-        names = ranked(beginning, list(by_name))
-        busy = {name: self.replica_queue_len_cache.get(by_name[name].replica_id) or 0 for name in names}
-        least = min(busy.values(), default=0)
-        if names and busy[names[0]] > least + self._most_ahead:
-            names.sort(key=busy.__getitem__)
+        given = {} if pending_request is None else pending_request.kwargs
+        busy = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
+        beginning, excluded = str(given.get("beginning", "")), given.get("excluded", ())
+        names = order(beginning, busy, excluded=excluded, most_ahead=self._most_ahead)
         return [[by_name[name]] for name in names]

@@ -25,7 +25,8 @@ from tests.generation import tiny
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'jaxbench[ray]'")
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = ("name=tiny", "engine.cache_tokens=2048", "engine.limits.max_running=4", "engine.limits.max_batch_tokens=64")
+SETTINGS = ("name=tiny", "engine.cache_tokens=2048", "engine.limits.max_running=4", "engine.limits.max_batch_tokens=64",
+            "engine.limits.max_waiting=4")  # fmt: skip
 
 
 def test_beginnings_are_spread_and_keep_their_replica_when_another_goes():
@@ -36,6 +37,38 @@ def test_beginnings_are_spread_and_keep_their_replica_when_another_goes():
     assert all(60 < list(first.values()).count(name) < 140 for name in names)
     without = {text: ranked(text, ["a", "c"])[0] for text in first}
     assert all(without[text] == name for text, name in first.items() if name != "b")
+
+
+def test_a_replica_that_refused_is_not_asked_again_and_the_least_busy_other_is():
+    from jaxbench.serve.prefix_router import order, ranked
+
+    busy = {"a": 3, "b": 1, "c": 0}
+    first, *_ = ranked("text", list(busy))
+    assert order("text", busy, excluded=(), most_ahead=8)[0] == first
+    assert order("text", busy | {first: 20}, excluded=(), most_ahead=8)[-1] == first
+    assert order("text", busy, excluded=["c"], most_ahead=8) == ["b", "a"]
+    assert order("text", busy, excluded=["a", "b", "c"], most_ahead=8) == ["c", "b", "a"]
+    assert order("text", {}, excluded=["a"], most_ahead=8) == []
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_request_that_one_replica_refuses_is_answered_by_another(status):
+    from jaxbench.serve import fleet
+    from jaxbench.serve.settings import ServerConfig
+
+    async def items(excluded):
+        free = [name for name in names if name not in excluded]
+        asked.append(free[0])
+        yield (200, {"by": free[0]}) if free[0] == "idle" else (status, {"error": "full"}, free[0])
+
+    handle = SimpleNamespace(answer=SimpleNamespace(remote=lambda *_, excluded, **__: items([*excluded])))
+    handle.options = lambda **_: handle
+    for names, wanted in ((["full", "idle"], 200), (["a", "b", "c", "d"], status)):
+        asked = []
+        gateway = fleet.Gateway(handle, ServerConfig(), None)
+        response = asyncio.run(gateway._answered("/v1/completions", b"{}", "r"))
+        assert response.status_code == wanted and asked == names[: fleet.ATTEMPTS]
+        assert ("retry-after" in response.headers) == (wanted != 200)
 
 
 class Endless:
@@ -118,6 +151,15 @@ def engines(process):
 
 def cached(answer):
     return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_what_one_full_replica_refuses_the_idle_one_answers(fleet):
+    url, _ = fleet
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        how = {"model": "tiny", "prompt": "the old mill", "n": 8, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            answers = [each.result(60) for each in [pool.submit(client.completions.create, **how) for _ in range(2)]]
+    assert [len(each.choices) for each in answers] == [8, 8]  # as many as one replica takes, twice
 
 
 def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
