@@ -27,7 +27,7 @@ from jaxbench import outputs, store
 from jaxbench.config import Base
 
 COMMANDS = Path(__file__).resolve().parents[2] / "experiments"
-HERE = "{job}"  # in a job's words: its own folder
+HERE = "{job}"  # the folder of a job that runs in it: as its cwd, and in its words
 ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}")
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 ENDED = ("done", "failed", "cancelled")
@@ -44,6 +44,11 @@ class Job(Base):
     submitted: float  # seconds since 1970
     priority: int = 0  # higher runs first
     most_attempts: int = pydantic.Field(default=3, ge=1)  # of a command that crashes, or whose worker dies
+
+    @property
+    def is_in_its_folder(self) -> bool:
+        """True where the job runs in its own folder, and HERE in its words stands for that."""
+        return self.cwd == HERE
 
 
 class Progress(Base):
@@ -90,9 +95,9 @@ class Queue:
         """Add a job.
 
         Args:
-          words: of the command; HERE stands for the job's folder.
+          words: of the command; HERE stands for the job's folder if cwd is HERE.
           fill: writes files into the job's folder before anybody sees it.
-          cwd: folder that the command runs in, may have HERE; None = this process's.
+          cwd: folder that the command runs in, HERE = the job's own; None = this process's.
 
         Raises:
           ValueError: the command is not one of experiments/.

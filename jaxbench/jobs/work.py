@@ -114,7 +114,7 @@ class Workers:
         about = {"job": entry.job.id, "title": entry.job.title, "attempt": entry.progress.attempts}
         log.info("job started", extra={"fields": about})
         started = time.monotonic()
-        cwd, asked, code = entry.job.cwd.replace(HERE, str(entry.folder)), "", BROKEN
+        cwd, asked, code = str(entry.folder) if entry.job.is_in_its_folder else entry.job.cwd, "", BROKEN
         with open(entry.log, "ab") as output:
             begin = output.tell()
             try:
@@ -167,7 +167,8 @@ class Workers:
 
 def command(entry: Entry) -> list[str]:
     """Return the command line of the process that runs a job."""
-    first, *rest = (word.replace(HERE, str(entry.folder)) for word in entry.job.words)
+    folder = str(entry.folder) if entry.job.is_in_its_folder else HERE  # other commands may have its text as their own
+    first, *rest = (word.replace(HERE, folder) for word in entry.job.words)
     return tied([str(COMMANDS / Path(first).name), *rest])
 
 

@@ -61,6 +61,16 @@ def test_a_command_runs_in_its_folder_and_what_it_says_is_kept(tmp_path, command
     assert entry.log.read_text() == f"{entry.folder} ['--x={entry.folder}/y'] said\nlate\n"
 
 
+def test_words_of_a_command_that_runs_elsewhere_stay_as_they_are(tmp_path, commands):
+    held = Queue(tmp_path / "queue")
+    cwd = tmp_path / f"a {HERE}"
+    cwd.mkdir()
+    words = commands("a.py", "import os, sys; print(os.getcwd(), sys.argv[1:])")
+    id = held.submit((*words, f"--stop={HERE} a b"), cwd=str(cwd)).job.id
+    assert run_all(held).failed == 0
+    assert held.find(id).log.read_text() == f"{cwd} ['--stop={HERE} a b']\n"
+
+
 @pytest.mark.parametrize(("code", "attempts", "note"), [(2, 1, "its input is bad"), (1, 1, "gate"), (7, 3, "it broke")])
 def test_bad_input_and_failed_gates_are_final_and_what_breaks_is_run_again(tmp_path, commands, code, attempts, note):
     held = Queue(tmp_path / "queue")
