@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -31,6 +32,11 @@ FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which a 
 PASSING = (
     "Traceback (most recent call last)", "error: cannot write", "error: out of memory", f"error: {worker_pool.KILLED}",
 )  # fmt: skip
+# or says that a model hub was not reached or is overloaded (pretrained/weights.py); that it lacks the model is final
+UNREACHED = re.compile(
+    r"fetching it as a hub id failed \((?:\w+: )?(?:Got: )?"
+    r"(?:\w*(?:Connect|Connection|Read|Write|Proxy|Protocol)(?:Error|Timeout)|(?:\w+ error ')?(?:429|5\d\d)\b)"
+)
 TAIL_BYTES = 2**16  # of a command's log that are read back
 # A process that ends with its worker, however that ends: by prctl(PR_SET_PDEATHSIG, SIGKILL), where available.
 WITH_PARENT = """
@@ -179,7 +185,7 @@ def tied(words: Sequence[str]) -> list[str]:
 
 def is_final(code: int, text: str) -> bool:
     """Return whether the same command would end alike again; text: the end of its log."""
-    return code in FINAL and not any(word in text for word in PASSING)
+    return code in FINAL and not any(word in text for word in PASSING) and not UNREACHED.search(text)
 
 
 def said(path: Path, begin: int = 0) -> str:

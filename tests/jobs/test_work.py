@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 
+import huggingface_hub
 import pytest
 
 from jaxbench.jobs import work
 from jaxbench.jobs.queue import HERE, Queue
+from jaxbench.pretrained import weights
 from tests.jobs.test_queue import die_holding
 from tests.structure import ROOT
 
@@ -104,6 +106,34 @@ def test_what_may_pass_is_run_again_whatever_its_exit_code(tmp_path, commands, c
     id = held.submit(commands("a.py", code)).job.id
     run_all(held)
     assert (held.find(id).progress.state, held.find(id).progress.attempts) == ("failed", attempts)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_final"),
+    [
+        ("LocalEntryNotFoundError: Got: ConnectError: [Errno -2] Name or service not known", False),
+        ("LocalEntryNotFoundError: Got: ReadTimeout: The read operation timed out", False),
+        ("ConnectTimeout: timed out", False), ("ConnectionError: no", False), ("RemoteProtocolError: closed", False),
+        ("HfHubHTTPError: Server error '503 Service Unavailable' for url 'x'", False),
+        ("HfHubHTTPError: 429 Client Error: Too Many Requests for url: x", False),
+        ("RepositoryNotFoundError: 404 Client Error. (Request ID: 500)", True),
+        ("RepositoryNotFoundError: Client error '404 Not Found' for url 'x/500 '", True),
+        ("LocalEntryNotFoundError: Cannot find the files, and outgoing traffic has been disabled.", True),
+    ],
+)  # fmt: skip
+def test_a_hub_that_is_not_reached_may_be_later_and_a_model_that_it_does_not_have_is_bad_input(reason, is_final):
+    said = f"error: model: org/ConnectError is no file or folder here, and fetching it as a hub id failed ({reason}); x"
+    assert work.is_final(2, said) == is_final
+
+
+def test_a_model_that_the_network_did_not_bring_has_the_words_that_are_looked_for(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match="hub id") as error:
+        weights.resolve("org/none")
+    assert not work.is_final(2, f"error: {error.value}")
 
 
 def test_only_what_this_attempt_said_decides_whether_it_is_final(tmp_path, commands):
