@@ -19,13 +19,14 @@ class Form:
     """What both interfaces share; a subclass defines the form of a choice."""
 
     kind = chunk_kind = ""
+    part_prefix = ""  # in front of the bytes of a part of a character
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         self._id, self._model, self._tokenizer = id, model, tokenizer
         options = body.stream_options or protocol.StreamOptions()
         self._n = body.n  # answers to each prompt
         self._wants_usage, self._counts_on = options.include_usage, options.continuous_usage_stats
-        self._names: dict[int, tuple[str, bytes]] = {}  # of tokens sent before, as the same ones recur
+        self._bytes: dict[int, bytes] = {}  # of tokens sent before, as the same ones recur
         # common to all events; only the choices are encoded anew
         self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
 
@@ -91,22 +92,30 @@ class Form:
     def _usage_text(self, answers: Sequence[Answer], count: int) -> str:
         return f',"usage":{_json(self._usage(answers, count))}'
 
-    def _shown(self, token: int) -> tuple[str, bytes]:
-        """Return the text and UTF-8 bytes of a token inside a text; for part of a character, the token's own bytes."""
-        if token not in self._names:
+    def _bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token's text inside a text; for part of a character, the token's own bytes."""
+        if token not in self._bytes:
             decode = self._tokenizer.decode
             alone = decode([token])
             # alone, and at the beginning of a text, SentencePiece's decoders leave out the space in front of a word
             text = decode([token, token])[len(alone) :]
-            is_part = "\ufffd" in alone
-            self._names[token] = text, self._tokenizer.token_bytes(token) if is_part else text.encode()
-        return self._names[token]
+            self._bytes[token] = self._tokenizer.token_bytes(token) if "\ufffd" in alone else text.encode()
+        return self._bytes[token]
+
+    def _name(self, token: int) -> str:
+        """Return a token's text; for part of a character, its bytes in OpenAI's notation, \\xf0\\x9f."""
+        own = self._bytes_of(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return self.part_prefix + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 class Completion(Form):
     """Continuations of a text."""
 
     kind = chunk_kind = "text_completion"
+    part_prefix = "bytes:"
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         super().__init__(id, model, tokenizer, body)
@@ -139,19 +148,11 @@ class Completion(Form):
             named.setdefault(self._name(token), value)
         return named
 
-    def _name(self, token: int) -> str:
-        """Return a token's text; for part of a character, its bytes in OpenAI's notation: bytes:\\xf0\\x9f."""
-        own = self._shown(token)[1]
-        try:
-            return own.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
-
     def _offset(self, number: int, token: int, goes_on: bool) -> int:
         """Return the index of the character that the answer's next token begins in; a token may be part of one."""
         begins = number not in self._begun and not goes_on
         place, decode = self._places.setdefault(number, Place()), self._tokenizer.decode
-        own, alone = self._shown(token)[1], decode([token])
+        own, alone = self._bytes_of(token), decode([token])
         if begins and "\ufffd" not in alone:
             own = alone.encode()
         if alone and not decode([token], skip_special=True):  # an end token is in no text
@@ -219,8 +220,7 @@ class Chat(Form):
         return {"content": content}
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
-        text, own = self._shown(token)
-        return {"token": text, "logprob": value, "bytes": list(own)}
+        return {"token": self._name(token), "logprob": value, "bytes": list(self._bytes_of(token))}
 
 
 def _ending(ended: str | None) -> dict[str, Any]:

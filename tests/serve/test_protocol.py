@@ -352,6 +352,10 @@ def test_parts_of_characters_are_told_apart_by_their_bytes_as_openai_writes_them
     found = told(Bytes(), [*"é".encode()], ((0xC3, -1.0), (0xE2, -2.0), (0x41, -3.0)))
     assert found["tokens"] == [r"bytes:\xc3", r"bytes:\xa9"]
     assert found["top_logprobs"][0] == {r"bytes:\xc3": -1.0, r"bytes:\xe2": -2.0, "A": -3.0}
+    most = ((0xC3, -1.0), (0xE2, -2.0), (0x41, -3.0))
+    said = told(Bytes(), [*"é".encode()], most, form=stream.Chat, kind=ChatBody, top_logprobs=3)["content"]
+    assert [(each["token"], each["bytes"]) for each in said] == [(r"\xc3", [0xC3]), (r"\xa9", [0xA9])]
+    assert [each["token"] for each in said[0]["top_logprobs"]] == [r"\xc3", r"\xe2", "A"]
 
 
 def test_a_tokens_place_counts_the_characters_that_bytes_become_which_are_none():
