@@ -66,6 +66,10 @@ class Replica:
         """Return the state of its service: "ready" if it takes requests, else "loading", "draining" or "failed"."""
         return self._service.state
 
+    async def max_seq_len(self, *, beginning: str) -> int | None:
+        """Return the length of the model's context in tokens, None if it is loaded again at the moment."""
+        return self._service.about.get("max_seq_len")
+
     async def answer(
         self, path: str, data: bytes, id: str, *, beginning: str, excluded: Sequence[str] = ()
     ) -> AsyncIterator[tuple[Any, ...]]:
@@ -108,30 +112,40 @@ class Gateway:
         # answers in progress; weak: of a client that leaves before its stream begins, no code runs to discard the entry
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_ending = False
+        self._longest: int | None = None  # the model's context in tokens, once a replica has told it
         if key is not None:  # from the environment that the fleet was started in, on whatever machine this runs
             os.environ[intake.KEY_VARIABLE] = key
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request."""
-        path, id = request.scope["path"], f"req-{secrets.token_hex(8)}"
+        """Answer a request; Ray Serve adds the header x-request-id, its own or the client's."""
+        path, id = request.scope["path"].removesuffix("/"), f"req-{secrets.token_hex(8)}"
+        wanted = ("POST",) if path in URLS else ("GET", "HEAD")
         try:
+            if not (path in URLS or path in ("/health", "/ready", "/v1/models") or path.startswith("/v1/models/")):
+                raise intake.Bad(f"{path[:100]} is not served by a fleet; wanted {' or '.join(URLS)}", 404)
+            if request.method not in wanted:
+                raise intake.Bad(f"{request.method} {path[:100]}; wanted {' or '.join(wanted)}", 405)
             if path in ("/health", "/ready"):
                 return await self._state(path)
             app.check_key(request)
-            model = model_object(self._config.shown_name)
+            if path in URLS:
+                data = await app.body_bytes(request, self._config.max_body_bytes)
+                return await self._answered(path, data, id, request.headers.get("x-request-id", id))
             if path == "/v1/models":
-                return JSONResponse({"object": "list", "data": [model]})
-            if path.startswith("/v1/models/"):
-                intake.check_model(path.removeprefix("/v1/models/"), self._config.shown_name)
-                return JSONResponse(model)
-            if path not in URLS:
-                raise intake.Bad(f"{path[:100]} is not served by a fleet; wanted {' or '.join(URLS)}", 404)
-            if request.method != "POST":
-                raise intake.Bad(f"{request.method} {path}; wanted POST", 405)
-            data = await app.body_bytes(request, self._config.max_body_bytes)
-            return await self._answered(path, data, id)
+                return JSONResponse({"object": "list", "data": [await self._model()]})
+            intake.check_model(path.removeprefix("/v1/models/"), self._config.shown_name)
+            return JSONResponse(await self._model())
         except intake.Bad as error:
-            return JSONResponse(error.body, error.status, {"x-request-id": id})
+            return JSONResponse(error.body, error.status, {"Allow": ", ".join(wanted)} if error.status == 405 else {})
+
+    async def _model(self) -> dict[str, Any]:
+        """Describe the model; the length of its context is a replica's knowledge."""
+        if self._longest is None:
+            try:
+                self._longest = await asyncio.wait_for(self._any.max_seq_len.remote(beginning=""), 5)
+            except Exception as error:  # whatever Ray raises for replicas that are gone
+                log.error("no replica answers", extra={"fields": {"error": type(error).__name__}})
+        return model_object(self._config.shown_name, max_model_len=self._longest)
 
     async def drain(self, seconds: float) -> int:
         """Refuse new requests, wait up to `seconds` for answers in progress; return how many had to be cut off."""
@@ -159,14 +173,17 @@ class Gateway:
         is_ready = state == "ready"
         return JSONResponse({"status": state}, 200 if is_ready else 503, {} if is_ready else RETRY)
 
-    async def _answered(self, path: str, data: bytes, id: str) -> Response:
-        """Build the response from an answer's first item; if that is none or a refusal, try another replica."""
+    async def _answered(self, path: str, data: bytes, id: str, told: str = "") -> Response:
+        """Build the response from an answer's first item; if that is none or a refusal, try another replica.
+
+        told: the request's id as its client reads it. It may be the client's own, so engines get a unique one.
+        """
         beginning, failure, refusal = beginning_of(data), "", None
         excluded: list[str] = []  # replicas that refused it
         for attempt in range(ATTEMPTS):
             if self._is_ending:
                 said = ENDED if attempt else "the server is ending"
-                return JSONResponse(error_body(said, "server_error"), 503, RETRY | {"x-request-id": id})
+                return JSONResponse(error_body(said, "server_error"), 503, RETRY)
             items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning, excluded=excluded)
             self._running.add(items)
             is_streamed = False
@@ -179,16 +196,18 @@ class Gateway:
                     continue
                 raise  # the client is gone
             except BackPressureError:
-                error, headers = error_body("all replicas have as many as they take", "rate_limit_error"), RETRY
-                return JSONResponse(error, 429, headers | {"x-request-id": id})
+                error = error_body("all replicas have as many as they take", "rate_limit_error")
+                return JSONResponse(error, 429, RETRY)
             except Exception as error:  # whatever Ray raises for a replica that is gone
                 failure = type(error).__name__
-                log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})
+                log.error(
+                    "replica lost", extra={"fields": {"request": told or id, "error": failure, "attempt": attempt}}
+                )
                 continue
             finally:
                 if not is_streamed:
                     self._running.discard(items)
-            headers = {"x-request-id": id} | (RETRY if status in (429, 503) else {})
+            headers = RETRY if status in (429, 503) else {}
             if refusing:
                 excluded += refusing
                 refusal = JSONResponse(value, status, headers)

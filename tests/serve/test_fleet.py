@@ -71,6 +71,36 @@ def test_a_request_that_one_replica_refuses_is_answered_by_another(status):
         assert ("retry-after" in response.headers) == (wanted != 200)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v1/models", 200, None), ("HEAD", "/v1/models", 200, None), ("GET", "/v1/models/tiny", 200, None),
+        ("GET", "/v1/models/", 200, None), ("GET", "/health", 200, None), ("DELETE", "/v1/models", 405, "GET, HEAD"),
+        ("POST", "/v1/models", 405, "GET, HEAD"), ("DELETE", "/v1/models/tiny", 405, "GET, HEAD"),
+        ("POST", "/health", 405, "GET, HEAD"), ("GET", "/v1/completions", 405, "POST"),
+        ("GET", "/v1/models/other", 404, None), ("DELETE", "/v1/nothing", 404, None), ("GET", "/", 404, None),
+    ],
+)  # fmt: skip
+def test_each_path_has_its_methods_and_the_model_the_length_of_its_context(method, path, status, allow):
+    from starlette.requests import Request
+
+    from jaxbench.serve import fleet
+    from jaxbench.serve.settings import ServerConfig
+
+    async def longest():
+        return 512
+
+    handle = SimpleNamespace(max_seq_len=SimpleNamespace(remote=lambda beginning: longest()))
+    handle.options = lambda **_: handle
+    scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
+    response = asyncio.run(fleet.Gateway(handle, ServerConfig(name="tiny"), None)(Request(scope)))
+    assert (response.status_code, response.headers.get("allow")) == (status, allow)
+    assert "x-request-id" not in response.headers  # Ray Serve's own would be a second one
+    if status == 200 and path != "/health":
+        found = json.loads(response.body)
+        assert (found["data"][0] if "data" in found else found)["max_model_len"] == 512
+
+
 class Endless:
     """Items of an answer that has no end, until it is cancelled."""
 
@@ -165,7 +195,9 @@ def test_what_one_full_replica_refuses_the_idle_one_answers(fleet):
 def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
     url, process = fleet
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        assert [each.id for each in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+        assert [(each.id, each.max_model_len) for each in client.models.list()] == [("tiny", 512)]
+        raw = client.models.with_raw_response.retrieve("tiny", extra_headers={"x-request-id": "mine"})
+        assert raw.parse().id == "tiny" and raw.headers.get_list("x-request-id") == ["mine"]
         with pytest.raises(openai.NotFoundError) as none:
             client.models.retrieve("other")
         assert none.value.code == "model_not_found"
