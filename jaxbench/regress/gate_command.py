@@ -43,7 +43,7 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
       ValueError: git knows no such base, or the machine lacks what the suite requires.
       cli.GateFailed: a count rose critically, or this tree lost a case.
     """
-    started, folder = time.monotonic(), cli.workdir(VALUES["workdir"].default)
+    started, folder = time.monotonic(), cli.workdir("out/benchmarks/counts")
     history, head = history_commands.folder(), trees.here()
     base = (gates.base_commit() if VALUES.compare_with is None else trees.resolved(VALUES.compare_with))[:12]
     if head.commit == base:
