@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import pydantic
 
-from jaxbench import outputs
+from jaxbench import outputs, yaml_files
 
 
 class Base(pydantic.BaseModel):
@@ -184,9 +184,7 @@ class Compute(NamedTuple):
 
 Model = TypeVar("Model", bound=Base)
 MAX_ERRORS = 3  # errors spelled out in one message
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MAX_SHOWN = 120  # characters of a text in an error
-NEAR = 0.6  # similarity (difflib's ratio) from which a name is suggested, difflib's own default
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Model] = TransformerConfig) -> Model:
@@ -195,7 +193,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Mode
     Raises:
       ValueError: the file is invalid; one line names file, key, value and what was wanted, or the nearest known key.
     """
-    content = read_yaml(Path(path))
+    content = yaml_files.read(Path(path))
     changed = {override(content, text): text for text in overrides}
     try:
         model = model_class.model_validate(content)
@@ -260,72 +258,6 @@ def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
         _refuse_switches(value, inner, where)
 
 
-def read_yaml(path: Path) -> dict:
-    """Mapping in a YAML file.
-
-    Raises:
-      ValueError: there is no such file, or it holds no mapping; names the file and the position in it.
-    """
-    if not path.is_file():
-        raise ValueError(f"config: {path} is {'a folder' if path.is_dir() else 'no file'}{_nearest_file(path)}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"config: {path} is not UTF-8 text (byte {error.start})") from error
-    if (content := _parse(text, f"config: {path}")) is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"config: {path} holds a {type(content).__name__}, wanted a mapping of key: value")
-    return content
-
-
-def _nearest_file(path: Path) -> str:
-    """Suggest a file with a similar name, in the same folder or anywhere in configs/."""
-    folder = Path("configs") if Path("configs").is_dir() and not path.is_absolute() else CONFIGS
-    near = [
-        str(file)
-        for file in sorted({*path.parent.glob("*.yaml"), *folder.rglob("*.yaml")})
-        if not file.name.startswith(".") and difflib.SequenceMatcher(None, path.stem, file.stem).ratio() >= NEAR
-    ]
-    hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
-    return f", the nearest is {hint[0]}" if hint else ""
-
-
-def _parse(text: str, place: str) -> Any:
-    """Value of a YAML text; any problem becomes a one-line ValueError that names the place."""
-    import yaml
-
-    try:
-        return yaml.load(text, Loader=_yaml_loader())
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply ({len(text)} characters)") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that Python rejects
-        mark = getattr(error, "problem_mark", None)
-        at = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{place}{at} is not YAML: {problem}") from error
-
-
-def _yaml_loader() -> type:
-    """Return a safe YAML loader that refuses duplicate keys; PyYAML's own takes the last value."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """A safe loader that refuses duplicate keys, and keys that are lists or mappings."""
-
-        def construct_mapping(self, node, deep=False):
-            seen = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise yaml.MarkedYAMLError(problem=f"a {key.id} cannot be a key", problem_mark=key.start_mark)
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    return Loader
-
-
 def override(content: dict, text: str) -> tuple[str, ...]:
     """Set one `a.b=value` in a mapping, in place, and return its path.
 
@@ -337,7 +269,7 @@ def override(content: dict, text: str) -> tuple[str, ...]:
     if not equals or not all(path):
         raise ValueError(f"--set {text!r} is not of the form key=value or a.b=value")
     try:
-        parsed = _parse(value, "it")
+        parsed = yaml_files.parse(value, "it")
     except ValueError as error:
         raise ValueError(f"--set {text!r}: {value!r} is not a YAML value ({error}); put quotes around text") from error
     place = content

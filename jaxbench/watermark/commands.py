@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxbench import config, outputs
+from jaxbench import config, outputs, yaml_files
 from jaxbench.generation import decoder
 from jaxbench.pretrained import weights
 from jaxbench.text import lines
@@ -35,7 +35,7 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
     """
     content: dict[str, Any] = {"scheme": given}
     if given.endswith((".yaml", ".yml")):
-        content = config.read_yaml(Path(given))
+        content = yaml_files.read(Path(given))
         marks = _marked(content.get("marks", []), given)
         if len(marks) > 1:
             raise ValueError(f"scheme: {given} has {len(marks)} marked schemes, wanted one; name the scheme instead")

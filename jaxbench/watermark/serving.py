@@ -16,7 +16,8 @@ import numpy as np
 import pydantic
 from jaxtyping import Float
 
-from jaxbench.config import Base, read_yaml
+from jaxbench import yaml_files
+from jaxbench.config import Base
 from jaxbench.result_cache import ResultCache
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.watermark import config, detection, identify, score_cache
@@ -50,7 +51,7 @@ def read_watermarks(path: str) -> tuple[identify.Candidate, ...]:
     Raises:
       ValueError: the file cannot be read or names none, or as Watermarks.
     """
-    content = read_yaml(Path(path))
+    content = yaml_files.read(Path(path))
     named = content.get("engine", {}).get("watermarks", {}) if "engine" in content else content
     if not isinstance(named, dict) or not all(isinstance(fields, dict) for fields in named.values()) or not named:
         raise ValueError(f"--watermarks={path} names {str(named)[:60]}; wanted NAME: {{scheme: .., key_file: ..}}, ..")
