@@ -71,6 +71,15 @@ class Tokenizer:
         """Token ids of a text; add_special adds the prefix that the model was trained with (often nothing)."""
         return self.encode_batch([text], add_special=add_special)[0]  # core.encode would hold Python's lock meanwhile
 
+    @functools.cached_property
+    def longest_token(self) -> int | None:
+        """Maximum number of a text's characters in one token; None where it is not known, as texts may be shortened."""
+        from tokenizers import decoders
+
+        if self.core.normalizer is not None or not isinstance(self.core.decoder, decoders.ByteLevel):
+            return None
+        return max(map(len, self.core.get_vocab(with_added_tokens=True)))  # bytes, of which a character has some
+
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
         """Token ids of many texts, encoded on several threads."""
         return [encoding.ids for encoding in self.core.encode_batch(list(texts), add_special_tokens=add_special)]

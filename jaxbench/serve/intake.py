@@ -99,6 +99,8 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
     """
     try:
         if isinstance(body, CompletionBody):
+            for each in body.prompts:
+                _check_characters(service, each, "prompt")
             return [
                 each if isinstance(each, list) else texts.prompt_ids(service.tokenizer, each, "prompt")
                 for each in body.prompts
@@ -108,6 +110,7 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
     messages = [message.for_template for message in body.messages]
     try:
         text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
+        _check_characters(service, text, "messages")
         _check_shown(service.tokenizer, messages, text, body.tools)
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
@@ -116,6 +119,23 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         said = " ".join(str(error).split())[:200]
         said = f"messages: the model's template does not take them ({type(error).__name__}: {said})"
         raise Bad(said, param="messages") from error
+
+
+def _check_characters(service: Service, text: str | list[int], param: str) -> None:
+    """Check, before the work of tokenizing it, that a text is not too long however few tokens it has.
+
+    Raises:
+      Bad: it is.
+    """
+    longest, most = service.tokenizer.longest_token, _context(service)
+    if longest is not None and isinstance(text, str) and len(text) > most * longest:
+        said = f"the prompt has {len(text)} characters, over {most} tokens; together {most} are possible"
+        raise Bad(said, code="context_length_exceeded", param=param)
+
+
+def _context(service: Service) -> int:
+    """Return the maximum number of tokens of a prompt and its answer."""
+    return min(service.about["max_seq_len"], service.about["cache_tokens"])
 
 
 def _check_shown(tokenizer: Any, messages: list[dict[str, Any]], text: str, tools: Any) -> None:
@@ -247,7 +267,7 @@ def _new_tokens(service: Service, body: CompletionBody | ChatBody, ids: list[int
       Bad: the prompt has no token, or an unknown one, or there is no room for prompt and answer.
     """
     param, vocabulary = "prompt" if isinstance(body, CompletionBody) else "messages", service.about["vocab_size"]
-    room = min(service.about["max_seq_len"], service.about["cache_tokens"]) - len(ids)
+    room = _context(service) - len(ids)
     new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens
     odd = next((f"token {token}" for token in ids if not 0 <= token < vocabulary), None)
     if not ids or odd is not None:

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,16 @@ def test_batch_equals_one_by_one(default):
         singly = [default.core.encode(text, add_special_tokens=special).ids for text in SAMPLES]
         assert default.encode_batch(SAMPLES, add_special=special) == singly
         assert [default.encode(text, add_special=special) for text in SAMPLES] == singly
+
+
+def test_no_token_has_more_characters_than_the_longest_one(default, small):
+    text = f"{' ' * 200}{'=' * 200}{'é😀' * 50}" + " ".join(SAMPLES)
+    longest = default.longest_token
+    assert longest == 81 and len(text) <= longest * len(default.encode(text))
+    assert len(max(default.core.get_vocab(), key=len)) == longest
+    made, other = (tokenizer.load_tokenizer(small("tokenizer_config.json")) for _ in range(2))
+    other.core.normalizer = tokenizers.normalizers.NFC()  # which makes one character of several
+    assert (made.longest_token, other.longest_token) == (len("<|endoftext|>"), None)
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded(default):

@@ -29,6 +29,7 @@ class Bytes:
     """A tokenizer whose tokens are bytes, and whose template writes what it is given."""
 
     end_ids = ()
+    longest_token = None
 
     def encode(self, text, *, add_special=True):
         return list(text.encode())
@@ -261,6 +262,19 @@ def test_errors_have_the_codes_that_openais_clients_look_at(body, status, code, 
     error = asked(**({} if "messages" in body else {"prompt": "a"}) | body)
     assert (error.status, error.code, error.param) == (status, code, param) and said in str(error)
     assert error.body["error"]["code"] == code
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", "a" * 301]}, {"messages": [{"role": "user", "content": "a" * 301}]}])
+def test_a_text_that_is_too_long_however_few_tokens_it_has_is_refused_before_it_is_tokenized(monkeypatch, body):
+    encoded, encode = [], Bytes.encode
+    monkeypatch.setattr(Bytes, "encode", lambda self, text, **how: encoded.append(text) or encode(self, text, **how))
+    monkeypatch.setattr(Bytes, "longest_token", 3)  # of a context of 100
+    error = asked(**body)
+    assert (error.code, error.param) == ("context_length_exceeded", next(iter(body))) and encoded == []
+    assert "together 100 are possible" in str(error)
+    assert len(asked(prompt="a" * 90)) == 1 and len(encoded) == 1
+    monkeypatch.setattr(Bytes, "longest_token", None)
+    assert asked(**body).code == "context_length_exceeded" and len(encoded) > 1
 
 
 def answered(request, text, most):
