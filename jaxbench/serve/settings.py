@@ -124,9 +124,8 @@ class ServerConfig(Base):
     engine: EngineConfig = EngineConfig()
     host: str = "127.0.0.1"
     port: int = pydantic.Field(default=8000, ge=0, le=65535)  # 0 = a free one
-    name: str | None = pydantic.Field(
-        default=None, min_length=1
-    )  # the model's to clients; None = its file's or folder's
+    # the model's name to clients; None = that of its file or folder
+    name: str | None = pydantic.Field(default=None, min_length=1)
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
     max_choices: int = pydantic.Field(default=32, ge=1)  # answers to a request, over all its prompts
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not give it
