@@ -190,7 +190,7 @@ def test_answers_that_finish_before_an_earlier_one_are_kept_and_not_asked_for_ag
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(batch.run(service, "tiny", job, advance))
+        asyncio.run(asyncio.wait_for(batch.run(service, "tiny", job, advance), 60))
     assert len(store.rows(job.part)) == len(requests()) - 1
     asked += range(100)
     asyncio.run(batch.run(service, "tiny", job, lambda rows: None))
