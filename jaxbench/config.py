@@ -160,11 +160,7 @@ class TransformerConfig(Base):
         return {}
 
     def check_documents(self, segments: np.ndarray) -> None:
-        """Check that the layers can read the documents of rows [B T] of segment ids, 0 = padding.
-
-        Raises:
-          ValueError: a row has more documents than they can tell apart.
-        """
+        """Raise ValueError if a row of segment ids [B T], 0 = padding, has more documents than layers tell apart."""
 
 
 class Compute(NamedTuple):

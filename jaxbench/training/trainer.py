@@ -68,7 +68,7 @@ def run(
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
     places = {"data": {"path", "validation_path"}}  # the texts themselves count, not their paths
     given = settings.model_dump(mode="json", exclude=places)
-    processes.check_alike(given | {"text_sha256": data.joined_sha256, "tokenizer": data.tokenizer_id})
+    processes.check_alike(given | {"text_sha256": data.joined_sha256})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
