@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxbench import cli
+from jaxbench import cli, outputs
 from jaxbench.measure import environment
 from jaxbench.regress import gate as gates
 from jaxbench.regress import history_commands, metrics, report, trees
@@ -43,7 +43,7 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
       ValueError: git knows no such base, or the machine lacks what the suite requires.
       cli.GateFailed: a count rose critically, or this tree lost a case.
     """
-    started, folder = time.monotonic(), cli.workdir("out/benchmarks/counts")
+    started, folder = time.monotonic(), outputs.check_folder(VALUES.workdir).absolute()
     history, head = history_commands.folder(), trees.here()
     base = (gates.base_commit() if VALUES.compare_with is None else trees.resolved(VALUES.compare_with))[:12]
     if head.commit == base:
