@@ -125,7 +125,7 @@ def simulated_devices(count: int) -> dict[str, str]:
 def ensure(device: str, *, library: str = "XLA") -> None:
     """Restart this process with `environment(device, library=library)`, once; return at once if it has that already.
 
-    Python then also looks for garbage less often, which takes a seventh of a command that mostly traces and compiles.
+    Python then also looks for garbage less often: tracing and compiling make many objects that live.
     Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
     are kept.
 
