@@ -9,20 +9,9 @@ from jaxbench.training import run_folder, trainer
 from jaxbench.training.train_config import TrainConfig
 from torch_ref.training import engine
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own, of several kinds
+# warnings: Orbax's own, of several kinds
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_cache")]
 SHAPE = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "max_seq_len": 8}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("the cat sat on the mat; " * 30)
-    return path
 
 
 def settings(**update):
