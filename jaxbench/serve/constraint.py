@@ -33,14 +33,14 @@ def told(error: str | None) -> str | None:
     return said if said.startswith("grammar: ") else None
 
 
-def of_schema(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of JSON values that a schema admits.
+def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema") -> str:
+    """Return the grammar of JSON values that a schema admits; name: of the field that has it, for messages.
 
     Raises:
       ValueError: the schema cannot be followed; the message says why.
     """
-    _check_unicode("json_schema", json.dumps(schema, ensure_ascii=False))
-    return _checked("json_schema", _matcher().grammar_from_json_schema(json.dumps(schema)))
+    _check_unicode(name, json.dumps(schema, ensure_ascii=False))
+    return _checked(name, _matcher().grammar_from_json_schema(json.dumps(schema)))
 
 
 def of_regex(regex: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pydantic
 
 from jaxbench.generation import requests as texts
-from jaxbench.serve import marking, protocol
+from jaxbench.serve import marking, protocol, tools
 from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.request import Request
 from jaxbench.serve.service import Answer, Service
@@ -109,9 +109,11 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         raise Bad(str(error), param="prompt") from error
     messages = [message.for_template for message in body.messages]
     try:
-        text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
+        text = texts.check_text(service.tokenizer.chat(messages, tools=body.shown_tools), "messages")
         _check_characters(service, text, "messages")
-        _check_shown(service.tokenizer, messages, text, body.tools)
+        _check_shown(service.tokenizer, messages, text, body.shown_tools)
+        if body.is_call:
+            text += _notation(service).prefill
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
@@ -119,6 +121,21 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         said = " ".join(str(error).split())[:200]
         said = f"messages: the model's template does not take them ({type(error).__name__}: {said})"
         raise Bad(said, param="messages") from error
+
+
+def _notation(service: Service) -> tools.Notation:
+    """Return how the model writes calls, with what an answer that is one begins with.
+
+    Raises:
+      Bad: its template does not tell.
+    """
+    found = tools.learned(service.tokenizer)
+    if found is None or found.prefill is None:
+        said = (
+            "tool_choice: the model's template does not tell how an answer begins that is a call; wanted auto or none"
+        )
+        raise Bad(said, param="tool_choice")
+    return found
 
 
 def _check_characters(service: Service, text: str | list[int], param: str) -> None:
@@ -247,15 +264,17 @@ async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody)
     Raises:
       Bad: it cannot be followed.
     """
-    fields = body.followed
+    fields, notation = body.followed, None
     param = fields[0] if len(fields) == 1 else None
     if not fields:
         return None
     if not service.about["grammars"]:
         said = f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
         raise Bad(said, param=param)
+    if isinstance(body, ChatBody) and body.is_call:
+        notation = _notation(service)
     try:
-        return await asyncio.to_thread(body.grammar)
+        return await asyncio.to_thread(body.grammar, notation)
     except ValueError as error:
         raise Bad(str(error), param=param) from error
 

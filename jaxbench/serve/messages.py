@@ -1,4 +1,4 @@
-"""Objects in the bodies of clients: their common base, and the messages of a conversation (S file).
+"""Objects in the bodies of clients: their common base, the messages of a conversation, and its tools (S file).
 
 A part of a message that the model would not see is refused, as a field is (protocol.py).
 """
@@ -6,7 +6,7 @@ A part of a message that the model would not see is refused, as a field is (prot
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 
@@ -61,6 +61,50 @@ class ToolCall(Body):
         """The call as chat templates read it."""
         made = {"type": self.type, "function": {"name": self.function.name, "arguments": self.function.arguments}}
         return made if self.id is None else made | {"id": self.id}
+
+
+def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Check the description of a tool, and return it as it is: a template may show any of its keys.
+
+    Raises:
+      ValueError: it describes no function by name.
+    """
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError(f"type {str(tool.get('type'))[:40]!r}; wanted a type function, and a function")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"function.name is {str(name)[:40]!r}; wanted a text")
+    if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
+        raise ValueError(f"function.parameters is {str(parameters)[:40]}; wanted a JSON schema of type object")
+    return tool
+
+
+class ToolChoice(NamedTuple):
+    """Whether an answer calls tools."""
+
+    kind: Literal["none", "auto", "required", "function"]
+    name: str | None = None  # of the function that it has to call
+
+    @property
+    def is_forced(self) -> bool:
+        """True where the answer has to be a call."""
+        return self.kind in ("required", "function")
+
+    @classmethod
+    def of(cls, given: Any) -> ToolChoice:
+        """Read it as clients send it.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        if given in ("none", "auto", "required"):
+            return cls(given)
+        function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or given.keys() | function.keys() != {"type", "function", "name"}:
+            raise ValueError("unknown; wanted none, auto, required, or a type function with a function of a name")
+        return cls("function", name)
 
 
 def _text_of(part: Any) -> str:

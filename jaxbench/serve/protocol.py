@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from jaxbench.serve import constraint
-from jaxbench.serve.messages import Body, Message
+from jaxbench.serve import constraint, tools
+from jaxbench.serve.messages import Body, Message, ToolChoice, check_tool
 from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
 
 
@@ -101,8 +101,10 @@ class _Asked(Body):
         wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
         return wanted + (["response_format"] if self.response_format and self.response_format.type != "text" else [])
 
-    def grammar(self) -> str | None:
+    def grammar(self, notation: tools.Notation | None = None) -> str | None:
         """Return the grammar that the answer follows, in constraint.py's form; None = no constraint.
+
+        notation: of calls; needed where the answer has to be one.
 
         Raises:
           ValueError: more than one constraint is given, or one that cannot be followed.
@@ -116,6 +118,8 @@ class _Asked(Body):
             return constraint.of_choices(self.choice)
         if not wanted:
             return None
+        if wanted == ["tool_choice"]:
+            return constraint.of_schema(notation.schema(self.callable), "tools")
         if form.type == "json_object":
             return constraint.of_schema({"type": "object"})
         if form.json_schema is None:
@@ -226,10 +230,10 @@ class ChatBody(_Asked):
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None  # passed through the model's template
+    tools: list[Annotated[dict[str, Any], pydantic.AfterValidator(check_tool)]] | None = None
+    tool_choice: Annotated[ToolChoice | None, pydantic.BeforeValidator(ToolChoice.of)] = None
+    parallel_tool_calls: bool | None = None  # false: at most one call in an answer
     # accepted, as they change no answer
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -253,10 +257,36 @@ class ChatBody(_Asked):
 
     @pydantic.field_validator("tool_choice")
     @classmethod
-    def _check_choice(cls, choice: str | None, info: pydantic.ValidationInfo) -> str | None:
-        if choice == "none" and info.data.get("tools"):
-            raise ValueError(f"none of {len(info.data['tools'])} tools, which the model would see; leave them out")
+    def _check_choice(cls, choice: ToolChoice | None, info: pydantic.ValidationInfo) -> ToolChoice | None:
+        names = [each["function"]["name"] for each in info.data.get("tools") or []]
+        if choice is not None and choice.is_forced and not names:
+            raise ValueError("a call of 0 tools; wanted some tools, or the choice left out")
+        if choice is not None and choice.name is not None and choice.name not in names:
+            raise ValueError(f"function {choice.name[:60]!r}, which is not among the {len(names)} tools")
         return choice
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call, as its template gets them; None = none."""
+        is_none = self.tool_choice is not None and self.tool_choice.kind == "none"
+        return None if is_none else self.tools or None
+
+    @property
+    def is_call(self) -> bool:
+        """True where the answer has to be a call."""
+        return self.tool_choice is not None and self.tool_choice.is_forced
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The functions that the answer may call."""
+        name = None if self.tool_choice is None else self.tool_choice.name
+        functions = [each["function"] for each in self.shown_tools or []]
+        return [each for each in functions if name in (None, each["name"])]
+
+    @property
+    def followed(self) -> list[str]:
+        """Names of the given fields that constrain the answer."""
+        return super().followed + (["tool_choice"] if self.is_call else [])
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from jaxbench.serve import protocol
+from jaxbench.serve import protocol, tools
 from jaxbench.serve.request import TokenLogprobs
 from jaxbench.serve.service import Answer, Piece
 
@@ -34,8 +34,10 @@ class Form:
         """Return the choice of the first event, or None."""
         return None
 
-    def part(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
-        """Return a choice of an event."""
+    def part(
+        self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Return a choice of an event; None = there is nothing to tell yet."""
         raise NotImplementedError
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
@@ -74,7 +76,8 @@ class Form:
                 goes_on = answers[number].goes_on
                 logprobs = self.logprobs(number, piece.tokens, piece.logprobs, goes_on=goes_on)
                 usage = self._usage_text(answers, count) if self._counts_on else ""
-                yield self._event([self.part(number, piece.text, logprobs, piece.ended)], usage)
+                if (part := self.part(number, piece.text, logprobs, piece.ended)) is not None:
+                    yield self._event([part], usage)
         if self._wants_usage:
             yield self._event([], self._usage_text(answers, count))
         yield DONE
@@ -191,21 +194,46 @@ class Chat(Form):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
+        super().__init__(id, model, tokenizer, body)
+        self._notation = tools.learned(tokenizer) if body.shown_tools else None  # of calls, which are looked for
+        most = 1 if body.is_call or body.parallel_tool_calls is False else None
+        self._how = {"names": {each["name"] for each in body.callable}, "most": most, "is_begun": body.is_call}
+        self._finders: dict[int, tools.Finder] = {}  # of each answer
+
     def opening(self, number: int) -> dict[str, Any]:
         """Return the choice that gives the message's role."""
         return self._part(number, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
+    def part(
+        self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
+    ) -> dict[str, Any] | None:  # fmt: skip
         """Return a piece of a message."""
-        return self._part(number, {"content": text} if text else {}, logprobs, ended)
+        text, calls, ended = self._found(number, text, ended)
+        delta = {"content": text} if text else {}
+        if calls:
+            first = len(self._finders[number].calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + i} | call.shown for i, call in enumerate(calls)]
+        return self._part(number, delta, logprobs, ended) if delta or logprobs or ended else None
 
     def _part(self, number: int, delta: dict[str, Any], logprobs: Any, ended: str | None) -> dict[str, Any]:
         return {"index": number, "delta": delta, "logprobs": logprobs, **_ending(ended)}
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """Return a whole message."""
+        text, calls, ended = self._found(number, text, ended)
         message = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.shown for call in calls]}
         return {"index": number, "message": message, "logprobs": logprobs, **_ending(ended)}
+
+    def _found(self, number: int, text: str, ended: str | None) -> tuple[str, list[tools.Call], str | None]:
+        """Return the content and the calls that further text of an answer makes certain, and why it ended."""
+        if self._notation is None:
+            return text, [], ended
+        finder = self._finders.setdefault(number, tools.Finder(self._notation, **self._how))
+        text, calls = finder.update(text, is_whole=ended is not None)
+        return text, calls, "tool_calls" if ended == "stop" and finder.calls else ended
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool

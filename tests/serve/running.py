@@ -111,11 +111,18 @@ class Running:
         return code
 
 
+# tells the model of tools, and shows it calls between tags
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ tools if tools and loop.first }}{{ m.content }}"
+TEMPLATE += "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}</call>{% endfor %}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a small model and two keys."""
     folder = tmp_path_factory.mktemp("server")
-    tiny.make(folder / "model", max_seq_len=2048)
+    path = tiny.make(folder / "model", max_seq_len=2048) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
     for number, name in enumerate(("one", "two")):
         keys.write_key_file(folder / f"{name}.key", keys.Key(17 + number))
     return folder

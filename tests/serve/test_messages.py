@@ -32,6 +32,15 @@ def test_calls_of_earlier_answers_reach_the_template_as_objects(monkeypatch):
     assert bytes(request.prompt).decode() == f"<user>hi<assistant>{shown}<tool>42"
 
 
+def test_tools_that_the_template_does_not_show_are_refused(monkeypatch):
+    monkeypatch.setattr(Bytes, "chat", lambda self, messages, *, tools=None: f"{len(messages)} messages")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    error = asked(messages=MESSAGES, tools=tools)
+    assert (error.status, error.param) == (400, "tools")
+    assert "the model's template shows none of the 1 to the model" in str(error)
+    assert not isinstance(asked(messages=MESSAGES, tools=[]), Exception)
+
+
 def test_calls_that_the_template_does_not_show_are_refused(monkeypatch):
     monkeypatch.setattr(Bytes, "chat", lambda self, messages, *, tools=None: f"{len(messages)} messages{tools or ''}")
     error = asked(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call("{}")]}])

@@ -66,7 +66,7 @@ def test_what_changes_no_answer_is_taken(body):
         ({"messages": MESSAGES, "store": True}, "store"),
         ({"messages": MESSAGES, "service_tier": "flex"}, "service_tier"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": MESSAGES, "tools": [{"a": 1}], "tool_choice": "none"}, "tool_choice"),
+        ({"messages": MESSAGES, "tools": [{"a": 1}], "tool_choice": "none"}, "tools.0"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"), ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": [[]]}, "prompt"),
         ({"prompt": [""]}, "prompt"), ({"prompt": ["a"] * 33}, "prompt"), ({"prompt": ["a", "b"], "n": 17}, "prompt"),

@@ -279,12 +279,25 @@ def test_an_answer_that_takes_too_long_is_cut_off_at_its_time(server):
     assert status == 200 and (choice["finish_reason"], choice["timed_out"]) == ("length", True)
 
 
-def test_tools_that_a_template_does_not_show_are_refused(server):
-    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    status, text = server.post("/v1/chat/completions", asked | {"tools": tools})
-    assert status == 400 and "the model's template shows none of the 1 to the model" in text
-    assert server.post("/v1/chat/completions", asked | {"tools": []})[0] == 200
+TOOL = {"type": "object", "properties": {"at": {"enum": ["sky", "sea"]}}, "required": ["at"]}
+
+
+def test_a_call_that_is_asked_for_follows_its_schema_whole_and_streamed_and_can_be_answered(server):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": TOOL | {"additionalProperties": False}}}]
+    history = [{"role": "user", "content": "Is it blue?"}]
+    asked = {"model": "tiny", "tools": tools, "tool_choice": "required", "seed": 3, "max_tokens": 200}
+    choice = server.client.chat.completions.create(messages=history, **asked).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "look")
+    assert json.loads(call.function.arguments)["at"] in ("sky", "sea")
+    pieces = [each.choices[0] for each in server.client.chat.completions.create(messages=history, **asked, stream=True)]
+    (streamed,) = (each for piece in pieces for each in piece.delta.tool_calls or [])
+    assert streamed.function == type(streamed.function)(name="look", arguments=call.function.arguments)
+    assert pieces[-1].finish_reason == "tool_calls" and not any(piece.delta.content for piece in pieces)
+    history += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
+    again = server.client.chat.completions.create(messages=history, **asked | {"tool_choice": "auto", "max_tokens": 3})
+    assert again.choices[0].message.tool_calls is None and again.usage.completion_tokens <= 3
+    assert server.post("/v1/chat/completions", {"messages": history[:1], "max_tokens": 2, "tools": []})[0] == 200
 
 
 def test_a_long_text_is_cut_into_tokens_beside_the_answers(server):

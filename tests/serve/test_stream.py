@@ -61,7 +61,8 @@ def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_
 @pytest.mark.parametrize("form", [stream.Completion, stream.Chat])
 def test_a_timeout_is_told_beside_a_reason_that_openais_types_have(form):
     types = openai.types.CompletionChoice, openai.types.chat.chat_completion.Choice
-    made = form("r", "tiny", Bytes(), intake.checked({"prompt": "a"}, CompletionBody))
+    body, kind = ({"messages": MESSAGES}, ChatBody) if form is stream.Chat else ({"prompt": "a"}, CompletionBody)
+    made = form("r", "tiny", Bytes(), intake.checked(body, kind))
     for make in (made.choice, made.part):
         assert [make(0, "a", None, ended).get("timed_out") for ended in (None, "stop", "length")] == [None] * 3
         found = make(0, "a", None, "timeout")

@@ -1,0 +1,241 @@
+"""Calls of tools in answers: a model's notation of them, learned from its template, and found in its text (S file).
+
+A template shows earlier calls in the notation that the model was trained with. Known are notations whose calls are JSON
+objects with name and arguments, whatever the keys and whatever stands around them: those of Qwen 2.5 and 3, Hermes,
+Llama 3, Mistral and others. Calls of other models stay part of their text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from jaxbench.generation.pieces import held_back
+
+_USER = {"role": "user", "content": "What is there?"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "described", "description": "Tells.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "What."}}},
+    },
+}  # fmt: skip
+_ARGUMENTS = {"key": "value"}
+_NAMES = "first_called", "second_called"
+_ARGUMENT_KEYS = "arguments", "parameters"  # models confuse them
+_BETWEEN = " \t\r\n;,"  # calls without a notation of their own
+_LONGEST_LITERAL = 10  # characters of a JSON literal that may be incomplete, such as -Infinity
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
+
+
+class Notation(NamedTuple):
+    """How a model writes calls."""
+
+    keys: tuple[str, ...]  # of a call's object, in order
+    name: str  # key of the function's name
+    arguments: str  # key of its arguments
+    opening: str  # visible text in front of a call; "" = none, and calls begin an answer
+    closing: str  # visible text behind it
+    prefill: str | None  # what a template writes between a prompt and its answer's first call; None = not known
+
+    def schema(self, functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the JSON schema of a call of one of some functions, which are described as requests do."""
+        schemas = [self._of_function(each) for each in functions]
+        return (schemas[0] if len(schemas) == 1 else {"anyOf": schemas}) | {"x-guidance": _SEPARATORS}
+
+    def _of_function(self, function: dict[str, Any]) -> dict[str, Any]:
+        nothing = {"type": "object", "additionalProperties": False}
+        parameters = {"type": "object"} | (function.get("parameters") or nothing)
+        parts = {self.name: {"const": function["name"]}, self.arguments: parameters}
+        properties = {key: parts[key] for key in self.keys if key in parts}
+        return {
+            "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+        }  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A call in an answer."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text of an object
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The call as OpenAI's clients read it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@functools.lru_cache(maxsize=8)
+def learned(tokenizer: Any) -> Notation | None:
+    """Return the notation of a tokenizer's template; None = its calls are no JSON objects, or it shows none."""
+    try:
+        prompt = tokenizer.chat([_USER], tools=[_TOOL])
+        one = _rendered(tokenizer, 1)
+    except Exception:  # a template is third-party code, and may raise anything
+        return None
+    found = _object(one, _NAMES[0])
+    if found is None:
+        return None
+    start, end, keys, name, arguments = found
+    shared = len(os.path.commonprefix([prompt, one[:start]]))
+    before, after = one[shared:start], one[end:]
+    opening, closing = before, after
+    try:
+        two = _rendered(tokenizer, 2)
+        (_, first_end, *_), (second, *_) = _object(two, _NAMES[0]), _object(two, _NAMES[1])
+    except Exception:  # among others, of templates that take no second call
+        pass
+    else:
+        between = two[first_end:second]
+        closing = os.path.commonprefix([after, between])
+        if between.strip() != ",":  # otherwise calls are items of a list behind one opening
+            opening = os.path.commonprefix([before[::-1], between[::-1]])[::-1]
+    if before.rstrip().endswith("["):
+        opening = before.rstrip()[:-1]
+    prefill = before if shared == len(prompt) else None
+    return Notation(keys, name, arguments, _visible(tokenizer, opening), _visible(tokenizer, closing), prefill)
+
+
+def _rendered(tokenizer: Any, count: int) -> str:
+    calls = [
+        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
+        for i, name in enumerate(_NAMES[:count])
+    ]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    return tokenizer.chat([_USER, answer], tools=[_TOOL], add_generation_prompt=False)
+
+
+def _object(text: str, called: str) -> tuple[int, int, tuple[str, ...], str, str] | None:
+    """Find the innermost JSON object with a function's name and arguments: start, end, keys, key of either."""
+    start = text.rfind("{", 0, text.rfind(called) + 1)
+    while start >= 0:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, RecursionError):
+            value, end = None, start
+        if isinstance(value, dict) and called in value.values() and _ARGUMENTS in value.values():
+            key_of = {json.dumps(each): key for key, each in value.items()}
+            return start, end, tuple(value), key_of[json.dumps(called)], key_of[json.dumps(_ARGUMENTS)]
+        start = text.rfind("{", 0, start)
+    return None
+
+
+def _visible(tokenizer: Any, text: str) -> str:
+    """Return what a text's tokens are decoded to in an answer, where special tokens are left out."""
+    return tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=True).strip()
+
+
+def split(
+    text: str, notation: Notation, names: Collection[str], *, is_whole: bool, is_begun: bool = False, most: int | None
+) -> tuple[str, list[tuple[str, str]]]:  # fmt: skip
+    """Split the text of an answer so far into the content and the calls that are certain: names, arguments as JSON.
+
+    What only looks like a call is content. White space around calls belongs to the notation.
+
+    is_whole: no more text comes. is_begun: the prompt ends with the opening of a call. most: number of calls that are
+    taken; what follows them is dropped.
+    """
+    content, calls, at = "", [], 0
+    is_next = is_begun or not notation.opening  # a call may begin without an opening
+    while (place := _next(text, at, notation, is_next)) is not None:
+        before, start = place
+        value, end = _value(text, start, is_whole)
+        if end is None:
+            return content + text[at:before].rstrip(), calls
+        found = _calls(value, notation, names)
+        if not found:
+            content += text[at:end]
+            at, is_next = end, False
+            continue
+        content += text[at:before].rstrip() if not calls or text[at:before].strip(_BETWEEN) else ""
+        calls += found
+        if most is not None and len(calls) >= most:
+            return content, calls[:most]
+        at, is_next = _behind(text, end, notation.closing), not notation.opening
+    rest = text[at:]
+    if calls and not rest.strip(_BETWEEN):
+        return content, calls
+    if not is_whole:
+        kept = held_back(rest, [notation.opening]) if notation.opening else 0
+        rest = rest[: len(rest) - kept].rstrip()
+        if calls and notation.closing.startswith(rest.lstrip()):
+            rest = ""
+    return content + rest, calls
+
+
+def _next(text: str, at: int, notation: Notation, is_next: bool) -> tuple[int, int] | None:
+    """Return where the next call's notation and its value may begin, at or behind a place; None = nowhere."""
+    if is_next:
+        start = len(text) - len(text[at:].lstrip(_BETWEEN if at else None))
+        return (at, start) if text[start : start + 1] in ("{", "[") else None
+    place = text.find(notation.opening, at) if notation.opening else -1
+    return (place, place + len(notation.opening)) if place >= 0 else None
+
+
+def _value(text: str, start: int, is_whole: bool) -> tuple[Any, int | None]:
+    """Return the JSON value at a place and its end; no value ends where it began, and None = it may be incomplete."""
+    begin = len(text) - len(text[start:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        is_cut = len(text) - error.pos <= _LONGEST_LITERAL or error.msg.startswith("Unterminated string")
+        return None, None if is_cut and not is_whole else start
+    except (ValueError, RecursionError):
+        return None, start
+
+
+def _behind(text: str, end: int, closing: str) -> int:
+    """Return where the notation of a call ends whose value ends at a place."""
+    begin = len(text) - len(text[end:].lstrip())
+    return begin + len(closing) if closing and text.startswith(closing, begin) else end
+
+
+def _calls(value: Any, notation: Notation, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the calls that a JSON value stands for; [] = it is no call."""
+    found = []
+    for each in value if isinstance(value, list) else [value]:
+        name = each.get(notation.name) if isinstance(each, dict) else None
+        given = (
+            next((each[key] for key in (notation.arguments, *_ARGUMENT_KEYS) if key in each), None) if name else None
+        )
+        if given is None and notation.opening:  # of a function without any
+            given = {}
+        if not isinstance(name, str) or not isinstance(given, dict) or not (notation.opening or name in names):
+            return []
+        found.append((name, json.dumps(given, ensure_ascii=False)))
+    return found
+
+
+class Finder:
+    """Finds the calls in one answer while its text comes; a call is given whole, once it is complete."""
+
+    def __init__(self, notation: Notation, names: Collection[str], *, most: int | None, is_begun: bool):
+        self._how = {"notation": notation, "names": names, "most": most, "is_begun": is_begun}
+        self._text, self._shown = "", 0
+        self.calls: list[Call] = []
+
+    def update(self, text: str, *, is_whole: bool) -> tuple[str, list[Call]]:
+        """Take further text; return the content and the calls that became certain; is_whole: no more text comes."""
+        self._text += text
+        content, calls = split(self._text, is_whole=is_whole, **self._how)
+        new = [Call(_new_id(), *each) for each in calls[len(self.calls) :]]
+        self.calls += new
+        more, self._shown = content[self._shown :], max(self._shown, len(content))
+        return more, new
+
+
+def _new_id() -> str:
+    """Return a new call's id: nine letters and digits, as Mistral's templates ask."""
+    return secrets.token_hex(5)[:9]
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)  # not strict: line breaks in a string
