@@ -43,6 +43,47 @@ def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema") -> str:
     return _checked(name, _matcher().grammar_from_json_schema(json.dumps(schema)))
 
 
+def of_calls(
+    call: dict[str, Any], name: str, *, opening: Sequence[str | int], closing: Sequence[str | int],
+    content: dict[str, Any] | None,
+) -> str:  # fmt: skip
+    """Return the grammar of answers whose calls of tools follow a schema, and that may have none.
+
+    call: the JSON schema of what is between opening and closing. name: of the field that has it, for messages.
+    opening, closing: texts, and tokens that stand for themselves. content: the JSON schema of an answer without calls;
+    None = any text.
+
+    Raises:
+      ValueError: a schema cannot be followed; the message says why.
+    """
+    for each in (call, content):
+        _check_unicode(name, json.dumps(each, ensure_ascii=False))
+    texts = [each if isinstance(each, str) else f"<{each}>" for each in (*opening, *closing)]
+    plain = _calls(call, texts[: len(opening)], texts[len(opening) :], content)
+    _checked(name, _matcher().grammar_from_lark(plain))  # tokens are known to no check
+    return _matcher().grammar_from_lark(_calls(call, opening, closing, content))
+
+
+def _calls(
+    call: dict[str, Any], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None
+) -> str:  # fmt: skip
+    """Write the grammar in llguidance's variant of Lark."""
+    first, *rest = [f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in opening] or [""]
+    end = " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in closing)
+    lines = [f"body: SPACE %json {json.dumps(call)}", r"SPACE: /[ \n]{0,2}/"]
+    inside = " ".join([*rest, "body", *(["SPACE", end] if end else [])])
+    if content is not None:
+        lines += [f"start: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
+    elif not first:
+        lines += [f"start: TEXT | {inside}", r"TEXT: /[ \n]*([^ \n{\[](.|\n)*)?/"]
+    elif isinstance(opening[0], int):
+        lines += ["start: call* TEXT", f"call: TEXT {first} {inside}", r"TEXT: /(.|\n)*/"]
+    else:
+        lines += ["start: call* tail", "tail: TEXT", f"head[lazy]: TEXT {first}", f"call: head {inside}"]
+        lines += [r"TEXT: /(.|\n)*/"]
+    return "\n".join(lines)
+
+
 def of_regex(regex: str) -> str:
     """Return the grammar of texts that match a regular expression as a whole.
 

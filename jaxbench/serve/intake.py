@@ -113,7 +113,7 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         _check_characters(service, text, "messages")
         _check_shown(service.tokenizer, messages, text, body.shown_tools)
         if body.is_call:
-            text += _notation(service).prefill
+            text += _prefill(service)
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
@@ -123,11 +123,11 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         raise Bad(said, param="messages") from error
 
 
-def _notation(service: Service) -> tools.Notation:
-    """Return how the model writes calls, with what an answer that is one begins with.
+def _prefill(service: Service) -> str:
+    """Return what an answer begins with that has to be a call.
 
     Raises:
-      Bad: its template does not tell.
+      Bad: the model's template does not tell.
     """
     found = tools.learned(service.tokenizer)
     if found is None or found.prefill is None:
@@ -135,7 +135,7 @@ def _notation(service: Service) -> tools.Notation:
             "tool_choice: the model's template does not tell how an answer begins that is a call; wanted auto or none"
         )
         raise Bad(said, param="tool_choice")
-    return found
+    return found.prefill
 
 
 def _check_characters(service: Service, text: str | list[int], param: str) -> None:
@@ -264,15 +264,17 @@ async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody)
     Raises:
       Bad: it cannot be followed.
     """
-    fields, notation = body.followed, None
+    fields = body.followed
     param = fields[0] if len(fields) == 1 else None
     if not fields:
         return None
     if not service.about["grammars"]:
         said = f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
         raise Bad(said, param=param)
-    if isinstance(body, ChatBody) and body.is_call:
-        notation = _notation(service)
+    notation = tools.learned(service.tokenizer) if isinstance(body, ChatBody) and body.shown_tools else None
+    if "tools" in fields and notation is None:
+        said = "tools: the model's template does not tell how it writes calls, and none can be strict; leave strict out"
+        raise Bad(said, param="tools")
     try:
         return await asyncio.to_thread(body.grammar, notation)
     except ValueError as error:

@@ -77,6 +77,8 @@ def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"function.name is {str(name)[:40]!r}; wanted a text")
     if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
         raise ValueError(f"function.parameters is {str(parameters)[:40]}; wanted a JSON schema of type object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ValueError(f"function.strict is {str(function['strict'])[:40]!r}; wanted true or false")
     return tool
 
 
@@ -103,7 +105,8 @@ class ToolChoice(NamedTuple):
         function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or given.keys() | function.keys() != {"type", "function", "name"}:
-            raise ValueError("unknown; wanted none, auto, required, or a type function with a function of a name")
+            shown = str(given)[:40]
+            raise ValueError(f"{shown!a}; wanted none, auto, required, or a type function with a function of a name")
         return cls("function", name)
 
 

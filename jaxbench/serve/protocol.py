@@ -101,30 +101,39 @@ class _Asked(Body):
         wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
         return wanted + (["response_format"] if self.response_format and self.response_format.type != "text" else [])
 
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema that response_format names; None = none.
+
+        Raises:
+          ValueError: it names one, and there is none.
+        """
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return {"type": "object"}
+        if form.json_schema is None:
+            raise ValueError(f"response_format.json_schema is missing, and type is {form.type!r}")
+        return form.json_schema.schema_ or {}
+
     def grammar(self, notation: tools.Notation | None = None) -> str | None:
         """Return the grammar that the answer follows, in constraint.py's form; None = no constraint.
 
-        notation: of calls; needed where the answer has to be one.
+        notation: the model's, of calls; None = not known.
 
         Raises:
           ValueError: more than one constraint is given, or one that cannot be followed.
         """
-        form, wanted = self.response_format, self.followed
+        wanted = self.followed
         if len(wanted) > 1:
             raise ValueError(f"{' and '.join(wanted)}: an answer follows one of them; leave the others out")
         if self.regex is not None:
             return constraint.of_regex(self.regex)
         if self.choice is not None:
             return constraint.of_choices(self.choice)
-        if not wanted:
-            return None
-        if wanted == ["tool_choice"]:
-            return constraint.of_schema(notation.schema(self.callable), "tools")
-        if form.type == "json_object":
-            return constraint.of_schema({"type": "object"})
-        if form.json_schema is None:
-            raise ValueError(f"response_format.json_schema is missing, and type is {form.type!r}")
-        return constraint.of_schema(form.json_schema.schema_ or {})
+        schema = self.schema
+        return None if schema is None else constraint.of_schema(schema)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -260,7 +269,7 @@ class ChatBody(_Asked):
     def _check_choice(cls, choice: ToolChoice | None, info: pydantic.ValidationInfo) -> ToolChoice | None:
         names = [each["function"]["name"] for each in info.data.get("tools") or []]
         if choice is not None and choice.is_forced and not names:
-            raise ValueError("a call of 0 tools; wanted some tools, or the choice left out")
+            raise ValueError(f"{choice.kind}, of {len(names)} tools; wanted some, or the choice left out")
         if choice is not None and choice.name is not None and choice.name not in names:
             raise ValueError(f"function {choice.name[:60]!r}, which is not among the {len(names)} tools")
         return choice
@@ -286,7 +295,23 @@ class ChatBody(_Asked):
     @property
     def followed(self) -> list[str]:
         """Names of the given fields that constrain the answer."""
-        return super().followed + (["tool_choice"] if self.is_call else [])
+        is_strict = any(each.get("strict") for each in self.callable)
+        return super().followed + (["tool_choice"] if self.is_call else ["tools"] if is_strict else [])
+
+    @property
+    def has_guided_calls(self) -> bool:
+        """True where the answer follows a grammar that leaves room for calls, if the model's notation is known."""
+        wanted = self.followed
+        return bool(self.shown_tools and not self.is_call and wanted and {*wanted} <= {"response_format", "tools"})
+
+    def grammar(self, notation: tools.Notation | None = None) -> str | None:
+        """Return the grammar that the answer follows, its calls included; see _Asked's."""
+        if notation is not None and self.followed == ["tool_choice"]:
+            return constraint.of_schema(notation.schema(self.callable), "tools")
+        if notation is not None and self.has_guided_calls:
+            functions = [each if each.get("strict") else each | {"parameters": None} for each in self.callable]
+            return notation.grammar(functions, self.schema)
+        return super().grammar()
 
     @property
     def wanted_logprobs(self) -> int | None:

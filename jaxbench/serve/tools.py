@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jaxbench.generation.pieces import held_back
+from jaxbench.serve import constraint
 
 _USER = {"role": "user", "content": "What is there?"}
 _TOOL = {
@@ -41,15 +43,33 @@ class Notation(NamedTuple):
     opening: str  # visible text in front of a call; "" = none, and calls begin an answer
     closing: str  # visible text behind it
     prefill: str | None  # what a template writes between a prompt and its answer's first call; None = not known
+    opening_parts: tuple[str | int, ...] = ()  # the same as texts and added tokens, also those that are not visible
+    closing_parts: tuple[str | int, ...] = ()
+    is_listed: bool = False  # calls are items of one list
 
     def schema(self, functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the JSON schema of a call of one of some functions, which are described as requests do."""
         schemas = [self._of_function(each) for each in functions]
         return (schemas[0] if len(schemas) == 1 else {"anyOf": schemas}) | {"x-guidance": _SEPARATORS}
 
+    def grammar(self, functions: Sequence[dict[str, Any]], content: dict[str, Any] | None) -> str:
+        """Return the grammar of answers whose calls follow the schemas of some functions, or that have none.
+
+        content: the JSON schema of an answer without calls; None = any text.
+
+        Raises:
+          ValueError: a schema cannot be followed.
+        """
+        call = self.schema(functions)
+        spaced = call.pop("x-guidance")
+        value = {"type": "array", "items": call, "minItems": 1} if self.is_listed else call
+        how = {"opening": self.opening_parts, "closing": self.closing_parts, "content": content}
+        return constraint.of_calls(value | {"x-guidance": spaced}, "tools", **how)
+
     def _of_function(self, function: dict[str, Any]) -> dict[str, Any]:
         nothing = {"type": "object", "additionalProperties": False}
-        parameters = {"type": "object"} | (function.get("parameters") or nothing)
+        given = function.get("parameters", nothing)  # None = not followed
+        parameters = {"type": "object"} | (nothing if given == {} else given or {})
         parts = {self.name: {"const": function["name"]}, self.arguments: parameters}
         properties = {key: parts[key] for key in self.keys if key in parts}
         return {
@@ -95,10 +115,14 @@ def learned(tokenizer: Any) -> Notation | None:
         closing = os.path.commonprefix([after, between])
         if between.strip() != ",":  # otherwise calls are items of a list behind one opening
             opening = os.path.commonprefix([before[::-1], between[::-1]])[::-1]
-    if before.rstrip().endswith("["):
+    is_listed = before.rstrip().endswith("[")
+    if is_listed:
         opening = before.rstrip()[:-1]
-    prefill = before if shared == len(prompt) else None
-    return Notation(keys, name, arguments, _visible(tokenizer, opening), _visible(tokenizer, closing), prefill)
+    parts = _parts(tokenizer, opening), [each for each in _parts(tokenizer, closing) if _is_visible(tokenizer, each)]
+    return Notation(
+        keys, name, arguments, _visible(tokenizer, opening), _visible(tokenizer, closing),
+        before if shared == len(prompt) else None, tuple(parts[0]), tuple(parts[1]), is_listed,
+    )  # fmt: skip
 
 
 def _rendered(tokenizer: Any, count: int) -> str:
@@ -128,6 +152,19 @@ def _object(text: str, called: str) -> tuple[int, int, tuple[str, ...], str, str
 def _visible(tokenizer: Any, text: str) -> str:
     """Return what a text's tokens are decoded to in an answer, where special tokens are left out."""
     return tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=True).strip()
+
+
+def _parts(tokenizer: Any, text: str) -> list[str | int]:
+    """Cut a text into its added tokens and what is between them, without white space at its ends."""
+    core = getattr(tokenizer, "core", None)
+    added = {} if core is None else {token.content: id for id, token in core.get_added_tokens_decoder().items()}
+    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(longest_first)})", text.strip()) if added else [text.strip()]
+    return [added.get(piece, piece) for piece in pieces if piece]
+
+
+def _is_visible(tokenizer: Any, part: str | int) -> bool:
+    return bool(_visible(tokenizer, part) if isinstance(part, str) else tokenizer.decode([part], skip_special=True))
 
 
 def split(

@@ -77,10 +77,14 @@ class Templated(Bytes):
      TAGS._replace(opening=OBJECT, closing="}", prefill=f"{OBJECT} ")),
     (TURN.replace("@", ELEMENTS), (), None), (TURN.replace("@", "none"), (), None), ("{{ fail }", (), None),
     ("{{ messages[1].tool_calls[0].function.arguments }}", (), None),  # Python's notation, which is no JSON
-], ids=["tags", "reasoning", "bare", "list", "special", "wrapped", "elements", "hidden", "broken", "Python"])  # fmt: skip
+], ids=["tags", "reasoning", "bare", "list", "special", "wrapped", "elements", "none", "broken", "Python"])  # fmt: skip
 def test_a_notation_is_learned_from_the_template_that_shows_calls_to_the_model(template, special, wanted):
     found = tools.learned(Templated(template, (*SPECIAL, *special)))
-    assert found == wanted
+    parts = {name: () for name in ("opening_parts", "closing_parts")}
+    assert (found and found._replace(**parts, is_listed=False)) == wanted
+    if found is not None:
+        assert found.is_listed is (template == TURN.replace("@", LISTED))
+        assert found.opening_parts == tuple(filter(None, ["[TOOL_CALLS]" if found.is_listed else found.opening]))
 
 
 def both(text, notation=TAGS, **how):
@@ -245,6 +249,71 @@ def test_an_answer_that_has_to_be_a_call_begins_as_one_and_follows_its_schema(se
     assert begun["message"]["tool_calls"][0]["function"]["name"] == "look" and begun["message"]["content"] is None
 
 
+STRICT = {"type": "function", "function": LOOK["function"] | {"strict": True}}
+FORM = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "required": ["n"]}}}
+
+
+def test_calls_of_a_strict_function_follow_its_schema_and_other_text_is_free(service):
+    (request,) = asked(messages=MESSAGES, tools=[STRICT, FIND])
+    follows, moon = accepted(request.grammar), '{"name": "look", "arguments": {"at": "moon"}}'
+    good, found = '{"name": "look", "arguments": {"at": "sky"}}', '{"name": "find", "arguments": {"a": [1]}}'
+    for text in ("", "a < b", "{", moon, f"So.\n<tool_call>\n{good}\n</tool_call>", f"<tool_call>{found}</tool_call>!"):
+        assert follows(text), text
+    for text in (
+        f"<tool_call>{moon}</tool_call>",
+        "<tool_call>So",
+        "<tool_call>",
+        SKY.join(("<tool_call>", "</tool_call>")),
+    ):
+        assert not follows(text), text
+    (request,) = asked(messages=MESSAGES, tools=[STRICT], response_format=FORM)
+    follows = accepted(request.grammar)
+    assert follows('{"n": 3}') and follows(f"<tool_call>{good}</tool_call>")
+    assert not any(map(follows, ("So", '{"m": 3}', f"<tool_call>{moon}</tool_call>")))
+    (request,) = asked(messages=MESSAGES, tools=[LOOK], response_format=FORM)
+    follows = accepted(request.grammar)
+    assert follows('{"n": 3}') and follows(f"<tool_call>{moon}</tool_call>") and not follows("So")
+    (request,) = asked(messages=MESSAGES, tools=[STRICT], tool_choice="none")
+    assert request.grammar is None
+
+
+def test_a_strict_call_of_a_model_without_an_opening_is_told_from_text_by_its_first_character(service, monkeypatch):
+    template = TURN.replace("@", BARE).replace("[INST]", "[INST]{{ tools if tools }}")
+    monkeypatch.setattr(SERVICE, "tokenizer", Told(template))
+    follows = accepted(asked(messages=MESSAGES, tools=[STRICT])[0].grammar)
+    good = '{"name": "look", "parameters": {"at": "sky"}}'
+    assert (
+        follows("")
+        and follows("So {")
+        and follows(good)
+        and not follows("{")
+        and not follows(good.replace("sky", "sun"))
+    )
+
+
+def test_an_opening_that_is_one_token_of_the_model_is_followed_as_that_token(tmp_path):
+    import numpy as np
+    from tokenizers import AddedToken
+
+    from jaxbench.pretrained import small_tokenizers
+    from jaxbench.pretrained.tokenizer import load_tokenizer
+    from jaxbench.serve import constraint
+
+    small_tokenizers.ByteTokenizer().save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.core.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    tokenizer.chat_template = CHATML.replace("@", "")
+    notation = tools.learned(tokenizer)
+    assert (notation.opening, notation.opening_parts, notation.closing_parts) == ("<tool_call>", (257,), (258,))
+    state = constraint.Grammars(tokenizer, 259).begin(notation.grammar([LOOK["function"]], None))
+    good = tokenizer.encode('So <tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>')
+    for token in good:
+        state.accept(token)
+    state = constraint.Grammars(tokenizer, 259).begin(notation.grammar([LOOK["function"]], None), good[:4])
+    allowed = np.flatnonzero(np.isfinite(state.masked(np.zeros(259, np.float32))))
+    assert {*map(chr, allowed)} == {" ", "\n", "{"}
+
+
 def test_where_no_tool_may_be_called_the_model_is_shown_none(service):
     ((without,), (other,)) = asked(messages=MESSAGES, tools=[LOOK], tool_choice="none"), asked(messages=MESSAGES)
     assert without.prompt == other.prompt != asked(messages=MESSAGES, tools=[LOOK])[0].prompt
@@ -263,6 +332,10 @@ def test_where_no_tool_may_be_called_the_model_is_shown_none(service):
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"type": "c"}}}}}],
       "tool_choice": "required"}, "tool_choice"),
     ({"tools": [LOOK], "tool_choice": "required", "response_format": {"type": "json_object"}}, None),
+    ({"tools": [STRICT], "regex": "a"}, None),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"properties": 3}}}]},
+     "tools"),
 ])  # fmt: skip
 def test_tools_and_choices_that_cannot_be_followed_are_refused_by_their_field(service, body, param):
     error = asked(messages=MESSAGES, **body)
@@ -275,3 +348,5 @@ def test_a_call_is_not_forced_on_a_model_whose_template_does_not_tell_how_it_beg
         monkeypatch.setattr(SERVICE, "tokenizer", Told(template.replace("[INST]", "{{ tools }}[INST]")))
         error = asked(messages=MESSAGES, tools=[LOOK], tool_choice="required")
         assert isinstance(error, intake.Bad) and said in str(error)
+        error = asked(messages=MESSAGES, tools=[STRICT])
+        assert isinstance(error, intake.Bad) and error.param == "tools"
