@@ -24,6 +24,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["PIP_NO_INDEX"] = "1"  # `make test` fetched the model before
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# OpenMP's threads, which are PyTorch's, spin while they wait, and take the cores from the other test process: one test
+# beside five busy processes took 177 s of CPU time, and 53 s if they sleep
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from jaxbench import process_environment  # noqa: E402
 
