@@ -286,16 +286,16 @@ class ChatBody(_Asked):
         return self.tool_choice is not None and self.tool_choice.is_forced
 
     @property
-    def callable(self) -> list[dict[str, Any]]:
+    def functions(self) -> list[dict[str, Any]]:
         """The functions that the answer may call."""
         name = None if self.tool_choice is None else self.tool_choice.name
-        functions = [each["function"] for each in self.shown_tools or []]
-        return [each for each in functions if name in (None, each["name"])]
+        described = [each["function"] for each in self.shown_tools or []]
+        return [each for each in described if name in (None, each["name"])]
 
     @property
     def followed(self) -> list[str]:
         """Names of the given fields that constrain the answer."""
-        is_strict = any(each.get("strict") for each in self.callable)
+        is_strict = any(each.get("strict") for each in self.functions)
         return super().followed + (["tool_choice"] if self.is_call else ["tools"] if is_strict else [])
 
     @property
@@ -307,9 +307,9 @@ class ChatBody(_Asked):
     def grammar(self, notation: tools.Notation | None = None) -> str | None:
         """Return the grammar that the answer follows, its calls included; see _Asked's."""
         if notation is not None and self.followed == ["tool_choice"]:
-            return constraint.of_schema(notation.schema(self.callable), "tools")
+            return constraint.of_schema(notation.schema(self.functions), "tools")
         if notation is not None and self.has_guided_calls:
-            functions = [each if each.get("strict") else each | {"parameters": None} for each in self.callable]
+            functions = [each if each.get("strict") else each | {"parameters": None} for each in self.functions]
             return notation.grammar(functions, self.schema)
         return super().grammar()
 

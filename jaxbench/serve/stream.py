@@ -198,7 +198,7 @@ class Chat(Form):
         super().__init__(id, model, tokenizer, body)
         self._notation = tools.learned(tokenizer) if body.shown_tools else None  # of calls, which are looked for
         most = 1 if body.is_call or body.parallel_tool_calls is False else None
-        self._how = {"names": {each["name"] for each in body.callable}, "most": most, "is_begun": body.is_call}
+        self._how = {"names": {each["name"] for each in body.functions}, "most": most, "is_begun": body.is_call}
         self._finders: dict[int, tools.Finder] = {}  # of each answer
 
     def opening(self, number: int) -> dict[str, Any]:
