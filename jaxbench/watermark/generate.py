@@ -135,8 +135,8 @@ def run(
       options: kernels and number types; to resume, those that decide tokens have to be the same.
 
     Raises:
-      ValueError: a key is missing, prompts do not fit the model, the kernels are not available, or the file is an input
-        or holds anything but rows of this run.
+      ValueError: a key is missing, prompts do not fit the model, the kernels are not available, or the file is an
+        input, holds anything but rows of this run, or is being written by another process.
     """
     output, record = Path(output), Path(f"{output}.run.json")
     keys = [mark.read_key() for mark in settings.marks] if keys is None else list(keys)
@@ -149,27 +149,32 @@ def run(
     tokenizer = load_tokenizer(settings.model)
     choice = _choose(settings, options, device, say)
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}", choice)
-    run_id = wanted["run"]
-    used = [key for key in keys if key is not None]
-    done = 0 if overwrite else _finished(output, record, wanted, used)
-    prompts = read_prompts(settings, tokenizer, say=say)
-    if done >= len(prompts):
-        say(f"{output} has all {len(prompts)} rows")
-        return output
-    if done:
-        say(f"{output} has {done} of {len(prompts)} rows, going on")
-    modules = decoder.Backend(backend.transformer, backend.sample, backend.native)
-    model = decoder.load(settings.model, choice, modules).model
-    writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
-    for start in range(done, len(prompts), settings.batch_size):
-        rows = range(start, min(start + settings.batch_size, len(prompts)))
-        continuations = writer([prompts[row].ids for row in rows], rows)
-        made = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
-        if start == 0:  # anything that cannot be generated has failed by now
-            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
-            run_identity.write(record, wanted, used)
-        store.append(output, made)
-        say(f"{rows.stop} of {len(prompts)} rows")
+    with store.alone(output):
+        used = [key for key in keys if key is not None]
+        done = 0 if overwrite else _finished(output, record, wanted, used)
+        prompts = read_prompts(settings, tokenizer, say=say)
+        if done >= len(prompts):
+            say(f"{output} has all {len(prompts)} rows")
+            return output
+        if done:
+            say(f"{output} has {done} of {len(prompts)} rows, going on")
+        modules = decoder.Backend(backend.transformer, backend.sample, backend.native)
+        model = decoder.load(settings.model, choice, modules).model
+        writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
+        for start in range(done, len(prompts), settings.batch_size):
+            rows = range(start, min(start + settings.batch_size, len(prompts)))
+            continuations = writer([prompts[row].ids for row in rows], rows)
+            made = [
+                _record(settings, tokenizer, wanted["run"], row, prompts[row], ids)
+                for row, ids in zip(rows, continuations)
+            ]
+            if start == 0:  # anything that cannot be generated has failed by now
+                output.unlink(
+                    missing_ok=True
+                )  # before its record changes, or a kill would leave rows under a wrong one
+                run_identity.write(record, wanted, used)
+            store.append(output, made)
+            say(f"{rows.stop} of {len(prompts)} rows")
     return output
 
 
@@ -358,11 +363,17 @@ def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence
     rows, run_id = store.rows(output), wanted["run"]
     for place, line in enumerate(rows, 1):
         try:
-            other = json.loads(line).get("run")
+            held = json.loads(line)
+            other, number = held.get("run"), held.get("row")
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"generate: {output} line {place} is no row of generate ({error})") from error
         if other != run_id:
             raise ValueError(f"generate: {output} line {place} is of run {other}, this is run {run_id}")
+        if number != place - 1:
+            raise ValueError(
+                f"generate: {output} line {place} holds row {number}, wanted row {place - 1}; name another file, or "
+                "pass --overwrite"
+            )
     store.cut_short(output)
     return len(rows)
 

@@ -127,6 +127,26 @@ def test_a_broken_row_is_named_by_file_and_line(tiny, tmp_path):
         generate.run(settings(num_prompts=2), path, keys=KEYS)
 
 
+def test_two_runs_never_write_the_same_rows(tiny, tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def second(line):
+        with pytest.raises(ValueError, match="another process writes .*out.jsonl; wait for its end"):
+            generate.run(settings(), path, keys=KEYS)
+
+    generate.run(settings(), path, keys=KEYS, say=second)
+    assert [record["row"] for record in lines(path)] == list(range(7))
+    assert {one.name for one in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.run.json"}
+
+
+def test_rows_out_of_order_are_named_and_not_gone_on_with(tiny, tmp_path):
+    path = generate.run(settings(), tmp_path / "out.jsonl", keys=KEYS)
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*rows[:2], rows[1], *rows[2:]]))
+    with pytest.raises(ValueError, match="out.jsonl line 3 holds row 1, wanted row 2; name another file"):
+        generate.run(settings(), path, keys=KEYS)
+
+
 def test_the_prompts_and_the_keys_are_never_written_over(tiny, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "Some prompt that is long enough."}\n')
