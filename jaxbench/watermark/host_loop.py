@@ -22,6 +22,7 @@ class HostLoop(HostLoopBase):
         recent = input_ids[:, -MAX_WIDTH:]  # no rule looks further back; one shape for all steps
         length = jnp.full((recent.shape[0],), recent.shape[1], jnp.int32)
         recent = jnp.pad(recent, ((0, 0), (0, MAX_WIDTH - recent.shape[1])))
-        scaled = scores / self._scale
+        scaled = scores.astype(jnp.promote_types(scores.dtype, jnp.float32)) / self._scale  # as in sample.Generator
         self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, jnp.int32(step))
-        return jnp.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical
+        marked = jnp.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical
+        return marked.astype(scores.dtype)

@@ -176,15 +176,25 @@ class HostLoopBase:
             name = watermark.scheme.scheme
             raise ValueError(f"watermark {name}: temperature={temperature} leaves nothing to draw, wanted above 0")
         self._watermark, self._scale, self._prompt_length = watermark, temperature if watermark.draws else 1.0, -1
+        self._rows = 0
         self._keys, self._payloads, self._seed = list(keys), payloads, seed
         self._state = watermark.state(keys, payloads=payloads, seed=seed)
 
     def _begin(self, input_ids: Int[Any, "B T"]) -> tuple[Any, int]:
-        """Return the state to pass to the watermark at this step, and the step number."""
+        """Return the state to pass to the watermark at this step, and the step number.
+
+        Raises:
+          ValueError: the rows are not those of the first call, or are shorter than their prompts.
+        """
         rows, length = input_ids.shape
         if self._prompt_length < 0:
-            self._prompt_length = length
+            self._prompt_length, self._rows = length, rows
             self._share_keys(rows)
+        if rows != self._rows or length < self._prompt_length:  # its contexts would be counted from the other prompts
+            raise ValueError(
+                f"watermark: {rows} rows of {length} tokens after {self._rows} prompts of {self._prompt_length}; a "
+                "HostLoop serves one batch, make another for each call of generate"
+            )
         shared = self._watermark.shared
         return self._state if shared is None else (shared, self._state), length - self._prompt_length
 

@@ -124,6 +124,42 @@ def test_rows_share_keys_evenly_or_not_at_all(side):
         library.HostLoop(watermark, KEYS)(array(tokens), array(logits))
 
 
+@pytest.mark.parametrize("side", ["flax", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scheme", ["gumbel", {"scheme": "gumbel", "prf": "vllm"}, "synthid", "dip", "kgw"])
+def test_logits_of_16_bits_are_marked_as_their_values_in_float32_are(scheme, dtype, side):
+    library, marks = (host_loop, logits_processor) if side == "flax" else (torch_host_loop, torch_logits_processor)
+    keys = [Key(i) for i in range(64)]
+    watermark = marks.Watermark(scheme, vocab_size=VOCAB)
+    values = torch.tensor(np.random.default_rng(0).standard_normal((64, VOCAB)), dtype=getattr(torch, dtype))
+    tokens, found = np.tile(np.arange(5), (64, 1)), []
+    for narrow in (True, False):
+        logits = values if narrow else values.float()
+        if side == "flax":
+            logits = jnp.asarray(values.float().numpy(), dtype if narrow else "float32")
+        marked = library.HostLoop(watermark, keys, temperature=0.7)(
+            jnp.asarray(tokens) if side == "flax" else torch.tensor(tokens), logits
+        )
+        assert marked.dtype == logits.dtype
+        found.append(torch.tensor(np.asarray(marked, np.float32)) if side == "flax" else marked.float())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
+    assert len(set(found[0].argmax(dim=1).tolist())) > 10  # the draws of many keys
+
+
+@pytest.mark.parametrize("side", ["flax", "torch"])
+def test_a_loop_refuses_another_batch_than_its_first(side):
+    library, marks, array = (
+        (host_loop, logits_processor, jnp.asarray)
+        if side == "flax"
+        else (torch_host_loop, torch_logits_processor, torch.asarray)
+    )
+    loop = library.HostLoop(marks.Watermark({"scheme": "gumbel", "prf": "vllm"}, vocab_size=VOCAB), [Key(1)])
+    loop(array(np.ones((1, 9), np.int64)), array(np.zeros((1, VOCAB), np.float32)))
+    for rows, length in ((1, 4), (2, 10)):
+        with pytest.raises(ValueError, match=f"{rows} rows of {length} tokens after 1 prompts of 9; a HostLoop serves"):
+            loop(array(np.ones((rows, length), np.int64)), array(np.zeros((rows, VOCAB), np.float32)))
+
+
 def test_a_temperature_of_zero_is_refused_for_schemes_that_draw():
     watermark = torch_logits_processor.Watermark("gumbel", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="gumbel: temperature=0.0 leaves nothing to draw"):

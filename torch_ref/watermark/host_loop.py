@@ -21,6 +21,7 @@ class HostLoop(HostLoopBase):
         state, step = self._begin(input_ids)
         recent = input_ids[:, -MAX_WIDTH:]  # no rule looks further back
         length = torch.full((recent.shape[0],), recent.shape[1], device=recent.device)
-        scaled = scores / self._scale
+        scaled = scores.to(torch.promote_types(scores.dtype, torch.float32)) / self._scale  # as in sample.Generator
         self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, step)
-        return torch.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical
+        marked = torch.where(marked == scaled, scores, marked * self._scale)  # unchanged logits stay bit-identical
+        return marked.to(scores.dtype)
