@@ -147,10 +147,9 @@ def run(
     read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
     outputs.check_file(output, read, overwrite=True)
     tokenizer = load_tokenizer(settings.model)
-    choice = _choose(settings, options, device, say)
+    choice, used = _choose(settings, options, device, say), [key for key in keys if key is not None]
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}", choice)
     with store.alone(output):
-        used = [key for key in keys if key is not None]
         done = 0 if overwrite else _finished(output, record, wanted, used)
         prompts = read_prompts(settings, tokenizer, say=say)
         if done >= len(prompts):
@@ -163,11 +162,7 @@ def run(
         writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
         for start in range(done, len(prompts), settings.batch_size):
             rows = range(start, min(start + settings.batch_size, len(prompts)))
-            continuations = writer([prompts[row].ids for row in rows], rows)
-            made = [
-                _record(settings, tokenizer, wanted["run"], row, prompts[row], ids)
-                for row, ids in zip(rows, continuations)
-            ]
+            made = _records(settings, tokenizer, wanted["run"], prompts, rows, writer)
             if start == 0:  # anything that cannot be generated has failed by now
                 output.unlink(
                     missing_ok=True
@@ -376,6 +371,14 @@ def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence
             )
     store.cut_short(output)
     return len(rows)
+
+
+def _records(
+    settings: GenerateConfig, tokenizer: Any, run_id: str, prompts: Sequence[Prompt], rows: range, writer: Writer
+) -> list[dict]:
+    """Continue the prompts of some rows; return what is written of them."""
+    made = writer([prompts[row].ids for row in rows], rows)
+    return [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, made)]
 
 
 def _record(settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, given: Prompt, ids: list[int]) -> dict:
