@@ -121,7 +121,7 @@ def define_texts() -> None:
     flags.DEFINE_string("output", None, "scores of --input: a .parquet, .jsonl or .csv file")
     flags.DEFINE_string("field", "text", "key of the text, or of a list of token ids, in a line of .jsonl")
     flags.DEFINE_string("prompt_field", None, "key of the number of tokens that are prompt and not scored")
-    flags.DEFINE_integer("vocab_size", None, "logits of the model that wrote the texts (unset: its tokenizer's size)")
+    flags.DEFINE_integer("vocab_size", None, "logits of the model that wrote the texts (unset: those of --model)")
     flags.DEFINE_bool("canonicalize", True, "undo look-alikes and invisible characters before tokenising")
     flags.DEFINE_float("level", 0.01, "p-value that counts as found", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("processes", 1, "processes of one thread each, or Ray actors", lower_bound=1)
@@ -161,12 +161,12 @@ def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
     detector = getattr(importlib.import_module(module), name)
     if VALUES.backend != "numpy":
         detector = functools.partial(detector, device=VALUES.device)
-    checks.check_vocab_size(model := None if VALUES.model == "default" else VALUES.model, candidates)
+    model = None if VALUES.model == "default" else VALUES.model
     return bulk_detection.Job(
         candidates,
         detector,
         model=model,
-        vocab_size=VALUES.vocab_size,
+        vocab_size=checks.vocab_size(model, candidates),
         canonicalize=VALUES.canonicalize,
         field=VALUES.field,
         prompt_field=VALUES.prompt_field,

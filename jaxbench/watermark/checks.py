@@ -68,8 +68,13 @@ def check_where(*read: str | None) -> None:
     check_device()
 
 
-def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
-    """Raise if --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
+def vocab_size(model: str | None, candidates: tuple[Any, ...]) -> int | None:
+    """Return --vocab_size, or else the width of --model's logits where its tokenizer has fewer tokens, or else None.
+
+    Raises:
+      ValueError: --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model.
+    """
+    from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.watermark.detection import checked_scheme
     from jaxbench.watermark.texts import check_sizes
@@ -78,6 +83,14 @@ def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
         for candidate in candidates:
             checked_scheme(candidate.scheme, VALUES.vocab_size)
         check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
+        return VALUES.vocab_size
+    if model is None:
+        return None
+    try:
+        size = weights.read_config(model).vocab_size
+    except ValueError:  # a folder with only a tokenizer, or a model that jaxbench cannot run
+        return None
+    return size if size > load_tokenizer(model).vocab_size else None
 
 
 def check_workdir(*written: str) -> None:
