@@ -28,7 +28,6 @@ from jaxbench.watermark import logits_processor, run_identity
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key, key_of
-from jaxbench.watermark.study import evaluate_models
 
 DEFAULT_TEXT = {"num_prompts": 8, "prompt_tokens": 32}
 LISTED = 5  # how many skipped lines a message names
@@ -331,7 +330,7 @@ def _describe(settings: GenerateConfig, backend: str, choice: decoder.Choice) ->
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
     checksums = {
         "text_sha256": packing.text_sha256(settings.prompts),
-        "model_sha256": evaluate_models.sha256(settings.model),
+        "model_sha256": weights.checksum(settings.model),
     }
     whole = {**fields, **checksums, "backend": backend, **choice.added(settings.dtype)}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"))

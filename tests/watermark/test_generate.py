@@ -139,6 +139,17 @@ def test_two_runs_never_write_the_same_rows(tiny, tmp_path):
     assert {one.name for one in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.run.json"}
 
 
+def test_rows_of_another_tokenizer_in_the_models_folder_are_not_gone_on_with(tiny, tmp_path):
+    folder = weights.save_checkpoint(tmp_path / "model", MODEL, initial.initial_params(MODEL, 0))
+    (folder / "tokenizer.json").write_text("{}")
+    given = {"model": str(folder), "num_prompts": 1}
+    path = generate.run(settings(**given), tmp_path / "out.jsonl", keys=KEYS)
+    generate.run(settings(**given), path, keys=KEYS)
+    (folder / "tokenizer.json").write_text('{"version": "2"}')
+    with pytest.raises(ValueError, match="rows made with other model_sha256"):
+        generate.run(settings(**given), path, keys=KEYS)
+
+
 def test_rows_out_of_order_are_named_and_not_gone_on_with(tiny, tmp_path):
     path = generate.run(settings(), tmp_path / "out.jsonl", keys=KEYS)
     rows = path.read_text().splitlines(keepends=True)

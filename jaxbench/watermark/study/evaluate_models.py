@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxbench import initial, outputs
 from jaxbench.config import TransformerConfig
-from jaxbench.pretrained import assets, weights
+from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import Tokenizer
 from jaxbench.text import packing
 from jaxbench.watermark.study.evaluate_config import Evaluate
@@ -25,15 +25,8 @@ def names(settings: Evaluate) -> list[str]:
 
 
 def sha256(spec: str) -> str:
-    """Return the checksum of a model's file, or of a folder's safetensors files by name and content."""
-    if spec == TINY:
-        return TINY
-    if spec in (None, "default"):
-        return assets.MODEL_SHA256
-    path = weights.resolve(spec)
-    if path.is_file():
-        return assets.sha256_file(path)
-    return ",".join(f"{file.name}:{assets.sha256_file(file)}" for file in sorted(path.glob("*.safetensors")))
+    """Return the checksum of a model's file, or of its folder's files with the tokenizer's."""
+    return TINY if spec == TINY else weights.checksum(spec)
 
 
 def read_config(spec: str) -> TransformerConfig:
