@@ -24,6 +24,7 @@ from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters, made inert
 TOKEN_KEYS = ("ids", "continuation_ids", "prompt_tokens")  # in generate's rows: no longer true of an attacked text
+ATTACK_KEYS = ("id", "original", "word_edits")  # of an attacked text
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 
 
@@ -330,8 +331,10 @@ def attack_file(
     `field`, and: id, original, word_edits. As in detection, unusable lines are skipped and reported.
 
     Raises:
-      ValueError: there is no text, or as check_attack_files.
+      ValueError: there is no text, `field` is one of the keys that are written, or as check_attack_files.
     """
+    if field in ATTACK_KEYS:
+        raise ValueError(f"--field={field}: attack writes {', '.join(ATTACK_KEYS)} itself; give the text another key")
     paths = check_attack_files(pattern, output, overwrite=overwrite)
     total, edits, left_out = 0, 0.0, []
     # a lone surrogate under another key is written as a JSON escape
@@ -347,8 +350,8 @@ def attack_file(
             found = attacks.apply(attack, texts, seed=seed, indices=rows, tools=tools, counts_characters=False)
             kept = _other_keys(chunk, [record.line for record in records], without={field, *TOKEN_KEYS})
             for record, others, text, share in zip(records, kept, found.texts, found.word_edits):
-                own = {"id": record.id, field: text, "original": record.content, "word_edits": float(share)}
-                file.write(json.dumps(others | own, ensure_ascii=False) + "\n")
+                own = {field: text, "original": record.content, "word_edits": float(share)}
+                file.write(json.dumps({"id": None} | others | own, ensure_ascii=False) + "\n")
             total, edits = total + len(texts), edits + float(found.word_edits.sum())
         if not total:
             problem = "; {} line {}: {}".format(*left_out[0]) if left_out else ""

@@ -296,14 +296,14 @@ def test_an_attack_leaves_out_what_detection_leaves_out_and_says_so(tmp_path):
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_an_attack_keeps_the_other_keys_of_a_row_but_those_of_its_old_tokens(tmp_path, suffix):
     path, out = tmp_path / f"marked{suffix}", tmp_path / "attacked.jsonl"
-    row = {"row": 3, "id": "q7", "run": "ab", "mark": "a", "scheme": "kgw", "prompt": "Tell", "prompt_ids": [1]}
+    row = {"row": 3, "id": 7, "run": "ab", "mark": "a", "scheme": "kgw", "prompt": "Tell", "prompt_ids": [1]}
     tokens = {"continuation_ids": [2, 3], "ids": [1, 2, 3], "prompt_tokens": 1}
     lines = [json.dumps(row | tokens | {"text": "Some words of one text."}), '{"text": "Others.", "x": "\\ud800"}']
     content = ("\ufeff" + "\n".join(lines)).encode()
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     commands.attack_file(str(path), str(out), attacks.parse_attack("case:1.0"), seed=1)
     first, second = (json.loads(line) for line in out.read_text().splitlines())
-    assert first == row | {name: first[name] for name in ("text", "original", "word_edits")}
+    assert first == row | {name: first[name] for name in ("text", "original", "word_edits")}  # the id stays a number
     assert first["original"] == "Some words of one text." != first["text"]
     assert second["x"] == "\ud800" and second["id"] is None
 
@@ -366,6 +366,17 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, 
     done = watermark(name, *words[name], f"--output={tmp_path}/o.jsonl", f"--device={device}")
     refused(done, f"--device={device}", "this machine has none")
     assert sorted(one.name for one in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("field", ["original", "word_edits", "id"])
+def test_a_field_that_attack_writes_itself_is_refused(tmp_path, field):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({field: "Some words here"}) + "\n")
+    with pytest.raises(ValueError, match=f"--field={field}: attack writes id, original, word_edits itself"):
+        commands.attack_file(
+            str(path), str(tmp_path / "b.jsonl"), attacks.parse_attack("case:1.0"), seed=1, field=field
+        )
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_an_attacked_text_stands_under_the_key_it_came_from(tmp_path):
