@@ -166,6 +166,7 @@ CASES = [
     of("attack", f"{ATTACK}|--seed=-1", "seed", "-1"),
     of("attack", f"{ATTACK}|--set=spans=3", "spans is 3"),
     of("attack", f"{ATTACK}|--set=strength=[1]", "strength is [1]"),
+    of("attack", f"{ATTACK}|--field=original", "--field=original", "give the text another key"),
     of("attack", f"{ATTACK}|--input=none.jsonl", "none.jsonl names no file"),
     of("attack", f"{ATTACK}|--input={{tmp}}", "is a folder"),
     of("attack", f"{ATTACK}|--input=x.jsonl", "x.jsonl line 1", "nested too deeply", x_jsonl=DEEP),
