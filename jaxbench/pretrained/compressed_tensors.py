@@ -10,7 +10,7 @@ config.json's `quantization_config` describes the matrices of all linear layers.
 | X.weight_shape | int64 [2]: outputs, inputs |
 | X.weight_scale | [outputs, groups], in the scales' type; weight = scale (code - zero) |
 | X.weight_zero_point | int32 [outputs bits / 32, groups]: zeros packed along the outputs, if not `symmetric` |
-| X.weight | int8 [outputs, inputs], instead of the first two (int-quantized) |
+| X.weight | int8 [outputs, inputs], instead of the first two (int-quantized); zeros are then int8 [outputs, groups] |
 | X.input_scale | float32 [1]: the step of 8-bit inputs, only with a static scale |
 
 Packed codes are unsigned: signed ones have 2^(bits-1) added.
@@ -99,6 +99,11 @@ def layout(values: Mapping[str, Any], source: Path) -> Layout:
     if strategy not in ("group", "channel") or (strategy == "group") != (isinstance(size, int) and size > 0):
         raise refuse("strategy", f"{strategy} with group_size={size}", "group with a size, or channel")
     grid = Grid(bits, size if strategy == "group" else None, "none" if weights.get("symmetric", True) else "integer")
+    for name, value in (("kv_cache_scheme", values.get("kv_cache_scheme")),
+                        ("transform_config", values.get("transform_config")),
+                        ("output_activations", group.get("output_activations"))):  # fmt: skip
+        if value:
+            raise refuse(name, value, "null: a model with it computes another function")
     if inputs is None:
         return Layout(grid, values["format"], "float")
     if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type") != "int":
@@ -195,6 +200,8 @@ def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) 
         wanted[f"{module}.weight_packed"] = (whole[0], -(-whole[1] * grid.bits // 32))
         if grid.zero == "integer":
             wanted[f"{module}.weight_zero_point"] = (-(-whole[0] * grid.bits // 32), groups)
+    elif len(whole) == 2 and grid.zero == "integer":
+        wanted[f"{module}.weight_zero_point"] = (whole[0], groups)
     for name, shape in wanted.items():
         if shapes[name] != shape or min(whole) < 1:
             raise ValueError(f"{source}: {name} has shape {shapes[name]}, wanted {shape} for {bound(whole)} on {grid}")
@@ -204,8 +211,12 @@ def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) 
 
     def matrix() -> Quantized:
         scales = read(f"{module}.weight_scale").astype(np.float32)
-        if part == "weight":
+        if part == "weight" and grid.zero == "none":
             return Quantized(grid, read(f"{module}.weight"), scales, None)
+        if part == "weight":  # codes and zeros are signed here, and start at 0 on the grid
+            offset = 2 ** (grid.bits - 1)
+            codes = (read(f"{module}.weight").astype(np.int16) + offset).astype(np.uint8)
+            return Quantized(grid, codes, scales, read(f"{module}.weight_zero_point").astype(np.float32) + offset)
         codes = unpacked(read(f"{module}.weight_packed"), grid.bits, whole[1])
         if grid.zero == "integer":
             zeros = unpacked(read(f"{module}.weight_zero_point").T, grid.bits, whole[0]).T

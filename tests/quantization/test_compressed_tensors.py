@@ -60,6 +60,35 @@ def test_the_layouts_own_package_reads_the_same_weights(grid):
     np.testing.assert_array_equal(found.numpy(), grids.dequantized(matrix))
 
 
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32)])
+def test_signed_codes_with_zeros_are_read_as_the_layouts_own_package_reads_them(bits, group, tmp_path):
+    package = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from safetensors.numpy import load_file, save_file
+
+    _saved(tmp_path / "made", Grid(bits, group, "integer", "float32"))
+    read_before = weights.load_checkpoint(tmp_path / "made").params
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    path = tmp_path / "made" / "config.json"
+    values = json.loads(path.read_text())
+    described = values["quantization_config"]
+    described["format"] = described["config_groups"]["group_0"]["format"] = "int-quantized"
+    path.write_text(json.dumps(values))
+    scheme = package.quantization.QuantizationConfig.model_validate(described).config_groups["group_0"]
+    packed, flat = (package.BaseCompressor.get_value_from_registry(f"{each}-quantized") for each in ("pack", "int"))
+    for name in [each for each in tensors if each.endswith("weight_packed")]:
+        module = name.removesuffix("weight_packed")
+        parts = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point")
+        held = {part: torch.from_numpy(tensors.pop(module + part)) for part in parts}
+        whole = packed.decompress(dict(held), scheme)["weight"]
+        zeros = compressed_tensors.unpacked(held["weight_zero_point"].numpy().T, bits, len(whole)).T
+        signed = torch.from_numpy(zeros.astype(np.int16) - 2 ** (bits - 1)).to(torch.int8).contiguous()
+        again = {"weight": whole, "weight_scale": held["weight_scale"], "weight_zero_point": signed}
+        tensors |= {module + part: value.numpy() for part, value in flat.compress(again, scheme).items()}
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    for name, value in weights.load_checkpoint(tmp_path / "made").params.items():
+        np.testing.assert_array_equal(value, read_before[name], err_msg=name)
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_folder_read_back_has_the_same_numbers(grid, tmp_path):
     made = _saved(tmp_path / "made", grid)
@@ -124,6 +153,9 @@ BAD = [
     ((*WEIGHTS, "num_bits"), 8, "weight_packed has shape"),
     ((*WEIGHTS, "symmetric"), False, "stands without .*weight_zero_point"),
     (("config_groups", "group_0", "input_activations"), {"num_bits": 4}, "input_activations="),
+    (("config_groups", "group_0", "output_activations"), {"num_bits": 8}, "output_activations=.* another function"),
+    (("kv_cache_scheme",), {"num_bits": 8, "type": "float"}, "kv_cache_scheme=.* another function"),
+    (("transform_config",), {"config_groups": {"R1": {"type": "hadamard"}}}, "transform_config=.* another function"),
 ]
 
 
