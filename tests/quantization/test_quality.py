@@ -16,7 +16,7 @@ import yaml
 
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.pretrained import assets, small_tokenizers, weights
+from jaxbench.pretrained import assets, small_tokenizers, tokenizer, weights
 from jaxbench.quantization.study import measure, methods, quality, report, windows
 from jaxbench.quantization.study.quality import Estimate, Method
 
@@ -105,6 +105,23 @@ def test_windows_of_a_text_of_one_paragraph_are_all_different_and_do_not_meet(tm
     assert [bytes(row.tolist()).decode() for row in rows] == found
     with pytest.raises(ValueError, match=r"the text has 789 tokens \(.*one.txt\), 17 windows of 48 were wanted"):
         windows.of_text(words, str(path), 17, 48)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "default"])
+def test_a_window_that_cuts_a_character_has_the_bytes_of_its_tokens(kind, folder, tmp_path):
+    words = tokenizer.load_tokenizer(folder if kind == "bytes" else None)
+    path = tmp_path / "cut.txt"
+    path.write_text("\n\n".join(f"{'世界你好🎉' * (i + 1)}" for i in range(60)), encoding="utf-8")
+    found = windows.of_text(words, str(path), 8, 32)
+    assert found.bytes == [sum(len(words.token_bytes(int(i))) for i in row[1:]) for row in found.tokens]
+
+
+def test_a_pair_on_windows_that_are_all_the_same_is_undecided():
+    sides = {"better": "a", "worse": "b", "text": "t"}
+    widths = [(0.1, 0.05, 0.15), (-0.1, -0.15, -0.05), (0.1, -0.1, 0.3), (0.1, 0.1, 0.1), (-0.1, -0.1, -0.1)]
+    table = report.pair_table([sides | Estimate(*each)._asdict() for each in widths])
+    verdicts = list(table.columns[-1].cells)
+    assert verdicts == ["first is better", "second is better", *["undecided"] * 3]
 
 
 def test_a_table_goes_on_with_the_texts_that_it_began_with(folder, tmp_path):

@@ -92,6 +92,8 @@ def pair_table(pairs: list[dict[str, Any]]) -> Any:
     for each in pairs:
         value = Estimate(each["mean"], each["low"], each["high"])
         verdict = "first is better" if value.low > 0 else "second is better" if value.high < 0 else "undecided"
+        if value.low == value.high:  # equal windows, of a text that repeats itself: they say no more than one
+            verdict = "undecided"
         made.add_row(each["better"], each["worse"], each["text"], shown(value, "{:+.3g}"), verdict)
     return made
 

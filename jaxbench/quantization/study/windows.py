@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jaxbench.pretrained import small_tokenizers
 from jaxbench.text import packing
 
 
@@ -52,7 +53,11 @@ def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Window
             "were wanted; pass more text, or fewer windows"
         )
     tokens = rows_of(tokenizer, texts, count, length)
-    sizes = [len(tokenizer.decode(row[1:].tolist()).encode()) for row in tokens]
+    lengths = small_tokenizers.byte_lengths(tokenizer)
+    if lengths is None:
+        sizes = [len(tokenizer.decode(row[1:].tolist()).encode()) for row in tokens]
+    else:  # a window may begin or end inside a character, whose part decodes to the three bytes of U+FFFD
+        sizes = lengths[tokens[:, 1:]].sum(axis=1).tolist()
     half = tokens[:, : length // 2]
     return Windows(tokens, sizes, np.concatenate([half, half], axis=1))
 
