@@ -241,7 +241,8 @@ def _yarn_from_hf(rope: Settings, original: int, length: int) -> RotaryScaling:
     """Settings of yarn; DeepSeek's mscale and mscale_all_dim become the equivalent factor."""
     factor = rope.get("factor", length / original)
     keys = {"beta_fast": rope.get("beta_fast", 32.0), "beta_slow": rope.get("beta_slow", 1.0)}
-    keys |= {"truncate": rope.get("truncate", True), "attention_factor": rope.get("attention_factor", None)}
+    truncate = rope.given("truncate", True)  # null is false, as in transformers
+    keys |= {"truncate": truncate is not None and truncate, "attention_factor": rope.get("attention_factor", None)}
     scales = [rope.get(name, None) for name in ("mscale", "mscale_all_dim")]
     if keys["attention_factor"] is None and all(scales):
         above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)

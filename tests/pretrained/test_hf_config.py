@@ -49,6 +49,7 @@ def _theirs(values, monkeypatch):
         (LLAMA, {"rope_parameters": YARN | {CONTEXT: 512}, CONTEXT: 64}),
         (LLAMA, {"rope_parameters": LLAMA3 | {CONTEXT: 512}, CONTEXT: 64}),
         (LLAMA, {"rope_parameters": LLAMA3}),
+        *((LLAMA, {"rope_parameters": YARN | {CONTEXT: 16, "truncate": each}}) for each in (None, False, True)),
         *((each, {"rope_parameters": YARN}) for each in (MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3)),
         *((each, {"rope_parameters": YARN | {"factor": None, CONTEXT: 512}}) for each in (MISTRAL, QWEN2, QWEN3)),
     ],
