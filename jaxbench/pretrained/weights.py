@@ -36,7 +36,8 @@ from jaxbench.quantization.grids import Quantized
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", chat_template.DEFAULT_FILE)
 TEXT_FILES += (chat_template.TOOLS_FILE, "special_tokens_map.json", "added_tokens.json")
-HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", *TEXT_FILES]
+INDEX = "model.safetensors.index.json"  # of several files of weights
+HUB_FILES = ["config.json", "*.safetensors", INDEX, *TEXT_FILES]
 # Our name of a module's main tensor, if it is not "kernel".
 WEIGHT = {"embed": "embedding", "norm": "scale", "shifted": "scale"}
 ALIGNMENT = 64  # bytes, a cache line; XLA:CPU uses a host array without a copy from this alignment on
@@ -50,7 +51,7 @@ class Checkpoint(NamedTuple):
     params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out); read-only
     tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
     source: str  # shown in records
-    sha256: str  # of the GGUF file; of a folder, over config.json, all safetensors files and what load_tokenizer reads
+    sha256: str  # of the GGUF file; of a folder, over config.json, the files of its weights and what load_tokenizer reads
 
 
 class Tensors(NamedTuple):
@@ -125,11 +126,11 @@ def checksum(spec: str | Path | None = None) -> str:
     """Compute a model's SHA-256, as in Checkpoint.sha256, without reading a tensor.
 
     Raises:
-      ValueError: see resolve.
+      ValueError: see resolve; or a folder's files of weights are missing.
     """
     path = resolve(spec)
     if path.is_dir():
-        return _folder_checksum(path, sorted(path.glob("*.safetensors")))
+        return _folder_checksum(path, _weight_files(path)[1])
     return assets.MODEL_SHA256 if spec in (None, "default") else assets.sha256_file(path)
 
 
@@ -207,7 +208,21 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     """
     values = safetensors_files.read_json(folder / "config.json")
     config = hf_config.config_from_hf(values, folder / "config.json")
-    index = folder / "model.safetensors.index.json"
+    weight_map, files = _weight_files(folder)
+    shapes, types, read = safetensors_files.opened(files)
+    if weight_map is not None:
+        _raise_problems(str(folder / INDEX), {"missing in the files": sorted(set(weight_map) - set(shapes))})
+    tensors = _tensors(folder, values.get("quantization_config"), shapes, types, read)
+    return tensors, config, families.HF_FAMILIES[values["model_type"]], _folder_checksum(folder, files)
+
+
+def _weight_files(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:
+    """A folder's index, None without one, and the files that hold its weights: others beside them are not read.
+
+    Raises:
+      ValueError: files are missing, or there are two sets of weights.
+    """
+    index = folder / INDEX
     if index.is_file():
         weight_map = safetensors_files.weight_map(index)
         files = sorted({folder / name for name in weight_map.values()})
@@ -222,11 +237,7 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise ValueError(f"{folder}: missing {', '.join(missing) or 'weights: the index names no file'}")
-    shapes, types, read = safetensors_files.opened(files)
-    if weight_map is not None:
-        _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(shapes))})
-    tensors = _tensors(folder, values.get("quantization_config"), shapes, types, read)
-    return tensors, config, families.HF_FAMILIES[values["model_type"]], _folder_checksum(folder, files)
+    return weight_map, files
 
 
 def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: Callable) -> Tensors:

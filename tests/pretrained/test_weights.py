@@ -298,6 +298,15 @@ def test_folder_without_weights_is_an_error(llama_folder):
         weights.load_checkpoint(llama_folder)
 
 
+def test_files_of_tensors_that_are_not_read_do_not_change_a_models_checksum(llama_folder):
+    before = weights.checksum(llama_folder)
+    shutil.copy(llama_folder / "model.safetensors", llama_folder / "consolidated.safetensors")  # as Mistral's folders
+    assert weights.checksum(llama_folder) == weights.load_checkpoint(llama_folder).sha256 == before
+    (llama_folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"missing model\.safetensors"):
+        weights.checksum(llama_folder)
+
+
 def test_the_checksum_of_a_model_is_that_of_its_checkpoint(llama_folder):
     assert weights.checksum(llama_folder) == weights.load_checkpoint(llama_folder).sha256
     before = weights.checksum(llama_folder)
