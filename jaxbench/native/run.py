@@ -113,15 +113,20 @@ def run_part(
     embed = functools.partial(_embed, weights=weights.embed, scale=configs[0].embedding_scale)
     x = functional.with_vectors(embed, tokens, vectors, size=configs[0].vocab_size)
     if weights.position is not None:
-        x = x + weights.position[jnp.maximum(positions, 0)]
+        x = x + _rows(weights.position, positions)
     rows, half = positions.reshape(-1), configs[0].head_dim // 2
-    at = [None if table is None else table[jnp.maximum(rows, 0)] for table in weights.tables]
+    at = [None if table is None else _rows(table, rows) for table in weights.tables]
     pairs = [each if each is None else (each[:, :half], each[:, half:]) for each in at]
     table = jnp.repeat(cache.table, tokens.shape[1], axis=0)
     arguments = (x.reshape(-1, x.shape[2]), rows, *pairs, weights.layers, cache[:4], table, configs, settings)
     out, arrays = calls.blocks(*arguments)
     out = calls.norm(out, *weights.final_norm, eps=configs[0].norm_eps)
     return out.reshape(x.shape), paged.PagedCache(*arrays, cache.table)
+
+
+def _rows(table: Float[Array, "S N"], positions: Int[Array, "*rows"]) -> Float[Array, "*rows N"]:
+    """Rows of a table by position, NaN past its end, so that a text beyond max_seq_len is seen to be wrong."""
+    return table.at[jnp.maximum(positions, 0)].get(mode="fill", fill_value=jnp.nan)
 
 
 def _embed(tokens: Int[Array, "B T"], weights: calls.PackedWeights, scale: float) -> Float[Array, "B T D"]:

@@ -160,6 +160,18 @@ def test_all_frameworks_generate_the_same_tokens_as_without_native_kernels(famil
         assert np.array_equal(made(PROMPTS, max_new_tokens=12, seed=4).tokens, wanted), module
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_positions_past_the_models_context_are_not_computed_with_those_of_others(family):
+    config = config_of(family).model_copy(update={"max_seq_len": 16})
+    packed = checkpoint.pack_params(config, initial.initial_params(config, 0), weights_as="float32")
+    tokens, positions = np.full((1, 20), 3, np.int32), np.arange(20, dtype=np.int32)[None]
+    hidden = np.asarray(native_model.build(packed).features(jnp.asarray(tokens), jnp.asarray(positions))[0])
+    assert np.isfinite(hidden[0, :16]).all() and np.isnan(hidden[0, 16:]).all()
+    twin = importlib.import_module("torch_ref.native.model").build(packed)
+    with pytest.raises(IndexError):
+        twin.features(torch.from_numpy(tokens), torch.from_numpy(positions))
+
+
 def test_a_row_that_is_padding_is_left_alone_and_says_nothing_to_others():
     model = native_model.build(packed_of("llama"))
     tokens = np.array([[4, 5, 6, 7], [8, 9, 0, 0]], np.int32)

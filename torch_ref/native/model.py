@@ -42,6 +42,7 @@ class NativeTransformer(torch.nn.Module):
 
         slot is not used: a token's slot in the pages follows from its position. Without a cache, one is made for T
         positions; without positions they are 0, 1, ... in every row. vectors: embeddings of tokens past the vocabulary.
+        Positions from max_seq_len on are an IndexError.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], dtype=torch.int32).expand(*tokens.shape)

@@ -45,6 +45,7 @@ class NativeTransformer(eqx.Module):
 
         slot is not used: a token's slot in the pages follows from its position. Without a cache, one is made for T
         positions. vectors: embeddings of tokens past the vocabulary.
+        Positions from max_seq_len on have NaN.
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
