@@ -129,8 +129,15 @@ def _rounded(file: gguf_file.GgufFile, name: str, wanted: str) -> tuple[np.ndarr
     values, kind = file.tensor(name), gguf.GGMLQuantizationType[wanted]
     if not np.isfinite(values).all():
         raise ValueError(f"{file.path}: tensor {name} has NaN or infinite values, {wanted} has none")
-    raw = gguf.quants.quantize(values, kind)
-    return raw, wanted, _relative(gguf.quants.dequantize(raw, kind), values)
+    with np.errstate(over="ignore", invalid="ignore"):  # a scale that overflows is found below
+        raw = gguf.quants.quantize(values, kind)
+        rounded = gguf.quants.dequantize(raw, kind)
+    if not np.isfinite(rounded).all():
+        largest = np.abs(values).max()
+        raise ValueError(
+            f"{file.path}: tensor {name} has weights up to {largest}, too large for the scales of {wanted}"
+        )
+    return raw, wanted, _relative(rounded, values)
 
 
 def _tensor_of(model: QuantizedModel, job: weights.Job) -> tuple[np.ndarray, str, float | None]:
