@@ -88,14 +88,15 @@ def test_bad_settings_are_named(small, tmp_path, arguments, message):
     assert not (tmp_path / "x.gguf").exists()
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
-def test_weights_too_large_for_a_formats_scales_are_refused_and_nothing_is_written(small, tmp_path, format):
+def test_weights_too_large_for_a_formats_scales_are_refused_and_nothing_is_written(small, tmp_path):
     content = bytearray(small.read_bytes())
     at = gguf_file.read(small).tensors["blk.1.ffn_up.weight"].offset
     content[at : at + 4] = np.float32(1e8).tobytes()
     (tmp_path / "large.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=r"tensor blk\.1\.ffn_up\.weight has weights up to 100000000\.0, too large for"):
-        gguf_export.export(tmp_path / "large.gguf", tmp_path / "out.gguf", format=format)
+    with pytest.raises(
+        ValueError, match=r"tensor blk\.1\.ffn_up\.weight has weights up to 100000000\.0, too large for"
+    ):
+        gguf_export.export(tmp_path / "large.gguf", tmp_path / "out.gguf", format="q4_0")
     assert not (tmp_path / "out.gguf").exists()
 
 
