@@ -65,16 +65,19 @@ def render(
       ValueError: the template is invalid, or fails for these messages in any way.
     """
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    for message in chat:
-        reasoning = next((message[key] for key in REASONING if key in message), None)
-        if reasoning is not None:
-            message.update({"thinking": reasoning} | message | {"reasoning_content": reasoning})
+    chat = [_with_reasoning(message) for message in chat]
     about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
         return _compiled(template).render(**{**about, **special_tokens, "messages": chat})
     except Exception as error:  # untrusted code: anything that Python raises, and jinja2's own errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat: the model's template failed: {reason}") from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read; some print its keys, in this order."""
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
 
 
 @functools.lru_cache(maxsize=16)
@@ -104,6 +107,20 @@ def _sandbox() -> Any:
         def _said(self, caller: Any) -> str:
             return caller()
 
+    class Namespace(jinja2.utils.Namespace):
+        """Names that a template sets; those of Python's own attributes are refused, as in transformers."""
+
+        def __init__(*given: Any, **named: Any):  # jinja2's signature: `self` may be one of the names
+            values = dict(*given[1:], **named)
+            jinja2.utils.Namespace.__init__(given[0])
+            for name, value in values.items():
+                given[0][name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore first: {name!r}")
+            super().__setitem__(name, value)
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(f"{message}")
 
@@ -113,7 +130,7 @@ def _sandbox() -> Any:
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.globals["raise_exception"] = raise_exception
+    environment.globals |= {"raise_exception": raise_exception, "namespace": Namespace}
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     environment.filters["tojson"] = tojson
     return environment

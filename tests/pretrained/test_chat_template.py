@@ -66,6 +66,30 @@ def test_an_answers_reasoning_is_found_under_each_of_its_names(plain, tmp_path):
         assert tokenizer.load_tokenizer(folder).chat(messages) == _theirs(folder, messages=messages) == "because" * 2
 
 
+def test_a_template_that_prints_a_message_with_reasoning_prints_its_keys_in_transformers_order(plain, tmp_path):
+    folder = _folder(plain, tmp_path, chat_template="{{messages|tojson}}")
+    for name in chat_template.REASONING:
+        messages = [{"role": "assistant", "content": "x", name: "because", "name": "n"}]
+        assert tokenizer.load_tokenizer(folder).chat(messages) == _theirs(folder, messages=messages)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set n = namespace(_a=1) %}{{n._a}}", "{% set n = namespace() %}{% set n.__html__ = 1 %}{{n}}"]
+)
+def test_a_template_that_sets_pythons_own_names_is_refused_as_by_transformers(plain, tmp_path, template):
+    folder = _folder(plain, tmp_path, chat_template=template)
+    with pytest.raises(Exception, match="underscore"):
+        _theirs(folder)
+    with pytest.raises(ValueError, match="a namespace takes no name with an underscore first"):
+        tokenizer.load_tokenizer(folder).chat(CHAT)
+
+
+def test_a_namespace_keeps_what_a_template_sets(plain, tmp_path):
+    template = "{% set n = namespace({'a': 1}, self=2) %}{% for m in messages %}{% set n.a = n.a + 1 %}{% endfor %}"
+    folder = _folder(plain, tmp_path, chat_template=template + "{{n.a}}{{n.self}}")
+    assert tokenizer.load_tokenizer(folder).chat(CHAT) == _theirs(folder) == "32"
+
+
 def test_the_begin_token_of_a_familys_class_is_seen_and_one_that_is_null_is_not(plain, tmp_path):
     template = "{% if bos_token is defined %}{{bos_token}}{% else %}none{% endif %}"
     about = {"chat_template": template, "tokenizer_class": "LlamaTokenizerFast"}
