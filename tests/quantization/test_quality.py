@@ -76,6 +76,17 @@ def test_bits_per_byte_count_each_windows_bytes():
     assert row["bits_added"] == Estimate(0.0, 0.0, 0.0) and row["recall"].mean == 0.5
 
 
+def test_the_interval_of_a_share_ends_at_none_and_at_all():
+    own = {"nll": [1.0] * 3, "kl": [0.0] * 3, "tokens": [8] * 3, "bytes": [16] * 3}
+    own |= {"agreement": [1.0, 1.0, 0.9], "recall": [0.0, 0.0, 0.1]}
+    found = {"texts": {"t": own}, "bits_per_weight": 4.5, "bytes": 10}
+    row = quality.row(found, found)["texts"]["t"]
+    assert row["agreement"].high == 1.0 and 0.8 < row["agreement"].low < row["agreement"].mean
+    assert row["recall"].low == 0.0 and 0.2 > row["recall"].high > row["recall"].mean
+    broken = {"texts": {"t": own | {"agreement": [math.nan] * 3}}, "bits_per_weight": 4.5, "bytes": 10}
+    assert all(math.isnan(value) for value in quality.row(broken, found)["texts"]["t"]["agreement"])
+
+
 def test_an_interval_covers_the_mean_in_nineteen_of_twenty():
     random = np.random.default_rng(0)
     estimates = [quality.estimate(random.normal(3.0, 2.0, 12)) for _ in range(2000)]

@@ -99,6 +99,12 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(found.mean, found.low, found.high)
 
 
+def _share(values: Sequence[float]) -> Estimate:
+    """Estimate of a share: its interval ends at 0 and 1."""
+    found = estimate(values)
+    return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0))
+
+
 def row(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     """A method's figures by text, from its windows and those of the float model."""
     texts = {}
@@ -110,8 +116,8 @@ def row(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any
             "bits_per_byte": estimate(bits),
             "bits_added": estimate(bits - np.array(base["nll"]) * per_byte),
             "kl": estimate(own["kl"]),
-            "agreement": estimate(own["agreement"]),
-            "recall": estimate(own["recall"]),
+            "agreement": _share(own["agreement"]),
+            "recall": _share(own["recall"]),
         }
     return {"bits_per_weight": found["bits_per_weight"], "bytes": found["bytes"], "texts": texts}
 
