@@ -51,9 +51,7 @@ class Checkpoint(NamedTuple):
     params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out); read-only
     tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
     source: str  # shown in records
-    sha256: (
-        str  # of the GGUF file; of a folder, over config.json, the files of its weights and what load_tokenizer reads
-    )
+    sha256: str  # of the GGUF file; of a folder, over config.json, its files of weights and what load_tokenizer reads
 
 
 class Tensors(NamedTuple):

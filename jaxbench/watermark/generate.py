@@ -163,9 +163,8 @@ def run(
             rows = range(start, min(start + settings.batch_size, len(prompts)))
             made = _records(settings, tokenizer, wanted["run"], prompts, rows, writer)
             if start == 0:  # anything that cannot be generated has failed by now
-                output.unlink(
-                    missing_ok=True
-                )  # before its record changes, or a kill would leave rows under a wrong one
+                # before its record changes, or a kill would leave rows under a wrong one
+                output.unlink(missing_ok=True)
                 run_identity.write(record, wanted, used)
             store.append(output, made)
             say(f"{rows.stop} of {len(prompts)} rows")
