@@ -255,11 +255,11 @@ def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[c
         mine = forced[name]
         if name != ROOT:
             pairs = zip(mine.inputs, wanted.inputs, strict=True)
-            errors = [distance.relative_error(a, b) for a, b in pairs if b is not None]
+            errors = [distance.error_by_size(a, b) for a, b in pairs if b is not None]
             parent = capture.enclosing_module(name, called)
             local.append(capture.LocalError(parent, max(errors, default=0.0), child=name))
         for i, (a, b) in enumerate(zip(mine.outputs, wanted.outputs, strict=True)):
             if b is not None or i == 0:
-                error = np.inf if b is None else distance.relative_error(a, b)
+                error = np.inf if b is None else distance.error_by_size(a, b)
                 local.append(capture.LocalError(name, error, output=i))
     return local

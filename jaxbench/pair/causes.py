@@ -175,7 +175,7 @@ def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     errors = []
     for each in wanted:
         fits = [y for y in (alignment.in_layout(distance.widest(x), each) for x in values) if y is not None]
-        errors.append(min((distance.relative_error(y, each) for y in fits), default=np.inf))
+        errors.append(min((distance.error_by_size(y, each) for y in fits), default=np.inf))
     return max(errors, default=np.inf)
 
 

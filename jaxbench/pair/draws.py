@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,42 @@ from jaxbench.parity import distance
 
 SALT = b"targets of jaxbench.pair"
 JITTER = 0.3  # of weights and inputs, relative
+PLAIN = 2.0**8  # sizes of outputs, and their inverses, up to which the objective takes them as they are
+LEAST_SIZE = 2.0**-16  # of an output's smaller values relative to its largest: still smaller ones may be rounding
 SMALL, LARGER = 1e-2, 0.3  # a weight with an RMS below SMALL, such as a layer scale, is scaled to an RMS of LARGER
+
+
+class Term(NamedTuple):
+    """One output's part of the objective, half the mean square of output / size - target."""
+
+    target: np.ndarray  # NaN where the objective skips the output
+    size: np.ndarray | float  # powers of two, so that the division is exact; 1.0 for usual outputs
+
+
+def terms(outputs: Sequence[np.ndarray], inputs: Any) -> tuple[Term, ...]:
+    """Return the objective's terms, every value at its own size: large outputs hide no gradients of small ones."""
+    pairs = zip(targets(outputs, inputs), map(sizes, outputs), strict=True)
+    return tuple(Term(target, size) for target, size in pairs)
+
+
+def sizes(output: np.ndarray) -> np.ndarray | float:
+    """Return the size of every value of an output: the RMS of its class (distance.size_limits) as a power of two.
+
+    1.0 where all are within PLAIN of 1.
+    """
+    values = np.abs(output)
+    values = np.where(values <= distance.MASK, values, 0.0)  # infinities and NaN have no size
+    found, upper, largest = np.ones(values.shape), np.inf, 0.0
+    for lower in (*distance.size_limits(values), np.finfo(float).smallest_subnormal):
+        is_here = (values >= lower) & (values < upper)
+        upper = lower
+        if is_here.any():
+            top = float(values[is_here].max())
+            rms = top * float(np.sqrt(np.mean(np.square(values[is_here] / top))))
+            largest = largest or rms
+            found[is_here] = 2.0 ** np.round(np.log2(max(rms, LEAST_SIZE * largest)))
+    found[values == 0.0] = np.median(found[values > 0.0]) if values.any() else 1.0
+    return 1.0 if np.all((found <= PLAIN) & (found >= 1.0 / PLAIN)) else found
 
 
 def targets(outputs: Sequence[np.ndarray], inputs: Any) -> tuple[np.ndarray, ...]:

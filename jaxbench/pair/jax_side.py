@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbench.pair.draws import Term
 from jaxbench.pair.jax_model import Handler, JaxModel, as_type, is_floating
 from jaxbench.parity import distance
 from jaxbench.parity.capture import ROOT, Call, Outputs, call_names, in_order_of, map_floating, outputs_of
@@ -148,14 +149,14 @@ class JaxSide:
         return (calls or examples[0]) | {ROOT: Call((), outputs.floating)}
 
     def gradients(
-        self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple[np.ndarray, ...], *,
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, terms: tuple[Term, ...], *,
         to_targets: Callable[[tuple], tuple], is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:  # fmt: skip
         """Return the loss and its gradients with respect to PyTorch's tensors and the floating inputs.
 
         to_targets arranges the outputs as PyTorch's.
         """
-        objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
+        objective = functools.partial(self._objective, terms=terms, to_targets=to_targets, is_training=is_training)
         given = floating(self.cast(inputs))
         loss_fn = lambda tensors, given: objective(tensors, _replaced(inputs, given))
         loss, (grads, by_input) = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1)))(self.cast(dict(tensors)), given)
@@ -163,43 +164,58 @@ class JaxSide:
 
     def steps(
         self, tensors: Mapping[str, np.ndarray], trained: frozenset[str], inputs: tuple,
-        targets: tuple[np.ndarray, ...], optimizer: Any, *, to_targets: Callable[[tuple], tuple], num_steps: int,
+        terms: tuple[Term, ...], optimizer: Any, *, to_targets: Callable[[tuple], tuple], num_steps: int,
         is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
-        """Run optimiser steps (an optax transformation) on one batch; return their losses and the trained tensors."""
+        """Run optimiser steps (an optax transformation) on one batch; return their losses and the trained arrays.
+
+        What is trained are the model's own arrays, as the caller would train them: two made from one tensor part. State
+        goes from step to step.
+        """
         import optax
 
-        objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
-        tensors = self.cast(dict(tensors))
-        fixed = {name: x for name, x in tensors.items() if name not in trained}
-        params = {name: _parted(x) for name, x in tensors.items() if name in trained}
-        is_complex = {name for name in params if jnp.iscomplexobj(tensors[name])}
+        arrays, state = self._arrays(self.cast(dict(tensors)))
+        fixed = {name: x for name, x in arrays.items() if name not in trained}
+        params = {name: _parted(x) for name, x in arrays.items() if name in trained}
+        is_complex = {name for name in params if jnp.iscomplexobj(arrays[name])}
         whole = lambda params: {name: jax.lax.complex(*x) if name in is_complex else x for name, x in params.items()}
-        inputs = self.cast(inputs)
+        given = self.cast(inputs)
+
+        def loss_fn(params: Any, state: Any) -> tuple[Any, Any]:
+            outputs, after = self._called(whole(params) | fixed, state, given, is_training, lambda example: None)
+            return _loss(outputs, terms, to_targets), after
 
         @jax.jit
-        def step(params: Any, state: Any) -> tuple[Any, Any, Any]:
-            loss, grads = jax.value_and_grad(lambda params: objective(whole(params) | fixed, inputs))(params)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
+        def step(params: Any, state: Any, memory: Any) -> tuple[Any, Any, Any, Any]:
+            (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, state)
+            updates, memory = optimizer.update(grads, memory, params)
+            return optax.apply_updates(params, updates), state, memory, loss
 
-        state, losses = optimizer.init(params), []
+        memory, losses = optimizer.init(params), []
         for _ in range(num_steps):
-            params, state, loss = step(params, state)
+            params, state, memory, loss = step(params, state, memory)
             losses.append(np.asarray(loss))
         return np.array(losses), as_numpy(whole(params))
 
-    def _objective(self, tensors: Any, inputs: tuple, *, targets: Any, to_targets: Any, is_training: bool) -> Any:
+    def _objective(self, tensors: Any, inputs: tuple, *, terms: Any, to_targets: Any, is_training: bool) -> Any:
         outputs, _ = self._apply(tensors, inputs, is_training, lambda example: None)
-        pairs = zip(to_targets(outputs.floating), targets, strict=True)
-        return sum(jnp.mean(_square(_difference(y, t))) / 2 for y, t in pairs if y.size)
+        return _loss(outputs, terms, to_targets)
 
     def _apply(
         self, tensors: Any, inputs: tuple, is_training: bool, handler_of: Callable[[int | None], Handler | None]
     ) -> tuple[Outputs, dict]:
+        return self._called(*self._arrays(tensors), inputs, is_training, handler_of)
+
+    def _arrays(self, tensors: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the model's parameters and state, made from PyTorch's tensors."""
         arrays = self.cast(dict(self.to_arrays(tensors)))
         params = {name: arrays[name] for name in self.model.params}
-        state = {name: arrays.get(name, value) for name, value in self.model.state.items()}
+        return params, {name: arrays.get(name, value) for name, value in self.model.state.items()}
+
+    def _called(
+        self, params: Any, state: Any, inputs: tuple, is_training: bool,
+        handler_of: Callable[[int | None], Handler | None],
+    ) -> tuple[Outputs, dict]:  # fmt: skip
         given = self.to_inputs(*inputs)
         if not self.per_example:
             result, after = self.model.apply(params, state, given, is_training, handler_of(None))
@@ -231,8 +247,15 @@ def floating(tree: Any) -> tuple[Any, ...]:
     return tuple(arrays)
 
 
-def _difference(y: Any, target: np.ndarray) -> Any:
-    """Return output minus target; 0 where the target is NaN, which marks an infinite output."""
+def _loss(outputs: Outputs, terms: tuple[Term, ...], to_targets: Callable[[tuple], tuple]) -> Any:
+    """Return the objective: the sum of all terms."""
+    pairs = zip(to_targets(outputs.floating), terms, strict=True)
+    return sum(jnp.mean(_square(_difference(y, term))) / 2 for y, term in pairs if y.size)
+
+
+def _difference(y: Any, term: Term) -> Any:
+    """Return output / size - target; 0 where the target is NaN, which marks an infinite output."""
+    target, y = term.target, y / term.size
     is_infinite = np.isnan(target)
     if not is_infinite.any():
         return y - jnp.asarray(target, y.dtype)

@@ -55,12 +55,8 @@ def weights(pair: Pair) -> Weights:
             work.open()
             is_training = work.modes()[-1] == "train"
             arrays = {name: np.asarray(x) for name, x in work.matching.to_jax(work.tensors).items()}
-        trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs.floating
-        names = frozenset(
-            name for name in work.model.params
-            if name not in rules or not isinstance(rules[name], Rule) or trained & set(rules[name].sources)
-        )  # fmt: skip
-        return Weights(work.tensors, arrays, trained, names, is_training, outputs)
+        outputs = work.reference["eval"].outputs.floating
+        return Weights(work.tensors, arrays, work.trained(), work.trained_arrays(), is_training, outputs)
 
 
 def _run(work: _Work) -> Result:
@@ -107,6 +103,7 @@ class _Work:
             self.model = opened(pair, self.inputs, key=0)
         self.reference = {"eval": self._torch_run(is_training=False)}
         self.matching = self._matched()
+        self.notes += self._untied()
         if pair.weights == "jax":
             arrays = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             shapes = {name: x.shape for name, x in self.twin.tensors().items()}
@@ -117,12 +114,22 @@ class _Work:
             self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in guesses]
             own = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
-            self.compare("weights", own, theirs, gate="P5", tolerance=1e-6)
+            self._record(distance.compare(own, theirs, kind="weights", tolerance=1e-6, has_floor=False), gate="P5")
         elif pair.disturb:
             self._disturb()
         self.tensors = self.twin.tensors()
         self.side = self._side("float64")
         self.findings = ModuleFindings(pair, self.model, self.twin, self.matching, self.side)
+
+    def _untied(self) -> list[str]:
+        """Return notes on trained tensors that several JAX arrays are copies of."""
+        copies: dict[str, list[str]] = {}
+        for name, rule in self.matching.rules.items():
+            if isinstance(rule, Rule) and rule.part is None and name in self.model.params:
+                for source in self.trained() & set(rule.sources):
+                    copies.setdefault(source, []).append(name)
+        what = "one tensor in PyTorch and several arrays in JAX, which part when they are trained"
+        return [f"{source} is {what}: {', '.join(names)}" for source, names in copies.items() if len(names) > 1]
 
     def _disturb(self) -> None:
         """Randomise the constant tensors that the JAX model gets, in the twin only, never in the caller's module."""
@@ -204,11 +211,11 @@ class _Work:
             self.findings.check_called()
         if self.pair.quick:
             return
-        targets = draws.targets(reference.outputs.floating, self.inputs)
-        if not self.compare_gradients(self.tensors, self.inputs, targets, to_targets, reference, mode):
+        terms = draws.terms(reference.outputs.floating, self.inputs)
+        if not self.compare_gradients(self.tensors, self.inputs, terms, to_targets, reference, mode):
             return
         if self.pair.optimizers is not None and mode == self.compared_modes[-1]:
-            self._steps(targets, to_targets, is_training)
+            self._steps(terms, to_targets, is_training)
 
     def compare_outputs(self, outputs: tuple, reference: Run, kind: str) -> None:
         """Compare the floating outputs of both sides; kind: the mode, optionally with further words after a comma."""
@@ -218,19 +225,19 @@ class _Work:
         self._record(distance.compare(mine, wanted, kind=f"outputs, {kind}", has_floor=False), mine, wanted)
 
     def compare_gradients(
-        self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple, to_targets: Any, reference: Run,
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, terms: tuple, to_targets: Any, reference: Run,
         kind: str,
     ) -> bool:  # fmt: skip
         """Compare loss and gradients; return False if the PyTorch module has no gradients."""
         is_training = kind.startswith("train")
         with calling_torch("the PyTorch module's gradient cannot be taken"):
-            exact = self.twin.gradients(inputs, targets, is_training=is_training)
+            exact = self.twin.gradients(inputs, terms, is_training=is_training)
         if exact is None:
             self.notes.append(f"gradients were not compared, {kind}: PyTorch's outputs depend on nothing that has one")
             return False
         with calling("the JAX model's gradient cannot be taken"):
             loss, grads, by_input = self.side.gradients(
-                tensors, inputs, targets, to_targets=to_targets, is_training=is_training
+                tensors, inputs, terms, to_targets=to_targets, is_training=is_training
             )
         self.compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
         order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
@@ -242,6 +249,19 @@ class _Work:
         """Return the parameters that require a gradient in PyTorch and that `names` does not leave out of JAX."""
         without = {name for name, value in self.pair.names.items() if value is None}
         return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
+
+    def trained_arrays(self) -> frozenset[str]:
+        """Return the JAX parameters that are made from a trained tensor."""
+        return frozenset(name for name in self.model.params if self.trained() & self._sources(name))
+
+    def _sources(self, name: str) -> set[str]:
+        """Return the PyTorch tensors from which a JAX parameter is made."""
+        rule = self.matching.rules[name]
+        if isinstance(rule, Rule):
+            return set(rule.sources)
+        read = Read(self.tensors)
+        rule(read)
+        return read.names
 
     def _repeated(self, outputs: tuple, mode: str) -> None:
         """Gate P10: the JAX side gives the same outputs with another random key; fails where dropout is left on."""
@@ -273,7 +293,7 @@ class _Work:
                 "F.dropout, or a cache"
             )
 
-    def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
+    def _steps(self, terms: tuple, to_targets: Any, is_training: bool) -> None:
         """Gates P7 and P1 for optimiser steps on one batch: losses, and parameters after the last step."""
         if not self.trained():
             self.notes.append("optimiser steps were not compared: PyTorch trains no parameter")
@@ -281,16 +301,23 @@ class _Work:
         transformation, optimizer = self.pair.optimizers
         options = {"num_steps": self.pair.num_steps, "is_training": is_training}
         with calling_torch("optimizers: PyTorch's steps fail"):
-            wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
-        trained = self.trained()
-        losses, params = self.side.steps(
-            self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
-        )
+            wanted_losses, wanted = self.twin.steps(self.inputs, terms, optimizer, **options)
+        with calling("optimizers: the JAX side's steps fail"):
+            losses, params = self.side.steps(
+                self.tensors,
+                self.trained_arrays(),
+                self.inputs,
+                terms,
+                transformation,
+                to_targets=to_targets,
+                **options,
+            )
         self.compare(
             "losses of optimiser steps", _numbered("step", losses), _numbered("step", wanted_losses), gate="P7"
         )
         kind = f"parameters after {self.pair.num_steps} steps"
-        self.compare(kind, params, {name: wanted[name] for name in params})
+        made = self.matching.to_jax(wanted)
+        self.compare(kind, params, {name: np.asarray(made[name]) for name in params})
 
     def reduced(self, dtype: str) -> None:
         """Gate P2: in a narrower type, both sides have similar errors against float64."""
@@ -311,12 +338,10 @@ class _Work:
         self.gates.append(gates.from_ratio(ratio, what=ratio.kind)._replace(limit=shown.limit))
 
     def compare(
-        self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
-        tolerance: float = distance.TOLERANCE_FLOAT64,
-    ) -> str | None:  # fmt: skip
+        self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1"
+    ) -> str | None:
         """Compare and record; return the name of the first that differs."""
-        comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)
-        return self._record(comparison, values, wanted, gate=gate)
+        return self._record(distance.compare(values, wanted, kind=kind), values, wanted, gate=gate)
 
     def _record(
         self, comparison: distance.Comparison, values: Mapping[str, Any] | None = None,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.modules import conv
 
+from jaxbench.pair.draws import Term
 from jaxbench.pair.jax_model import calling, tapped
 from jaxbench.pair.keeping import copy_of, restored
 from jaxbench.pair.leaves import disturbed, sources_of
@@ -139,12 +140,13 @@ class TorchSide:
         arrays = (tuple(map(as_numpy, each)) for each in (found.floating, found.exact))
         return Run(Outputs(*arrays, found.tree), calls, buffers)
 
-    def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients | None:
+    def gradients(self, inputs: tuple, terms: tuple[Term, ...], *, is_training: bool) -> Gradients | None:
         """Return the objective's gradients by parameters and floating inputs; None if it depends on none of them."""
         given = self.tensors_of(inputs, requires_grad=True)
+        handed = map_floating(given, torch.clone, is_floating=is_floating_tensor)  # the module may write into them
         self.module.zero_grad(set_to_none=True)
         with self._restored(is_training):
-            loss = self._objective(self.pick(self.module(*given)), targets)
+            loss = self._objective(self.pick(self.module(*handed)), terms)
             if not loss.requires_grad:
                 return None
             loss.backward()
@@ -157,7 +159,7 @@ class TorchSide:
         return Gradients(as_numpy(loss), grads, by_input)
 
     def steps(
-        self, inputs: tuple, targets: tuple[np.ndarray, ...], optimizer: Callable[[Any], torch.optim.Optimizer],
+        self, inputs: tuple, terms: tuple[Term, ...], optimizer: Callable[[Any], torch.optim.Optimizer],
         *, num_steps: int, is_training: bool,
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
         """Run optimiser steps on one batch; return their losses, and the parameters and buffers after the last."""
@@ -166,16 +168,16 @@ class TorchSide:
             update = optimizer([p for p in self.module.parameters() if p.requires_grad])
             for _ in range(num_steps):
                 update.zero_grad(set_to_none=True)
-                loss = self._objective(self.pick(self.module(*self.tensors_of(inputs))), targets)
+                loss = self._objective(self.pick(self.module(*self.tensors_of(inputs))), terms)
                 loss.backward()
                 update.step()
                 losses.append(as_numpy(loss))
             after = self.tensors()
         return np.array(losses), after
 
-    def _objective(self, result: Any, targets: tuple[np.ndarray, ...]) -> torch.Tensor:
-        pairs = zip(compared(result).floating, targets, strict=True)
-        return sum(_square(_difference(y, t)).mean() / 2 for y, t in pairs if y.numel())
+    def _objective(self, result: Any, terms: tuple[Term, ...]) -> torch.Tensor:
+        pairs = zip(compared(result).floating, terms, strict=True)
+        return sum(_square(_difference(y, term)).mean() / 2 for y, term in pairs if y.numel())
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
         """Return the inputs as tensors, the floating ones in this side's dtype."""
@@ -274,7 +276,8 @@ def wide(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: wide(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(wide(value) for value in tree)
+        items = [wide(value) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, torch.Tensor):
         tree = tree.detach().cpu().numpy()
     if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
@@ -303,9 +306,9 @@ def is_bare(owner: torch.nn.Module) -> bool:
     return not isinstance(owner, REVERSED) and not REVERSED_NAMES.search(type(owner).__name__)
 
 
-def _difference(y: torch.Tensor, target: np.ndarray) -> torch.Tensor:
-    """Return output minus target; 0 where the target is NaN, which marks an infinite output."""
-    t = torch.from_numpy(target).to(y.dtype)
+def _difference(y: torch.Tensor, term: Term) -> torch.Tensor:
+    """Return output / size - target; 0 where the target is NaN, which marks an infinite output."""
+    t, y = torch.from_numpy(term.target).to(y.dtype), y / torch.as_tensor(term.size)
     return torch.where(t.isnan(), 0.0, torch.where(t.isnan(), 0.0, y) - t) if t.isnan().any() else y - t
 
 

@@ -90,5 +90,5 @@ def _compare(work: Any, drawn: dict[str, np.ndarray], inputs: tuple, reference: 
     work.gates += placing.exact_gates(work.exact[mode], mine.outputs, reference.outputs, kind)
     kept_state.compare(work, mine.state, reference, kind, drawn)
     if not work.pair.quick:
-        targets = draws.targets(reference.outputs.floating, inputs)
-        work.compare_gradients(drawn, inputs, targets, to_targets, reference, kind)
+        terms = draws.terms(reference.outputs.floating, inputs)
+        work.compare_gradients(drawn, inputs, terms, to_targets, reference, kind)

@@ -241,7 +241,7 @@ def _local_error(values: tuple[Any, ...], references: tuple[Any, ...], *, module
     local = LocalError(module, 0.0, child)
     if len(values) != len(references):
         raise ValueError(f"parity: {local.part} of {module}: {len(values)} tensors, the twin has {len(references)}")
-    errors = [distance.relative_error(a, b) for a, b in zip(values, references, strict=True)]
+    errors = [distance.error_by_size(a, b) for a, b in zip(values, references, strict=True)]
     return local._replace(error=max(errors, default=0.0))
 
 

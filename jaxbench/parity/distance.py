@@ -7,7 +7,7 @@ order, which is the order of computation. So the difference starts at the first 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,15 @@ import numpy as np
 TOLERANCE_FLOAT64 = 1e-9  # relative; the twins reach 1e-13 (docs/lab_log.md), one operation in float32 gives 1e-8
 HUGE = 1e150  # values whose squares overflow: equal on both sides, or infinitely far apart
 MASK = 1e30  # values that stand for infinity, such as a mask's float32 minimum; they have a separate norm
+TINY = 1e-140  # norms below which squares underflow: values are scaled up first
+SCALE_UP = 2.0**600
+GAP_BITS = 13  # values more than 2^13 times smaller than every larger one have a norm of their own
+NEAR = 1e-2  # relative error above which the sizes inside a tensor are not told apart: it is far off anyway
+# What rounding of larger values may leave in smaller ones: ROUNDINGS epsilons, and SPREAD times their own error, which
+# counts as rounding up to ROUNDED.
+ROUNDINGS, SPREAD, ROUNDED = 16.0, 4.0, 1e-13
+EXPONENTS = 1100  # of float64, from -EXPONENTS to EXPONENTS
+CHUNK = 1 << 20  # elements whose exponents are taken at once
 FLOOR = 1e-3  # share of the kind's RMS norm under which a tensor counts as zero, such as the gradient of a key bias
 # If the errors of a tensor of n elements are one draw, its slack is 1 + FEW_ELEMENTS / n times as large. The RMS of n
 # normal errors of one epsilon each is, except for one draw in 10^4, below 3.9, 2.4, 1.7 and 1.3 epsilons (n = 1, 4, 16,
@@ -109,6 +118,20 @@ def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
     of both norms; one on only one side, and NaN on either side, make the error infinite. Values above MASK on either
     side are compared among themselves, without the floor, so that they do not hide errors of other values.
     """
+    return _error(value, reference, floor, _relative)
+
+
+def error_by_size(value: Any, reference: Any, *, floor: float = 0.0) -> float:
+    """Relative error, or that of a class of sizes if it is larger: large values do not hide errors of small ones.
+
+    Classes are the values between gaps of GAP_BITS in their sizes, such as a mask of -1e9 and what it leaves, or
+    columns in different units.
+    """
+    return _error(value, reference, floor, _by_size)
+
+
+def _error(value: Any, reference: Any, floor: float, of_finite: Callable[..., float]) -> float:
+    """Relative error, with `of_finite` for the values that are neither infinite nor masks."""
     wide, wide_reference = _wide(value), _wide(reference)
     if wide.shape != wide_reference.shape:
         return float("inf")
@@ -118,17 +141,53 @@ def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
         if not (_is_below(wide, HUGE) and _is_below(wide_reference, HUGE)):
             return float("inf")
     if _is_below(wide, MASK) and _is_below(wide_reference, MASK):
-        return _relative(wide, wide_reference, floor)
+        return of_finite(wide, wide_reference, floor)
     is_mask = (np.abs(wide) > MASK) | (np.abs(wide_reference) > MASK)
     masks = _relative(wide[is_mask], wide_reference[is_mask], 0.0)
-    return max(masks, _relative(wide[~is_mask], wide_reference[~is_mask], floor))
+    return max(masks, of_finite(wide[~is_mask], wide_reference[~is_mask], floor))
+
+
+def _by_size(value: np.ndarray, reference: np.ndarray, floor: float) -> float:
+    """Largest relative error of the whole and of each class of sizes; rounding of larger values is none of a class."""
+    whole = _relative(value, reference, floor)
+    limits = size_limits(value, reference) if 0.0 < whole < NEAR else []
+    if not limits:
+        return whole
+    size, upper, noise, errors = np.maximum(np.abs(value), np.abs(reference)), np.inf, 0.0, [whole]
+    for lower in (*limits, 0.0):
+        is_here = (size >= lower) & (size < upper)
+        mine, wanted, upper = value[is_here], reference[is_here], lower
+        if np.linalg.norm(mine - wanted) > noise * np.sqrt(mine.size):
+            errors.append(_relative(mine, wanted, floor))
+        if not (mine.size > 1 and np.all(mine == wanted.flat[0]) and np.all(wanted == wanted.flat[0])):  # not a mask
+            rounding = ROUNDINGS * MACHINE_EPSILON["float64"] + SPREAD * min(_relative(mine, wanted, 0.0), ROUNDED)
+            noise = max(noise, rounding * float(size[is_here].max()))
+    return max(errors)
+
+
+def size_limits(*tensors: np.ndarray) -> list[float]:
+    """Return the smallest sizes above gaps of more than GAP_BITS, descending; empty where all values are of one size.
+
+    The size of an element is the largest absolute value that any of the tensors (finite, of one shape) has there.
+    """
+    is_used, flat = np.zeros(2 * EXPONENTS, bool), [x.reshape(-1) for x in tensors]
+    for start in range(0, flat[0].size, CHUNK):
+        size = functools.reduce(np.maximum, (np.abs(x[start : start + CHUNK]) for x in flat))
+        is_used[np.frexp(size[size > 0.0])[1] + EXPONENTS] = True
+    used = np.flatnonzero(is_used)
+    above = used[1:][np.diff(used) > GAP_BITS]
+    return [2.0 ** (int(exponent) - EXPONENTS - 1) for exponent in above[::-1]]  # frexp: 2^(e-1) <= size < 2^e
 
 
 def _relative(value: np.ndarray, reference: np.ndarray, floor: float) -> float:
-    difference = float(np.linalg.norm((value - reference).ravel()))
-    if difference == 0.0:
-        return 0.0
-    scale = max(float(np.linalg.norm(reference.ravel())), floor)
+    apart, wanted, up = (value - reference).ravel(), reference.ravel(), 1.0
+    difference, scale = float(np.linalg.norm(apart)), float(np.linalg.norm(wanted))
+    if difference < TINY:
+        if not apart.any():
+            return 0.0
+        up, difference = SCALE_UP, float(np.linalg.norm(apart * SCALE_UP))
+        scale = scale * up if scale >= TINY else float(np.linalg.norm(wanted * up))
+    scale = max(scale, floor * up)
     error = difference / scale if scale > 0.0 else float("inf")
     return error if np.isfinite(error) else float("inf")
 
@@ -161,7 +220,7 @@ def compare(
     entries = []
     for name, wanted in reference.items():
         allowed = tolerance + (widen or {}).get(name, 0.0)
-        entries.append(Entry(name, relative_error(values[name], wanted, floor=floor), allowed))
+        entries.append(Entry(name, error_by_size(values[name], wanted, floor=floor), allowed))
     return Comparison(kind, tuple(entries))
 
 

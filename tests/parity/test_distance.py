@@ -193,3 +193,30 @@ def test_a_mask_that_a_narrow_type_rounds_is_no_error_of_that_type():
     rounded, infinite = {"x": np.array([1.0, -3.3895e38])}, {"x": np.array([1.0, -np.inf])}
     assert distance.compare_errors(rounded, infinite, reference, **how).passed
     assert not distance.compare_errors({"x": np.array([1.0, 0.0])}, infinite, reference, **how).passed
+
+
+def test_large_values_hide_no_error_of_small_ones():
+    filled, units = np.array([1.0, -1e9, -1e9, 2.0]), np.array([1e5, 2e5, 1e-6])
+    assert distance.error_by_size(np.array([1.0, -1e9, -1e9, 2.001]), filled) == pytest.approx(1e-3 / np.sqrt(5))
+    assert distance.error_by_size(np.array([1e5, 2e5, 1.1e-6]), units) == pytest.approx(0.1)
+    assert distance.error_by_size(np.array([-1e9, 0.5, 0.0]), np.array([-1e9, 0.0, 0.0])) == np.inf
+    assert not distance.compare({"x": filled * 1.0001}, {"x": filled}, kind="outputs").passed
+    assert distance.error_by_size(filled, filled) == 0.0
+
+
+def test_what_rounding_of_large_values_leaves_in_small_ones_is_no_error():
+    reference = np.array([1.0, 2.0, 0.0, -3.0])
+    for rounding in (1e-15, 1e-17):
+        off = reference + np.array([2e-16, 0.0, rounding, 0.0])
+        assert distance.error_by_size(off, reference) == distance.relative_error(off, reference)
+    assert distance.error_by_size(reference + np.array([0.0, 0.0, 1e-10, 0.0]), reference) == np.inf
+    random = np.random.default_rng(0).standard_normal(10_000)
+    assert distance.error_by_size(random + 1e-12, random) == distance.relative_error(random + 1e-12, random)
+
+
+def test_the_distance_of_values_whose_squares_are_zero_is_theirs():
+    for scale in (1e-160, 1e-200, 1e-300):
+        off, reference = np.array([1.001, 2.0]) * scale, np.array([1.0, 2.0]) * scale
+        assert distance.relative_error(off, reference) == pytest.approx(1e-3 / np.sqrt(5))
+    assert distance.relative_error(np.full(2, 1e-200), np.ones(2)) == pytest.approx(1.0)
+    assert distance.relative_error(np.array([1.0, 1e-200]), np.array([1.0, 0.0])) == pytest.approx(1e-200)
