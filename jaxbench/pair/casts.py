@@ -18,6 +18,7 @@ MIN_EXPLAINED = 0.3  # share of the error that roundings of weights, inputs and 
 MAX_PARTS = 12  # weights that are rounded one by one
 PER_PART = 4  # elements of the error per rounded part, at least
 MAX_BIAS = 4.0  # standard deviations by which the sum of an unbiased error may differ from 0
+MIN_SPREAD = MAX_BIAS**2  # elements over which it is spread, at least: the sum of fewer tells nothing
 # For a type set in the model itself: Flax modules compute in `dtype`, which nnx.Embed takes from its parameters.
 ADVICE = (
     "; where that is the model's own type, build it for the comparison with dtype=jnp.float64 (or dtype=None where the "
@@ -120,7 +121,10 @@ def _explained(miss: np.ndarray, own: np.ndarray, parts: list[np.ndarray]) -> fl
 
 
 def _is_unbiased(miss: np.ndarray) -> bool:
-    return bool(abs(miss.sum()) <= MAX_BIAS * np.linalg.norm(miss))
+    """True if an error spreads over several elements and has no common sign, as rounding has not."""
+    share = (miss / np.linalg.norm(miss)) ** 2
+    spread = 1.0 / float(np.sum(share**2))  # n for n equal errors, 1 for an error of one element
+    return spread > MIN_SPREAD and bool(abs(miss.sum()) <= MAX_BIAS * np.linalg.norm(miss))
 
 
 def _difference(
