@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -231,6 +232,7 @@ def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, 
     import haiku as hk
 
     key = jax.random.key(options.key)
+    keys = (key,) if "rng" in inspect.signature(model.apply).parameters else ()  # not after hk.without_apply_rng
     has_state = type(model).__name__ == "TransformedWithState"
     if params is None:
         made = model.init(key, *inputs, **_keywords(options, is_training=True))
@@ -257,7 +259,7 @@ def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, 
         given = (nested(flat, params_), *((nested(flat_state, state_),) if has_state else ()))
         watched = hk.intercept_methods(interceptor) if handler else contextlib.nullcontext()
         with watched, tapped(handler):
-            result = model.apply(*given, key, *inputs, **_keywords(options, is_training))
+            result = model.apply(*given, *keys, *inputs, **_keywords(options, is_training))
         return (result[0], named(flat_state, result[1])) if has_state else (result, state_)
 
     return JaxModel("haiku", named(flat, params), named(flat_state, state), apply)

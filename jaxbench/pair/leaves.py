@@ -68,7 +68,7 @@ def sources_of(calls: Mapping[str, capture.Call]) -> dict[str, str]:
             source = made.get(np.asarray(call.inputs[0]).tobytes())
             if source:
                 sources.setdefault(name.partition("#")[0], source)
-        if _is_telling(call.outputs[0]):
+        if call.outputs and _is_telling(call.outputs[0]):
             made.setdefault(np.asarray(call.outputs[0]).tobytes(), name.partition("#")[0])
     return sources
 

@@ -38,12 +38,13 @@ def as_torch(mine: capture.Outputs, theirs: capture.Outputs) -> tuple[list[Place
     """Pair floating outputs in PyTorch's order and layout, and exact ones; with notes on outputs of one side only.
 
     Raises:
-      ValueError: the sides' keys or numbers of floating outputs differ, PyTorch has no floating output, one is complex
+      ValueError: the sides' keys or numbers of floating outputs differ, PyTorch has no floating element, one is complex
         and the other real, or a shape cannot be arranged as the other.
     """
-    if not theirs.floating:
+    if not any(x.size for x in theirs.floating):
+        empty = f" without elements ({[list(x.shape) for x in theirs.floating]})" if theirs.floating else ""
         raise ValueError(
-            f"outputs: {len(theirs.floating)} floating arrays from PyTorch, wanted one at least to compare"
+            f"outputs: {len(theirs.floating)} floating arrays from PyTorch{empty}, wanted one at least to compare"
         )
     placed: dict[int, Placed] = {}
     exact, notes = [], []
