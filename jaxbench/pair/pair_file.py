@@ -24,7 +24,7 @@ def load(path: str | None) -> Any:
         names = vars(_imported(Path(path)))
     except ModuleNotFoundError as error:
         raise ValueError(f"--file={path}: needs the package of {error.name}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--file={path}: {type(error).__name__}: {first_line(error)}") from error
     if not callable(names.get("pair")):
         raise ValueError(f"--file={path}: defines no function pair()")
@@ -32,7 +32,7 @@ def load(path: str | None) -> Any:
 
     try:
         pair = names["pair"]()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--file={path}: pair() fails: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(pair, Pair):
         raise ValueError(f"--file={path}: pair() returns a {type(pair).__name__}, wanted jaxbench.Pair(...)")
@@ -45,7 +45,12 @@ def first_line(error: Exception) -> str:
 
 
 def _imported(path: Path) -> types.ModuleType:
-    """Import a file as a module under its own name in sys.modules: torch.compile looks up a class's module there."""
+    """Import a file as a module under its own name in sys.modules: torch.compile looks up a class's module there.
+
+    Modules beside the file can be imported, from the file and later from its functions, after all others.
+    """
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     name = f"jaxbench_pair_{path.stem}"
     spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -60,6 +60,8 @@ def test_a_file_is_compared_and_its_page_written(tmp_path):
         ("def pair(): return 3", "returns a int"),
         ("raise RuntimeError('no')", "RuntimeError: no"),
         ("import not_there", "needs the package of not_there"),
+        ("raise SystemExit('a script')", "SystemExit: a script"),
+        ("def pair(): raise SystemExit(3)", "pair() fails: SystemExit: 3"),
         ("def pair(): return {}['key']", "pair() fails: KeyError: 'key'"),
         ("import jaxbench\ndef pair(): return jaxbench.Pair(speeed=1)", "pair() fails: TypeError"),
         (UNCALLABLE.format("x[:, :3]"), "the PyTorch module cannot be called on the inputs"),
@@ -72,6 +74,19 @@ def test_a_file_that_describes_no_pair_is_one_line(tmp_path, content, message):
     result = command("pair", "mine.py", cwd=tmp_path)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_may_import_modules_beside_it_from_any_folder(tmp_path):
+    (tmp_path / "modelle").mkdir()
+    (tmp_path / "modelle" / "meine_schicht.py").write_text("def layer(x):\n    return x + 1.0\n", encoding="utf-8")
+    lines = (
+        "import numpy as np, torch, jaxbench", "from meine_schicht import layer",
+        "class Add(torch.nn.Module):", "    def forward(self, x):", "        return layer(x)",
+        "def pair():", "    return jaxbench.Pair(layer, Add(), np.arange(3.0), quick=True)",
+    )  # fmt: skip
+    (tmp_path / "modelle" / "größe.py").write_text("\n".join(lines), encoding="utf-8")
+    result = command("pair", "modelle/größe.py", cwd=tmp_path)
+    assert result.returncode == 0 and "the same function" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("name", RESULTS)
