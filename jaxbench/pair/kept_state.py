@@ -37,7 +37,7 @@ def compare(work: Any, state: Mapping[str, Any], reference: Any, kind: str, tens
     )
     mine = {n: np.asarray(state[n]) for n in after}
     is_moved = any(not _equal(before[n], after[n]) or not _equal(before[n], mine[n]) for n in after)
-    if (mode == "train" or is_moved) and work.compare(f"state after a call, {kind}", mine, after):
+    if (mode == "train" or is_moved) and work.compare(f"state after a call, {kind}", mine, after, has_floor=False):
         words = causes.of_state(mine, after, before, _counts(list(after), rules, reference))
         work.causes |= {"state": words} if words and mode == "train" else {}
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jaxbench import libtpu
-from jaxbench.pair import draws, kept_state, modes, placing, whole
+from jaxbench.pair import draws, kept_state, modes, placing, steps, whole
 from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import disturbed, leaves_of
@@ -20,6 +20,7 @@ from jaxbench.pair.module_findings import ModuleFindings, is_module
 from jaxbench.pair.pair_file import first_line
 from jaxbench.pair.public_types import Pair, Result
 from jaxbench.pair.rules import Read, Rule, to_torch
+from jaxbench.pair.steps import numbered
 from jaxbench.pair.torch_side import Run, TorchSide, calling_torch, default_type, torch_leaves, wide
 from jaxbench.pair.widening import widened
 from jaxbench.parity import capture, distance, gates
@@ -114,7 +115,7 @@ class _Work:
             self.notes += [f"{guess.name} has the values of {guess.rule.text()} of PyTorch's" for guess in guesses]
             own = {name: distance.widest(x) for name, x in {**self.model.params, **self.model.state}.items()}
             theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
-            self._record(distance.compare(own, theirs, kind="weights", tolerance=1e-6, has_floor=False), gate="P5")
+            self.record(distance.compare(own, theirs, kind="weights", tolerance=1e-6, has_floor=False), gate="P5")
         elif pair.disturb:
             self._disturb()
         self.tensors = self.twin.tensors()
@@ -201,7 +202,7 @@ class _Work:
         modules, blame = self.findings.compare(
             mine, reference, self.tensors, self.inputs, to_targets, mode=mode, is_random=self.is_random
         )
-        self._record(modules)
+        self.record(modules)
         self.gates += blame
         self.compare_outputs(mine.outputs.floating, reference, mode)
         self.gates += placing.exact_gates(exact, mine.outputs, reference.outputs, mode)
@@ -215,14 +216,14 @@ class _Work:
         if not self.compare_gradients(self.tensors, self.inputs, terms, to_targets, reference, mode):
             return
         if self.pair.optimizers is not None and mode == self.compared_modes[-1]:
-            self._steps(terms, to_targets, is_training)
+            steps.compare(self, terms, to_targets, is_training=is_training)
 
     def compare_outputs(self, outputs: tuple, reference: Run, kind: str) -> None:
         """Compare the floating outputs of both sides; kind: the mode, optionally with further words after a comma."""
         placed = self.placed[kind.partition(",")[0]]
         wanted = {each.name: y for each, y in zip(placed, reference.outputs.floating, strict=True)}
         mine = {each.name: each.compared(outputs) for each in placed}
-        self._record(distance.compare(mine, wanted, kind=f"outputs, {kind}", has_floor=False), mine, wanted)
+        self.record(distance.compare(mine, wanted, kind=f"outputs, {kind}", has_floor=False), mine, wanted)
 
     def compare_gradients(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, terms: tuple, to_targets: Any, reference: Run,
@@ -242,7 +243,10 @@ class _Work:
         self.compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
         order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
         self.compare(f"gradients, {kind}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
-        self.compare(f"input gradients, {kind}", _numbered("input", by_input), _numbered("input", exact.inputs))
+        sizes = [draws.sizes(x) for x in draws.arrays_of(inputs) if is_floating(x)]  # inputs may have different units
+        mine, wanted = (numbered("input", map(np.multiply, each, sizes)) for each in (by_input, exact.inputs))
+        self.compare(f"input gradients, {kind}", mine, wanted)
+        self.gradients = exact.tensors
         return True
 
     def trained(self) -> frozenset[str]:
@@ -252,9 +256,9 @@ class _Work:
 
     def trained_arrays(self) -> frozenset[str]:
         """Return the JAX parameters that are made from a trained tensor."""
-        return frozenset(name for name in self.model.params if self.trained() & self._sources(name))
+        return frozenset(name for name in self.model.params if self.trained() & self.sources(name))
 
-    def _sources(self, name: str) -> set[str]:
+    def sources(self, name: str) -> set[str]:
         """Return the PyTorch tensors from which a JAX parameter is made."""
         rule = self.matching.rules[name]
         if isinstance(rule, Rule):
@@ -293,32 +297,6 @@ class _Work:
                 "F.dropout, or a cache"
             )
 
-    def _steps(self, terms: tuple, to_targets: Any, is_training: bool) -> None:
-        """Gates P7 and P1 for optimiser steps on one batch: losses, and parameters after the last step."""
-        if not self.trained():
-            self.notes.append("optimiser steps were not compared: PyTorch trains no parameter")
-            return
-        transformation, optimizer = self.pair.optimizers
-        options = {"num_steps": self.pair.num_steps, "is_training": is_training}
-        with calling_torch("optimizers: PyTorch's steps fail"):
-            wanted_losses, wanted = self.twin.steps(self.inputs, terms, optimizer, **options)
-        with calling("optimizers: the JAX side's steps fail"):
-            losses, params = self.side.steps(
-                self.tensors,
-                self.trained_arrays(),
-                self.inputs,
-                terms,
-                transformation,
-                to_targets=to_targets,
-                **options,
-            )
-        self.compare(
-            "losses of optimiser steps", _numbered("step", losses), _numbered("step", wanted_losses), gate="P7"
-        )
-        kind = f"parameters after {self.pair.num_steps} steps"
-        made = self.matching.to_jax(wanted)
-        self.compare(kind, params, {name: np.asarray(made[name]) for name in params})
-
     def reduced(self, dtype: str) -> None:
         """Gate P2: in a narrower type, both sides have similar errors against float64."""
         twin = TorchSide(self.pair.torch_module, dtype=dtype, pick=self.pair.torch_outputs)
@@ -327,7 +305,7 @@ class _Work:
         outputs = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
         placed = next(iter(self.placed.values()))
         mine = [distance.widest(each.fit.apply(outputs[each.index])) for each in placed]
-        mine, theirs, wanted = (_numbered("output", x) for x in (mine, theirs, self.reference["eval"].outputs.floating))
+        mine, theirs, wanted = (numbered("output", x) for x in (mine, theirs, self.reference["eval"].outputs.floating))
         ratio = distance.compare_errors(
             mine, theirs, wanted,
             kind=f"outputs, {dtype}", dtype=dtype, slack_epsilons=gates.SLACK_EPSILONS["outputs", dtype],
@@ -338,12 +316,14 @@ class _Work:
         self.gates.append(gates.from_ratio(ratio, what=ratio.kind)._replace(limit=shown.limit))
 
     def compare(
-        self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1"
-    ) -> str | None:
+        self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
+        has_floor: bool = True,
+    ) -> str | None:  # fmt: skip
         """Compare and record; return the name of the first that differs."""
-        return self._record(distance.compare(values, wanted, kind=kind), values, wanted, gate=gate)
+        comparison = distance.compare(values, wanted, kind=kind, has_floor=has_floor)
+        return self.record(comparison, values, wanted, gate=gate)
 
-    def _record(
+    def record(
         self, comparison: distance.Comparison, values: Mapping[str, Any] | None = None,
         wanted: Mapping[str, Any] | None = None, *, gate: str = "P1",
     ) -> str | None:  # fmt: skip
@@ -364,10 +344,6 @@ class _Work:
             tuple(found.local), tuple(found.blamed), found.starts, found.causes | self.causes,
             tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
-
-
-def _numbered(name: str, values: Any) -> dict[str, Any]:
-    return {f"{name} {i}": value for i, value in enumerate(values)}
 
 
 def _module(call: str) -> str:

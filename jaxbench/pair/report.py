@@ -48,7 +48,7 @@ def text(result: Any) -> str:
 
 def _is_step(gate: Any) -> bool:
     """True for a gate of optimiser steps, which follow the gradients."""
-    return gate.what.startswith(("losses of optimiser steps", "parameters after"))
+    return gate.what.startswith(("losses of optimiser steps", "parameters after", "updates of"))
 
 
 def assumed(result: Any) -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flax import nnx
 
 import jaxbench
 from jaxbench.pair import draws
@@ -76,3 +77,49 @@ def test_usual_outputs_enter_the_objective_as_they_are_and_others_at_their_own_s
     assert draws.sizes(np.array([np.inf, 0.0, -1e38])) == 1.0
     np.testing.assert_array_equal(draws.sizes(np.array([-1e9, 1.0])), [2.0**30, 2.0**14])
     np.testing.assert_array_equal(draws.sizes(np.array([3e-200, 0.0])), [2.0**-663] * 2)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_gradients_by_inputs_in_other_units_are_compared_by_themselves(is_cut):
+    class Sum(torch.nn.Linear):
+        def forward(self, pressure, amount):
+            return super().forward(pressure * 1e-5 + amount * 1e8)
+
+    cut = jax.lax.stop_gradient if is_cut else lambda x: x
+    layer = lambda p, pressure, amount: (cut(pressure) * 1e-5 + amount * 1e8) @ p["weight"].T + p["bias"][None]
+    params = {"weight": np.zeros((6, 4)), "bias": np.zeros(6)}
+    result = jaxbench.compare((layer, params), Sum(4, 6), (X * 1e5, X[::-1] * 1e-8), dtypes=())
+    failed = [gate.where for gate in result.gates if not gate.passed]
+    assert failed == (["input 0"] if is_cut else []), str(result)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.89])
+def test_a_small_mean_beside_a_large_variance_is_compared(momentum):
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.randn(6, generator=torch.Generator().manual_seed(0)) * 1e-8)
+            self.register_buffer("var", torch.rand(6, generator=torch.Generator().manual_seed(1)) * 1e8)
+
+        def forward(self, x):
+            if self.training:
+                self.mean.mul_(0.9).add_(0.1 * x[..., :6].mean(0).detach() * 1e-8)
+                self.var.mul_(0.9).add_(0.1e8)
+            return x * 2.0
+
+    class Port(nnx.Module):
+        def __init__(self):
+            self.mean, self.var = nnx.BatchStat(jnp.zeros(6)), nnx.BatchStat(jnp.ones(6))
+
+        def __call__(self, x, *, is_training):
+            if is_training:
+                mean = jax.lax.stop_gradient(x).mean(0) * 1e-8
+                self.mean.set_value(momentum * self.mean[...] + 0.1 * mean)
+                self.var.set_value(0.9 * self.var[...] + 0.1e8)
+            return x * 2.0
+
+    modes = {"eval": {"is_training": False}, "train": {"is_training": True}}
+    inputs = np.random.default_rng(1).standard_normal((5, 6)) * 1e-8
+    result = jaxbench.compare(Port(), Norm(), inputs, jax_modes=modes, modes=("eval", "train"), quick=True, dtypes=())
+    wanted = [] if momentum == 0.9 else [True]
+    assert ["state" in gate.what for gate in result.gates if not gate.passed] == wanted, str(result)

@@ -127,3 +127,29 @@ def test_the_transformation_sees_the_jax_arrays_by_name():
     port = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     assert jaxbench.compare(port, torch.nn.Linear(4, 6), X, optimizers=optimizers, dtypes=()).passed
     assert seen[0] == ["bias", "kernel"]
+
+
+@pytest.mark.parametrize(("eps", "is_same"), [(1e-8, True), (1e-7, False)])
+def test_a_slip_in_small_updates_shows_though_parameters_are_large_beside_them(eps, is_same):
+    optimizers = (optax.adam(1e-8, eps=eps), lambda params: torch.optim.Adam(params, 1e-8))
+    port = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    result = jaxbench.compare(port, torch.nn.Linear(4, 6), X, optimizers=optimizers, dtypes=())
+    failed = [gate.what for gate in result.gates if not gate.passed]
+    assert failed == ([] if is_same else ["updates of 5 steps"]), str(result)
+
+
+def test_updates_of_a_bias_without_a_gradient_are_rounding():
+    class Softmax(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 6)
+            self.shift = torch.nn.Parameter(torch.randn(1, generator=torch.Generator().manual_seed(2)))
+
+        def forward(self, x):
+            return (super().forward(x) + self.shift).softmax(-1)
+
+    layer = lambda p, x: jax.nn.softmax(x @ p["weight"].T + p["bias"][None] + p["shift"][None])
+    params = {"weight": np.zeros((6, 4)), "bias": np.zeros(6), "shift": np.zeros(1)}
+    optimizers = (optax.adam(1e-2), lambda params: torch.optim.Adam(params, 1e-2))
+    result = jaxbench.compare((layer, params), Softmax(), X, optimizers=optimizers, dtypes=())
+    assert result.passed, str(result)
+    assert {entry.name for entry in result.comparisons["updates of 5 steps"].entries} == {"weight", "bias"}
