@@ -101,7 +101,7 @@ def _is_inside(weight: str, module: str) -> bool:
 
 def aligned(
     jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str], *,
-    in_order: frozenset[str] = frozenset(),
+    in_order: frozenset[str] = frozenset(), with_whole: frozenset[str] = frozenset(),
 ) -> Aligned:  # fmt: skip
     """Arrange PyTorch's calls in JAX's layout; None for a tensor that no layout brings to JAX's shape.
 
@@ -110,6 +110,7 @@ def aligned(
       torch_calls: by name.
       names: JAX call -> PyTorch call.
       in_order: JAX calls whose inputs keep PyTorch's order even if another one is nearer.
+      with_whole: JAX calls that get PyTorch's integers too.
     """
     pairs = [(jax_calls[name], torch_calls[other]) for name, other in names.items() if name != ROOT]
     layouts = learned_layouts(
@@ -126,9 +127,19 @@ def aligned(
             calls[name] = theirs  # arranged already
             continue
         inputs, is_reordered = _inputs(mine.inputs, theirs.inputs, layouts, is_in_order=name in in_order)
-        calls[name] = Call(inputs, _outputs(mine.outputs, theirs.outputs, layouts))
+        numbers = whole_inputs(mine, theirs) if name in with_whole else ()
+        calls[name] = Call(inputs, _outputs(mine.outputs, theirs.outputs, layouts), numbers)
         reordered |= {name} if is_reordered else set()
     return Aligned(dict(names), calls, frozenset(reordered))
+
+
+def whole_inputs(mine: Call, theirs: Call) -> tuple[np.ndarray, ...]:
+    """Return PyTorch's integer inputs in the shapes of JAX's; empty where their numbers or shapes differ."""
+    if len(mine.whole) != len(theirs.whole):
+        return ()
+    pairs = [(np.asarray(x), y) for x, y in zip(theirs.whole, mine.whole, strict=True)]
+    found = [x if x.shape == y.shape else _rebatched(x, y.shape) for x, y in pairs]
+    return () if any(x is None for x in found) else tuple(found)
 
 
 def learned_layouts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[int, tuple[int, ...]]:
@@ -256,6 +267,7 @@ def local_errors(forced: Mapping[str, Call], twin: Mapping[str, Call]) -> list[c
         if name != ROOT:
             pairs = zip(mine.inputs, wanted.inputs, strict=True)
             errors = [distance.error_by_size(a, b) for a, b in pairs if b is not None]
+            errors += [float(np.mean(a != b)) for a, b in zip(mine.whole, wanted.whole, strict=False) if b.size]
             parent = capture.enclosing_module(name, called)
             local.append(capture.LocalError(parent, max(errors, default=0.0), child=name))
         for i, (a, b) in enumerate(zip(mine.outputs, wanted.outputs, strict=True)):

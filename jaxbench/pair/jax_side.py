@@ -82,7 +82,7 @@ class JaxSide:
                 made = floating(result)
                 order.setdefault(name)
                 if made and not _is_traced((given, made)):
-                    calls[name_of_call(name)] = Call(given, made)
+                    calls[name_of_call(name)] = Call(given, made, whole((args, kwargs)))
                 return result
 
             return record
@@ -94,7 +94,7 @@ class JaxSide:
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool
     ) -> dict[str, Call]:
-        """Call the model with its modules forced to the twin's tensors (teacher forcing).
+        """Call the model with its modules forced to the twin's tensors (teacher forcing), to its integers where given.
 
         Every module in `given` computes on the twin's inputs, and its caller gets the twin's outputs. The result holds,
         by call, the inputs that its caller passed and the outputs that it computed itself.
@@ -119,10 +119,12 @@ class JaxSide:
                     return call(*args, **kwargs)
                 values = zip(handed, map(here, given[name].inputs), strict=True)
                 forced_to = [own if x is None else self.cast(x) for own, x in values]
-                args, kwargs = _replaced((args, kwargs), forced_to)
+                args, kwargs, numbers = *_replaced((args, kwargs), forced_to), whole((args, kwargs))
+                if given[name].whole:
+                    args, kwargs = _replaced_whole((args, kwargs), map(here, given[name].whole))
                 result = call(*args, **kwargs)
                 made = floating(result)
-                calls[name] = Call(handed, made)
+                calls[name] = Call(handed, made, numbers)
                 values = zip(made, map(here, given[name].outputs), strict=True)
                 return _replaced(result, [own if x is None else self.cast(x) for own, x in values])
 
@@ -251,6 +253,23 @@ def _loss(outputs: Outputs, terms: tuple[Term, ...], to_targets: Callable[[tuple
     """Return the objective: the sum of all terms."""
     pairs = zip(to_targets(outputs.floating), terms, strict=True)
     return sum(jnp.mean(_square(_difference(y, term))) / 2 for y, term in pairs if y.size)
+
+
+def whole(tree: Any) -> tuple[Any, ...]:
+    """Return the integer arrays of nested tuples, lists and dictionaries, from left to right."""
+    arrays: list[Any] = []
+    map_floating(tree, arrays.append, is_floating=_is_whole)
+    return tuple(arrays)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _replaced_whole(tree: Any, values: Any) -> Any:
+    """Replace the integer arrays of a tree by others, from left to right."""
+    rest = iter(values)
+    return map_floating(tree, lambda own: jnp.asarray(next(rest), own.dtype), is_floating=_is_whole)
 
 
 def _difference(y: Any, term: Term) -> Any:

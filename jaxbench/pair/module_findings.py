@@ -38,11 +38,16 @@ class _Calls(NamedTuple):
     compared: dict[str, str]  # those of pairs that the caller does not leave out
     force: Callable[[Mapping[str, Call]], dict[str, Call]]  # PyTorch's calls by JAX's name -> JAX's calls, forced
 
-    def forced(self, in_order: frozenset[str] = frozenset()) -> _Forced:
-        """Force every compared module; those in in_order get their inputs in PyTorch's order."""
-        twin = alignment.aligned(self.mine, self.theirs, self.compared, in_order=in_order)
+    def forced(self, in_order: frozenset[str] = frozenset(), with_whole: frozenset[str] = frozenset()) -> _Forced:
+        """Force every compared module; those in in_order get their inputs in PyTorch's order, others its integers."""
+        twin = alignment.aligned(self.mine, self.theirs, self.compared, in_order=in_order, with_whole=with_whole)
         calls = self.force(twin.calls)
         return _Forced(twin, calls, alignment.local_errors(calls, twin.calls))
+
+    def differs(self, name: str) -> bool:
+        """True if JAX's module got other integers than PyTorch's."""
+        mine, wanted = self.mine[name], alignment.whole_inputs(self.mine[name], self.theirs[self.compared[name]])
+        return any(np.any(np.asarray(a) != b) for a, b in zip(mine.whole, wanted, strict=False))
 
     def left_free(
         self, twin: alignment.Aligned, freed: frozenset[str], *, is_forced_outside: bool
@@ -150,7 +155,8 @@ class ModuleFindings:
             if entry.child is not None or entry.output == first.get(entry.module):
                 explained.setdefault(entry.module, entry)
         for module, entry in list(explained.items())[:MAX_CAUSES]:
-            words = causes.likely(entry, twin, chosen, self.twin, reference, is_training=is_training)
+            words = _other_integers(entry, twin, made)
+            words = words or causes.likely(entry, twin, chosen, self.twin, reference, is_training=is_training)
             if words:
                 self.causes.setdefault(module, words)
 
@@ -248,13 +254,31 @@ def _best_order(calls: _Calls) -> _Forced:
     own = lambda forced: {entry.module: entry.error for entry in forced.errors if entry.is_first_output}
     first = calls.forced()
     errors = own(first)
+    handed = frozenset(
+        name for name in calls.compared if not errors.get(name, 0.0) <= TOLERANCE and calls.differs(name)
+    )
+    if handed:  # other integers, such as positions: the caller's slip where the module is right on PyTorch's
+        errors = own(calls.forced(with_whole=handed))
+        handed = frozenset(name for name in handed if errors.get(name, np.inf) <= TOLERANCE)
+        first = calls.forced(with_whole=handed) if handed else first
+        errors = own(first)
     suspects = frozenset(name for name in first.twin.reordered if not errors.get(name, 0.0) <= TOLERANCE)
     if not suspects:
         return first
-    second = calls.forced(suspects)
+    second = calls.forced(suspects, handed)
     errors = own(second)
     right = frozenset(name for name in suspects if errors.get(name, np.inf) <= TOLERANCE)
-    return second if right == suspects else calls.forced(right) if right else first
+    return second if right == suspects else calls.forced(right, handed) if right else first
+
+
+def _other_integers(entry: capture.LocalError, twin: alignment.Aligned, made: Mapping[str, Call]) -> str:
+    """Describe the first integer handed to a module that differs; empty where there is none."""
+    mine, wanted = (calls[entry.child].whole if entry.child in calls else () for calls in (made, twin.calls))
+    for a, b in zip(mine, wanted, strict=False):
+        if np.any(places := np.asarray(a) != b):
+            at = tuple(int(i) for i in np.argwhere(places)[0])
+            return f"other integers are handed over: {np.asarray(a)[at]} in JAX, {b[at]} in PyTorch at {list(at)}"
+    return ""
 
 
 def _is_followed_by_an_error(name: str, twin: alignment.Aligned, local: list[capture.LocalError]) -> bool:

@@ -216,7 +216,7 @@ def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[N
         numbers = tuple(as_numpy(x) for x in floating((args, kwargs)))
         outputs = tuple(as_numpy(x) for x in floating(result))
         if outputs:
-            calls[name_of_call(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs))
+            calls[name_of_call(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs, whole((args, kwargs))))
 
     def tap(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         record(name, args, kwargs, args[0])
@@ -245,6 +245,14 @@ def floating(tree: Any) -> tuple[torch.Tensor, ...]:
     tensors: list[torch.Tensor] = []
     map_floating(tree, tensors.append, is_floating=is_floating_tensor)
     return tuple(tensors)
+
+
+def whole(tree: Any) -> tuple[np.ndarray, ...]:
+    """Return the integer tensors of nested tuples, lists and dictionaries, from left to right."""
+    tensors: list[torch.Tensor] = []
+    is_whole = lambda x: isinstance(x, torch.Tensor) and not is_floating_tensor(x) and x.dtype != torch.bool
+    map_floating(tree, tensors.append, is_floating=is_whole)
+    return tuple(map(as_numpy, tensors))
 
 
 @contextlib.contextmanager

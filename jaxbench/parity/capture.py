@@ -35,6 +35,7 @@ class Call(NamedTuple):
     # Only the first one it returns, since the layout of the others, such as a cache, may differ between backends; in a
     # pair (jaxbench/pair) every one, None where the other side has no counterpart.
     outputs: tuple[Any, ...]
+    whole: tuple[Any, ...] = ()  # integers among its arguments, such as ids; only in a pair
 
 
 class Training(NamedTuple):

@@ -236,3 +236,47 @@ def test_numbers_and_integers_among_parameters_stay_as_they_are(more):
     port = lambda p, x: x[:, p.get("index", slice(None))] @ p["kernel"] * p.get("times", 1.0) + p["bias"][None]
     result = jaxbench.compare((port, params), torch.nn.Linear(5, 4), X[0], dtypes=())
     assert result.passed and set(result.weights.rules) == {"kernel", "bias"}
+
+
+class Positions(torch.nn.Module):
+    """Embeddings of tokens and of their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.head = torch.nn.Embedding(7, 4), torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+
+
+class Rows(nnx.Module):
+    """A table of rows, which are read as they are or from one further on."""
+
+    def __init__(self, count, shift=0):
+        self.embedding, self.shift = nnx.Param(jnp.zeros((count, 4))), shift
+
+    def __call__(self, ids):
+        return self.embedding[...][ids + self.shift]
+
+
+class PositionsPort(nnx.Module):
+    """The same; positions begin at `start`, and the table shifts them."""
+
+    def __init__(self, start, shift):
+        self.tokens, self.places, self.head = Rows(7), Rows(9, shift), nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        self.start = start
+
+    def __call__(self, tokens):
+        return self.head(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]) + self.start)[None])
+
+
+@pytest.mark.parametrize(
+    ("start", "shift", "module", "part"),
+    [(1, 0, "model", "input of places"), (0, 1, "places", "output"), (1, 1, "places", "output"), (1, -1, None, None)],
+)
+def test_other_integers_are_the_slip_of_the_module_that_hands_them_over(start, shift, module, part):
+    tokens = np.random.default_rng(0).integers(0, 7, (2, 5))
+    result = jaxbench.compare(PositionsPort(start, shift), Positions(), tokens, quick=True)
+    assert [(entry.module, entry.part) for entry in result.blamed] == ([] if module is None else [(module, part)])
+    assert result.passed == (module is None)
+    assert ("other integers are handed over: 1 in JAX, 0 in PyTorch at [0]" in str(result)) == (module == "model")
