@@ -133,12 +133,17 @@ class _Work:
         return [f"{source} is {what}: {', '.join(names)}" for source, names in copies.items() if len(names) > 1]
 
     def _disturb(self) -> None:
-        """Randomise the constant tensors that the JAX model gets, in the twin only, never in the caller's module."""
+        """Randomise constant tensors that the JAX model gets, and statistics, in the twin, never in the caller's module."""
         read = Read(self.twin.tensors())
         with calling("names: a function of the tensors fails"):
             self.matching.to_jax(read)
         before, own = self.reference["eval"], self.twin.tensors()
-        names = self.twin.disturb(read.names)
+        statistics = {
+            f"{path}.{name}".lstrip(".") for path, module in self.twin.module.named_modules()
+            if isinstance(module, modes.STATISTICS) for name in ("running_mean", "running_var")
+        }  # fmt: skip
+        # Fresh ones, 0 and 1, would hide that the JAX model has none.
+        names = self.twin.disturb(read.names | (statistics - self.pair.names.keys()))
         if not names:
             return
         shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")

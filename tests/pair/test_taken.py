@@ -108,3 +108,17 @@ def test_an_error_of_one_element_is_not_called_a_cast():
     every = jaxbench.compare(Port(lambda h: h.astype(jnp.float32).astype(h.dtype)), Block(), inputs, quick=True)
     assert not one.passed and not one.causes
     assert "a cast to float32" in every.causes["model"]
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_port_of_inference_that_forgets_the_statistics_is_found_beside_a_fresh_batch_norm(is_fresh):
+    twin = torch.nn.BatchNorm1d(4)
+    if not is_fresh:
+        twin.running_mean += 1.0
+    forgets = lambda p, x: x / jnp.sqrt(1.0 + 1e-5) * p["weight"][None] + p["bias"][None]
+    params = {"weight": np.ones(4), "bias": np.zeros(4)}
+    options = {"modes": "eval", "quick": True}
+    assert not jaxbench.compare((forgets, params), twin, X, **options).passed
+    if is_fresh:
+        without = {"running_mean": None, "running_var": None}
+        assert jaxbench.compare((forgets, params), twin, X, without, **options).passed
