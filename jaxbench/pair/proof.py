@@ -133,7 +133,7 @@ class _Work:
         return [f"{source} is {what}: {', '.join(names)}" for source, names in copies.items() if len(names) > 1]
 
     def _disturb(self) -> None:
-        """Randomise constant tensors that the JAX model gets, and statistics, in the twin, never in the caller's module."""
+        """Randomise, in the twin alone, the constant tensors that the JAX model gets and a batch norm's statistics."""
         read = Read(self.twin.tensors())
         with calling("names: a function of the tensors fails"):
             self.matching.to_jax(read)
