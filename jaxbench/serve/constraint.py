@@ -44,33 +44,63 @@ def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema") -> str:
 
 
 def of_calls(
-    call: dict[str, Any], name: str, *, opening: Sequence[str | int], closing: Sequence[str | int],
-    content: dict[str, Any] | None,
+    functions: Sequence[tuple[str, dict[str, Any], str]], name: str, *, opening: Sequence[str | int] = (),
+    closing: Sequence[str | int] = (), is_listed: bool = False, is_forced: bool = False,
+    content: dict[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """Return the grammar of answers whose calls of tools follow a schema, and that may have none.
+    """Return the grammar of answers whose calls of tools follow schemas, and that may have none.
 
-    call: the JSON schema of what is between opening and closing. name: of the field that has it, for messages.
-    opening, closing: texts, and tokens that stand for themselves. content: the JSON schema of an answer without calls;
-    None = any text.
+    functions: of each the text in front of its arguments, their JSON schema, the text behind them. name: of the field
+    that has them, for messages. opening, closing: texts, and tokens that stand for themselves. is_listed: calls are
+    items of one list. is_forced: the answer is one call without opening and closing. content: the JSON schema of an
+    answer without calls; None = any text.
 
     Raises:
       ValueError: a schema cannot be followed; the message says why.
     """
-    for each in (call, content):
-        _check_unicode(name, json.dumps(each, ensure_ascii=False))
+    began = time.thread_time()
+    for before, schema, behind in functions:  # each alone: what is tried of the whole may have no arguments
+        _check_unicode(name, before + behind)
+        of_schema(schema, name)
+        if (seconds := time.thread_time() - began) > MAX_CHECK_S:
+            said = f"{len(functions)} functions are too large to be followed ({seconds:.1f} s to begin some of them; "
+            raise ValueError(f"{name}: {said}at most {MAX_CHECK_S} are taken)")
+    if content is not None:
+        of_schema(content)
+    lines = _functions(functions)
+    if is_forced:
+        return _checked(name, _matcher().grammar_from_lark("\n".join(["start: item", *lines])))
+    lines.append("body: SPACE " + ('"[" SPACE item ("," SPACE item)* SPACE "]"' if is_listed else "item"))
     texts = [each if isinstance(each, str) else f"<{each}>" for each in (*opening, *closing)]
-    plain = _calls(call, texts[: len(opening)], texts[len(opening) :], content)
+    plain = _answers(lines, texts[: len(opening)], texts[len(opening) :], content)
     _checked(name, _matcher().grammar_from_lark(plain))  # tokens are known to no check
-    return _matcher().grammar_from_lark(_calls(call, opening, closing, content))
+    return _matcher().grammar_from_lark(_answers(lines, opening, closing, content))
 
 
-def _calls(
-    call: dict[str, Any], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None
+def _functions(functions: Sequence[tuple[str, dict[str, Any], str]]) -> list[str]:
+    """Write the rules of one call in llguidance's variant of Lark.
+
+    The arguments are a JSON grammar of their own, as a schema's references are resolved in the whole of it.
+    """
+    lines = ["item: " + " | ".join(f"item_{i}" for i in range(len(functions)))]
+    for i, (before, schema, behind) in enumerate(functions):
+        lines += [f"item_{i}: {_literal(before)} arguments_{i} {_literal(behind)}"]
+        lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
+    return lines
+
+
+def _literal(text: str) -> str:
+    """Write a text in Lark; JSON does not escape U+007F, and llguidance's lexer takes it only escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _answers(
+    lines: Sequence[str], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None
 ) -> str:  # fmt: skip
-    """Write the grammar in llguidance's variant of Lark."""
-    first, *rest = [f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in opening] or [""]
-    end = " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in closing)
-    lines = [f"body: SPACE %json {json.dumps(call)}", r"SPACE: /[ \n]{0,2}/"]
+    """Write the grammar of answers with and without calls."""
+    first, *rest = [f"<[{each}]>" if isinstance(each, int) else _literal(each) for each in opening] or [""]
+    end = " ".join(f"<[{each}]>" if isinstance(each, int) else _literal(each) for each in closing)
+    lines = [*lines, r"SPACE: /[ \n]{0,2}/"]
     inside = " ".join([*rest, "body", *(["SPACE", end] if end else [])])
     if content is not None:
         lines += [f"start: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
@@ -104,9 +134,7 @@ def of_choices(choices: Sequence[str]) -> str:
         raise ValueError(f"choice: {len(choices)} texts; wanted at least one, and none empty")
     for number, each in enumerate(choices):
         _check_unicode(f"choice.{number}", each)
-    # JSON does not escape U+007F, and llguidance's lexer takes it only escaped
-    texts = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in choices]
-    lark = "start: " + " | ".join(texts)
+    lark = "start: " + " | ".join(map(_literal, choices))
     return _checked("choice", _matcher().grammar_from_lark(lark))
 
 

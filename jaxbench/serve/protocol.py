@@ -307,7 +307,7 @@ class ChatBody(_Asked):
     def grammar(self, notation: tools.Notation | None = None) -> str | None:
         """Return the grammar that the answer follows, its calls included; see _Asked's."""
         if notation is not None and self.followed == ["tool_choice"]:
-            return constraint.of_schema(notation.schema(self.functions), "tools")
+            return notation.grammar(self.functions, is_forced=True)
         if notation is not None and self.has_guided_calls:
             functions = [each if each.get("strict") else each | {"parameters": None} for each in self.functions]
             return notation.grammar(functions, self.schema)

@@ -47,34 +47,34 @@ class Notation(NamedTuple):
     closing_parts: tuple[str | int, ...] = ()
     is_listed: bool = False  # calls are items of one list
 
-    def schema(self, functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the JSON schema of a call of one of some functions, which are described as requests do."""
-        schemas = [self._of_function(each) for each in functions]
-        return (schemas[0] if len(schemas) == 1 else {"anyOf": schemas}) | {"x-guidance": _SEPARATORS}
+    def grammar(
+        self, functions: Sequence[dict[str, Any]], content: dict[str, Any] | None = None, *, is_forced: bool = False
+    ) -> str:  # fmt: skip
+        """Return the grammar of answers whose calls follow the schemas of some functions, described as requests do.
 
-    def grammar(self, functions: Sequence[dict[str, Any]], content: dict[str, Any] | None) -> str:
-        """Return the grammar of answers whose calls follow the schemas of some functions, or that have none.
-
-        content: the JSON schema of an answer without calls; None = any text.
+        content: the JSON schema of an answer without calls; None = any text. is_forced: the answer is one call, and the
+        prompt ends with what is in front of it.
 
         Raises:
           ValueError: a schema cannot be followed.
         """
-        call = self.schema(functions)
-        spaced = call.pop("x-guidance")
-        value = {"type": "array", "items": call, "minItems": 1} if self.is_listed else call
-        how = {"opening": self.opening_parts, "closing": self.closing_parts, "content": content}
-        return constraint.of_calls(value | {"x-guidance": spaced}, "tools", **how)
+        how = {"opening": self.opening_parts, "closing": self.closing_parts, "is_listed": self.is_listed}
+        calls = [self._of_function(each) for each in functions]
+        return constraint.of_calls(calls, "tools", **how, content=content, is_forced=is_forced)
 
-    def _of_function(self, function: dict[str, Any]) -> dict[str, Any]:
-        nothing = {"type": "object", "additionalProperties": False}
-        given = function.get("parameters", nothing)  # None = not followed
-        parameters = {"type": "object"} | (nothing if given == {} else given or {})
-        parts = {self.name: {"const": function["name"]}, self.arguments: parameters}
-        properties = {key: parts[key] for key in self.keys if key in parts}
-        return {
-            "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-        }  # fmt: skip
+    def _of_function(self, function: dict[str, Any]) -> tuple[str, dict[str, Any], str]:
+        """Return what is in front of a call's arguments, their JSON schema, and what is behind them."""
+        given = function.get("parameters", {})  # None = not followed
+        parameters = {"type": "object", "additionalProperties": False} if given == {} else given or {}
+        if "$ref" not in parameters:  # which takes no other condition beside it
+            parameters = {"type": "object"} | parameters
+        name = f"{json.dumps(self.name)}: {json.dumps(function['name'], ensure_ascii=False)}"
+        before, behind = f"{{{json.dumps(self.arguments)}: ", "}"
+        if self.keys.index(self.name) < self.keys.index(self.arguments):
+            before = f"{{{name}, {before[1:]}"
+        else:
+            behind = f", {name}}}"
+        return before, parameters | {"x-guidance": _SEPARATORS}, behind
 
 
 class Call(NamedTuple):
