@@ -27,6 +27,8 @@ _TOOL = {
     },
 }  # fmt: skip
 _ARGUMENTS = {"key": "value"}
+_TEXT = "~"  # no notation begins like it
+_BOUNDS_BEFORE = r"[\s<\[({]"  # what begins a tag
 _NAMES = "first_called", "second_called"
 _ARGUMENT_KEYS = "arguments", "parameters"  # models confuse them
 _BETWEEN = " \t\r\n;,"  # calls without a notation of their own
@@ -95,42 +97,58 @@ def learned(tokenizer: Any) -> Notation | None:
     """Return the notation of a tokenizer's template; None = its calls are no JSON objects, or it shows none."""
     try:
         prompt = tokenizer.chat([_USER], tools=[_TOOL])
-        one = _rendered(tokenizer, 1)
+        one, plain = _rendered(tokenizer, 1), _rendered(tokenizer, 0)
     except Exception:  # a template is third-party code, and may raise anything
         return None
     found = _object(one, _NAMES[0])
     if found is None:
         return None
     start, end, keys, name, arguments = found
-    shared = len(os.path.commonprefix([prompt, one[:start]]))
-    before, after = one[shared:start], one[end:]
-    opening, closing = before, after
-    try:
-        two = _rendered(tokenizer, 2)
-        (_, first_end, *_), (second, *_) = _object(two, _NAMES[0]), _object(two, _NAMES[1])
-    except Exception:  # among others, of templates that take no second call
-        pass
-    else:
-        between = two[first_end:second]
-        closing = os.path.commonprefix([after, between])
-        if between.strip() != ",":  # otherwise calls are items of a list behind one opening
-            opening = os.path.commonprefix([before[::-1], between[::-1]])[::-1]
+    front = one[:start]
+    before = front[max(_shared(front, prompt), _shared(front, plain)) :]
+    after = one[end:].removesuffix(plain[plain.rfind(_TEXT) + len(_TEXT) :])  # without the end of the turn
     is_listed = before.rstrip().endswith("[")
+    opening, closing = before, after
     if is_listed:
-        opening = before.rstrip()[:-1]
+        opening, closing = before.rstrip()[:-1], after.lstrip().removeprefix("]")
+    elif (between := _between(tokenizer)) is not None:
+        closing = after[: _shared(after, between)]
+        opening = before[len(before) - _shared(before[::-1], between[::-1], _BOUNDS_BEFORE) :]
     parts = _parts(tokenizer, opening), [each for each in _parts(tokenizer, closing) if _is_visible(tokenizer, each)]
+    if parts[0] and isinstance(parts[0][-1], int) and _is_visible(tokenizer, parts[0][-1]):
+        parts = parts[0][-1:], parts[1]  # the last token suffices: reasoning may stand in front of it
+        opening = tokenizer.decode(parts[0])
     return Notation(
         keys, name, arguments, _visible(tokenizer, opening), _visible(tokenizer, closing),
-        before if shared == len(prompt) else None, tuple(parts[0]), tuple(parts[1]), is_listed,
+        front[len(prompt) :] if front.startswith(prompt) else None, tuple(parts[0]), tuple(parts[1]), is_listed,
     )  # fmt: skip
 
 
+def _shared(text: str, other: str, bounds: str = r"[\s>\])}]") -> int:
+    """Return the length of what two texts begin with, without a part of a tag at its end; bounds: what ends a tag."""
+    length = len(os.path.commonprefix([text, other]))
+    if length in (len(text), len(other)):
+        return length
+    return max((each.end() for each in re.finditer(bounds, text[:length])), default=0)
+
+
+def _between(tokenizer: Any) -> str | None:
+    """Return what a template writes between two calls; None = it does not take two."""
+    try:
+        two = _rendered(tokenizer, 2)
+        (_, end, *_), (start, *_) = _object(two, _NAMES[0]), _object(two, _NAMES[1])
+    except Exception:  # see above
+        return None
+    return two[end:start]
+
+
 def _rendered(tokenizer: Any, count: int) -> str:
+    """Render an answer of some calls; of none, one of a text."""
     calls = [
         {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
         for i, name in enumerate(_NAMES[:count])
     ]
-    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    answer = {"role": "assistant", "content": ""} | ({"tool_calls": calls} if calls else {"content": _TEXT})
     return tokenizer.chat([_USER, answer], tools=[_TOOL], add_generation_prompt=False)
 
 
@@ -177,59 +195,8 @@ def split(
     is_whole: no more text comes. is_begun: the prompt ends with the opening of a call. most: number of calls that are
     taken; what follows them is dropped.
     """
-    content, calls, at = "", [], 0
-    is_next = is_begun or not notation.opening  # a call may begin without an opening
-    while (place := _next(text, at, notation, is_next)) is not None:
-        before, start = place
-        value, end = _value(text, start, is_whole)
-        if end is None:
-            return content + text[at:before].rstrip(), calls
-        found = _calls(value, notation, names)
-        if not found:
-            content += text[at:end]
-            at, is_next = end, False
-            continue
-        content += text[at:before].rstrip() if not calls or text[at:before].strip(_BETWEEN) else ""
-        calls += found
-        if most is not None and len(calls) >= most:
-            return content, calls[:most]
-        at, is_next = _behind(text, end, notation.closing), not notation.opening
-    rest = text[at:]
-    if calls and not rest.strip(_BETWEEN):
-        return content, calls
-    if not is_whole:
-        kept = held_back(rest, [notation.opening]) if notation.opening else 0
-        rest = rest[: len(rest) - kept].rstrip()
-        if calls and notation.closing.startswith(rest.lstrip()):
-            rest = ""
-    return content + rest, calls
-
-
-def _next(text: str, at: int, notation: Notation, is_next: bool) -> tuple[int, int] | None:
-    """Return where the next call's notation and its value may begin, at or behind a place; None = nowhere."""
-    if is_next:
-        start = len(text) - len(text[at:].lstrip(_BETWEEN if at else None))
-        return (at, start) if text[start : start + 1] in ("{", "[") else None
-    place = text.find(notation.opening, at) if notation.opening else -1
-    return (place, place + len(notation.opening)) if place >= 0 else None
-
-
-def _value(text: str, start: int, is_whole: bool) -> tuple[Any, int | None]:
-    """Return the JSON value at a place and its end; no value ends where it began, and None = it may be incomplete."""
-    begin = len(text) - len(text[start:].lstrip())
-    try:
-        return _DECODER.raw_decode(text, begin)
-    except json.JSONDecodeError as error:
-        is_cut = len(text) - error.pos <= _LONGEST_LITERAL or error.msg.startswith("Unterminated string")
-        return None, None if is_cut and not is_whole else start
-    except (ValueError, RecursionError):
-        return None, start
-
-
-def _behind(text: str, end: int, closing: str) -> int:
-    """Return where the notation of a call ends whose value ends at a place."""
-    begin = len(text) - len(text[end:].lstrip())
-    return begin + len(closing) if closing and text.startswith(closing, begin) else end
+    content, calls = Finder(notation, names, most=most, is_begun=is_begun).update(text, is_whole=is_whole)
+    return content, [(each.name, each.arguments) for each in calls]
 
 
 def _calls(value: Any, notation: Notation, names: Collection[str]) -> list[tuple[str, str]]:
@@ -252,18 +219,114 @@ class Finder:
     """Finds the calls in one answer while its text comes; a call is given whole, once it is complete."""
 
     def __init__(self, notation: Notation, names: Collection[str], *, most: int | None, is_begun: bool):
-        self._how = {"notation": notation, "names": names, "most": most, "is_begun": is_begun}
-        self._text, self._shown = "", 0
+        self._notation, self._names, self._most = notation, names, most
+        self._is_next = is_begun or not notation.opening  # a call may begin without an opening
+        self._is_behind = False  # the closing of the last call may come
+        self._text, self._shown = "", 0  # what is not decided; how much of it was told, as content in any case
+        self._nesting = _Nesting()
         self.calls: list[Call] = []
 
     def update(self, text: str, *, is_whole: bool) -> tuple[str, list[Call]]:
         """Take further text; return the content and the calls that became certain; is_whole: no more text comes."""
         self._text += text
-        content, calls = split(self._text, is_whole=is_whole, **self._how)
-        new = [Call(_new_id(), *each) for each in calls[len(self.calls) :]]
-        self.calls += new
-        more, self._shown = content[self._shown :], max(self._shown, len(content))
-        return more, new
+        content, known = "", len(self.calls)
+        while not self._is_full and (place := self._next(is_whole)) is not None:
+            before, start = place
+            value, end = self._value(start, is_whole)
+            if end is None:
+                return content + self._told(self._in_front(before)), self.calls[known:]
+            found = _calls(value, self._notation, self._names)
+            content += self._told(self._in_front(before) if found else end)
+            self.calls += [Call(_new_id(), *each) for each in found]
+            self._is_behind, self._is_next = bool(found), bool(found) and not self._notation.opening
+            self._text, self._shown, self._nesting = self._text[end:], 0, _Nesting()
+        if self._is_full:
+            self.calls, self._text = self.calls[: self._most], ""
+        return content + self._told(self._rest(is_whole)), self.calls[known:]
+
+    @property
+    def _is_full(self) -> bool:
+        return self._most is not None and len(self.calls) >= self._most
+
+    def _told(self, end: int) -> str:
+        """Return the text up to a place, but for what was told before."""
+        begin, self._shown = self._shown, max(self._shown, end)
+        return self._text[begin:end]
+
+    def _in_front(self, place: int) -> int:
+        """Return where content in front of a call ends."""
+        front = self._text[:place]
+        return len(front.rstrip()) if not self.calls or front.strip(_BETWEEN) else 0
+
+    def _rest(self, is_whole: bool) -> int:
+        """Return where content ends that no call follows so far."""
+        kept = 0 if is_whole else held_back(self._text, [self._notation.opening])
+        rest = self._text[: len(self._text) - kept]
+        if self._is_behind or (self.calls and not rest.strip(_BETWEEN)):
+            return 0
+        return len(rest if is_whole else rest.rstrip())
+
+    def _next(self, is_whole: bool) -> tuple[int, int] | None:
+        """Return where the next call's notation and its value may begin; None = nowhere."""
+        text, closing = self._text, self._notation.closing
+        if self._is_behind:
+            begin = _SPACE.match(text).end()
+            if not is_whole and len(text) - begin < len(closing) and closing.startswith(text[begin:]):
+                return None
+            self._text = text = text[begin + len(closing) :] if closing and text.startswith(closing, begin) else text
+            self._is_behind = False
+        if self._is_next:
+            start = len(text) - len(text.lstrip(_BETWEEN if self.calls else None))
+            return (0, start) if text[start : start + 1] in ("{", "[") else None
+        place = text.find(self._notation.opening) if self._notation.opening else -1
+        return (place, place + len(self._notation.opening)) if place >= 0 else None
+
+    def _value(self, start: int, is_whole: bool) -> tuple[Any, int | None]:
+        """Return the JSON value at a place and its end; no value ends where it began, and None = it may be incomplete.
+
+        An incomplete one is not parsed with every further token, or a long one would take time that is quadratic.
+        """
+        text = self._text
+        begin = _SPACE.match(text, start).end()
+        if text[begin : begin + 1] not in ("{", "["):  # no call, or nothing yet
+            return None, None if begin == len(text) and not is_whole else start
+        if not is_whole and not self._nesting.is_worth(text, begin):
+            return None, None
+        try:
+            return _DECODER.raw_decode(text, begin)
+        except json.JSONDecodeError as error:
+            is_cut = len(text) - error.pos <= _LONGEST_LITERAL or error.msg.startswith("Unterminated string")
+            return None, None if is_cut and not is_whole else start
+        except (ValueError, RecursionError):
+            return None, start
+
+
+class _Nesting:
+    """Tells when it is worth to parse a JSON value that is coming: if its brackets close, or it has grown by a part."""
+
+    def __init__(self) -> None:
+        self._at, self._next = -1, 0
+        self._depth, self._is_text, self._is_escaped = 0, False, False
+
+    def is_worth(self, text: str, begin: int) -> bool:
+        """Return whether to parse; text: all that came; begin: the place of the value in it, always the same."""
+        has_closed = False
+        for letter in text[max(self._at, begin) :]:
+            if self._is_text:
+                self._is_text = letter != '"' or self._is_escaped
+                self._is_escaped = letter == "\\" and not self._is_escaped
+            elif letter == '"':
+                self._is_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                has_closed |= self._depth <= 0
+        self._at = len(text)
+        if not has_closed and self._depth > 0 and len(text) < self._next:
+            return False
+        self._next = len(text) + (len(text) - begin) // 8
+        return True
 
 
 def _new_id() -> str:
@@ -275,4 +338,5 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
+_SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)  # not strict: line breaks in a string

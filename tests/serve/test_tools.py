@@ -7,60 +7,31 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
-from jaxbench.pretrained import chat_template
 from jaxbench.serve import intake, stream, tools
 from jaxbench.serve.protocol import ChatBody
 from jaxbench.serve.service import Piece
-from tests.serve.asking import MESSAGES, SERVICE, Bytes, asked
-
-CALL = "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"
-TAGGED = "{% for c in m.tool_calls %}{{ '\n' if m.content or not loop.first }}<tool_call>\n" + CALL
-TAGGED += "{{ '\n' }}</tool_call>{% endfor %}"
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n@{{ m.content }}{% if m.tool_calls %}" + TAGGED
-CHATML += "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TURN = "{% for m in messages %}{% if m.tool_calls %}@{{ eos_token }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
-TURN += "{% endfor %}"
-BARE = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at most') }}{% endif %}"
-BARE += "{% set c = m.tool_calls[0] %}" + CALL.replace("'arguments'", "'parameters'")
-LISTED = '[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": {{ c.id | tojson }}}'
-LISTED += "{{ ', ' if not loop.last }}{% endfor %}]"
-WRAPPED = '{% for c in m.tool_calls %}{"type": "function", "function": ' + CALL + "}{{ '\n' }}{% endfor %}"
-ELEMENTS = "{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}"
-ELEMENTS += "</function>{% endfor %}"
-SPECIAL = "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>"
-OBJECT = '{"type": "function", "function":'
-TAGS = tools.Notation(("name", "arguments"), "name", "arguments", "<tool_call>", "</tool_call>", "<tool_call>\n")
-PLAIN = TAGS._replace(opening="", closing="", prefill="")
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {"type": "object", "properties": {"at": {"enum": ["sky", "sea"]}}, "required": ["at"]},
-    },
-}  # fmt: skip
-
-
-class Templated(Bytes):
-    """A tokenizer of characters with a template; some texts are special tokens."""
-
-    def __init__(self, template, special=SPECIAL):
-        self._template, self._special = template, special
-
-    def encode(self, text, *, add_special=True):
-        return [*text]
-
-    def decode(self, ids, *, skip_special=False):
-        text = "".join(ids)
-        for each in self._special:
-            text = text.replace(each, "")
-        return text
-
-    def chat(self, messages, *, tools=None, add_generation_prompt=True):
-        named = {"eos_token": "</s>"}
-        how = {"add_generation_prompt": add_generation_prompt, "tools": tools, "special_tokens": named}
-        return chat_template.render(self._template, messages, **how)
+from tests.serve.asking import MESSAGES, SERVICE, asked
+from tests.serve.calling import (
+    BARE,
+    CHATML,
+    ELEMENTS,
+    FIND,
+    LISTED,
+    LOOK,
+    OBJECT,
+    PLAIN,
+    SEA,
+    SKY,
+    SPECIAL,
+    TAGS,
+    TURN,
+    WRAPPED,
+    Templated,
+    Told,
+    accepted,
+)
 
 
 @pytest.mark.parametrize(("template", "special", "wanted"), [
@@ -93,7 +64,6 @@ def both(text, notation=TAGS, **how):
     return tools.split(text, notation, is_whole=True, **how)
 
 
-SEA, SKY = '{"name": "look", "arguments": {"at": "sea"}}', '{"arguments": {"at": "sky"}, "name": "look"}'
 CALLS = [("look", '{"at": "sea"}'), ("look", '{"at": "sky"}')]
 
 
@@ -108,6 +78,7 @@ CALLS = [("look", '{"at": "sea"}'), ("look", '{"at": "sky"}')]
      ("", [("look", '{"at": "</tool_call>"}')])),
     ('<tool_call>{"name": "look", "arguments": {"at": "a\nb"}}</tool_call>', TAGS, ("", [("look", '{"at": "a\\nb"}')])),
     (SEA, TAGS, (SEA, [])), (SEA, PLAIN, ("", CALLS[:1])), (f" {SEA}; {SKY}", PLAIN, ("", CALLS)),
+    (f'Not <tool_call>"{{<tool_call>{SEA}', TAGS, ('Not <tool_call>"{', CALLS[:1])),
     (f"[{SEA}, {SKY}]", PLAIN, ("", CALLS)), (f"So: {SEA}", PLAIN, (f"So: {SEA}", [])),
     (f"{SEA} So.", PLAIN, (" So.", CALLS[:1])),
     *((text, notation, (text, [])) for notation in (TAGS, PLAIN) for text in (
@@ -129,6 +100,7 @@ def test_no_more_calls_are_taken_than_asked_and_what_follows_them_is_dropped():
 PARTS = ["<tool_call>", "</tool_call>", "\n", " ", ";", "{", "}", "[", SEA, SKY, '{"a": tru', '"', "a", "<tool", ","]
 
 
+@example(["<tool_call>", SEA, "</tool_call>", ",", "<tool_call>", SEA], TAGS, [1], False)
 @given(
     st.lists(st.sampled_from(PARTS), max_size=8), st.sampled_from([TAGS, PLAIN]),
     st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans(),
@@ -202,32 +174,6 @@ def service(monkeypatch):
         SERVICE, "about", SERVICE.about | {"max_seq_len": 10_000, "cache_tokens": 10_000, "grammars": True}
     )
     return SERVICE
-
-
-class Told(Templated):
-    """The same, whose tokens are numbers of characters."""
-
-    longest_token, vocab_size = None, 256
-
-    def encode(self, text, *, add_special=True):
-        return [ord(each) for each in text]
-
-    def decode(self, ids, *, skip_special=False):
-        return super().decode([chr(each) for each in ids], skip_special=skip_special)
-
-
-FIND = {"type": "function", "function": {"name": "find"}}
-
-
-def accepted(grammar):
-    """A function that says whether an answer follows a grammar, and is whole."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    def follows(text):
-        matcher = LLMatcher(LLTokenizer("byte"), grammar)
-        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
-
-    return follows
 
 
 def test_an_answer_that_has_to_be_a_call_begins_as_one_and_follows_its_schema(service):

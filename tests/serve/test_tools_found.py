@@ -1,0 +1,97 @@
+"""Calls of tools: tags beside other text, long answers, and the grammars of their arguments."""
+
+import json
+from types import SimpleNamespace
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from jaxbench.serve import tools
+from tests.serve.calling import CALL, CHATML, FIND, SEA, TAGGED, TAGS, Templated, accepted
+
+THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+BEGUN = '{% for c in m.tool_calls %}{{ "<calls>[" if loop.first else ", " }}' + CALL
+BEGUN += '{{ "]</calls>" if loop.last }}{% endfor %}'
+ADJACENT = "{% for c in m.tool_calls %}<tool_call>" + CALL + "</tool_call>{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "opening", "closing", "prefill"), [
+    (THINKING.replace("@", ""), "<tool_call>", "</tool_call>", None),  # a prompt that ends with <think>, as QwQ's
+    (THINKING.replace("@", "").replace(TAGGED, BEGUN), "<calls>", "</calls>", None),  # Nemotron's
+    (CHATML.replace("@", "").replace(TAGGED, BEGUN), "<calls>", "</calls>", "<calls>["),
+    (CHATML.replace("@", "").replace(TAGGED, ADJACENT), "<tool_call>", "</tool_call>", "<tool_call>"),
+    (CHATML.replace("@", "").replace(TAGGED, ADJACENT).replace("<|im_end|>", "<end>"), "<tool_call>", "</tool_call>",
+     "<tool_call>"),
+    (CHATML.replace("@{{ m.content }}", "<think>{{ m.content }}</think>").replace(TAGGED, ADJACENT), "<tool_call>",
+     "</tool_call>", "<think></think><tool_call>"),
+], ids=["reasoning", "reasoning and a list", "list", "adjacent", "visible end", "thoughts"])  # fmt: skip
+def test_the_tags_of_a_notation_are_learned_whole_whatever_text_is_next_to_them(template, opening, closing, prefill):
+    found = tools.learned(Templated(template))
+    assert (found.opening, found.closing, found.prefill) == (opening, closing, prefill)
+
+
+@pytest.mark.parametrize("pieces", [
+    ['<tool_call>{"name": "look", "arguments": {"at": ["sky"', *[', {"sea": []}'] * 1000, "]}}</tool_call>"],
+    ["<tool_call>{x} is "] * 1000, ["<tool_call>", SEA, "</tool_call>"] * 300, ["<tool_call>[["] * 1000,
+], ids=["long call", "repeated openings", "many calls", "nested"])  # fmt: skip
+def test_an_answer_that_comes_in_many_pieces_is_not_parsed_anew_with_each_of_them(pieces, monkeypatch):
+    parsed, decoder = [], tools._DECODER
+    counted = SimpleNamespace(raw_decode=lambda text, at: parsed.append(text) or decoder.raw_decode(text, at))
+    monkeypatch.setattr(tools, "_DECODER", counted)
+    finder = tools.Finder(TAGS, {"look"}, most=None, is_begun=False)
+    text = "".join(pieces)
+    content = "".join(finder.update(piece, is_whole=False)[0] for piece in pieces) + finder.update("", is_whole=True)[0]
+    assert sum(map(len, parsed)) < 40 * len(text)
+    wanted = tools.split(text, TAGS, {"look"}, is_whole=True, most=None)
+    assert (content, [(each.name, each.arguments) for each in finder.calls]) == wanted
+
+
+class Item(pydantic.BaseModel):
+    """One that refers to itself."""
+
+    color: Literal["red", "blue"]
+    inner: list["Item"]
+
+
+class Order(pydantic.BaseModel):
+    """One that refers to another."""
+
+    items: list[Item]
+    note: str | None = pydantic.Field(default=None, description="What else.")
+
+
+@pytest.mark.parametrize("model", [Item, Order])
+@pytest.mark.parametrize("how", ["required", "strict", "listed", "arguments first"])
+def test_references_in_a_functions_schema_are_followed_as_pydantic_writes_them(model, how):
+    item = {"color": "red", "inner": [{"color": "blue", "inner": []}]}
+    given = item if model is Item else {"items": [item], "note": None}
+    own = {"name": model.__name__, "parameters": model.model_json_schema()}
+    functions = [openai.pydantic_function_tool(each)["function"] for each in (Item, Order)]
+    notation = TAGS._replace(opening_parts=("<tool_call>",), closing_parts=("</tool_call>",), is_listed=how == "listed")
+    if how == "arguments first":
+        notation = notation._replace(keys=("arguments", "name"))
+    for described in ([own], functions):
+        follows = accepted(notation.grammar(described, is_forced=how == "required"))
+        for color in ("red", "moon"):
+            call = {"name": model.__name__, "arguments": given}
+            text = json.dumps({key: call[key] for key in notation.keys}).replace("red", color)
+            text = f"[{text}]" if how == "listed" else text
+            assert follows(text if how == "required" else f"<tool_call>{text}</tool_call>") is (color == "red")
+
+
+def test_a_call_has_the_functions_name_as_it_is():
+    name = 'l"o\\o\x7fk \u00e9\u2028\U0001f600'
+    call = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)
+    assert accepted(TAGS.grammar([{"name": name}], is_forced=True))(call)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        TAGS.grammar([{"name": "\ud800"}], is_forced=True)
+
+
+def test_arguments_that_are_too_large_to_be_followed_are_refused_before_they_reach_the_engine():
+    large = {"type": "string", "pattern": "^(a{1000}){1000}{1000}$"}
+    parameters = {"type": "object", "properties": {"a": large}, "required": ["a"]}
+    for is_forced in (True, False):
+        with pytest.raises(ValueError, match="too large to be followed"):
+            TAGS.grammar([FIND["function"], {"name": "compute", "parameters": parameters}], is_forced=is_forced)
