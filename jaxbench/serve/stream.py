@@ -34,10 +34,10 @@ class Form:
         """Return the choice of the first event, or None."""
         return None
 
-    def part(
+    def parts(
         self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
-    ) -> dict[str, Any] | None:  # fmt: skip
-        """Return a choice of an event; None = there is nothing to tell yet."""
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Return the choices of the next events, one of each; [] = there is nothing to tell yet."""
         raise NotImplementedError
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Form:
                 goes_on = answers[number].goes_on
                 logprobs = self.logprobs(number, piece.tokens, piece.logprobs, goes_on=goes_on)
                 usage = self._usage_text(answers, count) if self._counts_on else ""
-                if (part := self.part(number, piece.text, logprobs, piece.ended)) is not None:
+                for part in self.parts(number, piece.text, logprobs, piece.ended):
                     yield self._event([part], usage)
         if self._wants_usage:
             yield self._event([], self._usage_text(answers, count))
@@ -129,7 +129,11 @@ class Completion(Form):
         """Return a choice in the form of this interface."""
         return {"index": number, "text": text, "logprobs": logprobs, **_ending(ended)}
 
-    part = choice
+    def parts(
+        self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Return the next part of a text."""
+        return [self.choice(number, text, logprobs, ended)]
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool
@@ -205,16 +209,18 @@ class Chat(Form):
         """Return the choice that gives the message's role."""
         return self._part(number, {"role": "assistant", "content": ""}, None, None)
 
-    def part(
+    def parts(
         self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
-    ) -> dict[str, Any] | None:  # fmt: skip
-        """Return a piece of a message."""
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Return pieces of a message: its end behind a call, as OpenAI's client tells of no call that ends it."""
         text, calls, ended = self._found(number, text, ended)
         delta = {"content": text} if text else {}
         if calls:
             first = len(self._finders[number].calls) - len(calls)
             delta["tool_calls"] = [{"index": first + i} | call.shown for i, call in enumerate(calls)]
-        return self._part(number, delta, logprobs, ended) if delta or logprobs or ended else None
+            if ended:
+                return [self._part(number, delta, logprobs, None), self._part(number, {}, None, ended)]
+        return [self._part(number, delta, logprobs, ended)] if delta or logprobs or ended else []
 
     def _part(self, number: int, delta: dict[str, Any], logprobs: Any, ended: str | None) -> dict[str, Any]:
         return {"index": number, "delta": delta, "logprobs": logprobs, **_ending(ended)}

@@ -155,6 +155,19 @@ def test_calls_are_told_in_the_form_of_openais_clients_whole_and_as_a_stream():
     assert alone["content"] is None and len(alone["tool_calls"]) == 1
 
 
+def test_openais_client_is_told_of_every_call_in_a_stream_before_its_end():
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+
+    text = f"<tool_call>\n{SEA}\n</tool_call><tool_call>{SKY}"  # the last call is complete where the answer ends
+    for body in ({}, {"tool_choice": "required"}):
+        state, done = ChatCompletionStreamState(input_tools=[LOOK]), []
+        for each in asyncio.run(told(form(**body), SEA if body else text)):
+            found = state.handle_chunk(openai.types.chat.ChatCompletionChunk.model_validate(each))
+            done += [each.arguments for each in found if each.type == "tool_calls.function.arguments.done"]
+        assert done == [arguments for _, arguments in (CALLS[:1] if body else CALLS)]
+        assert state.get_final_completion().choices[0].finish_reason == "tool_calls"
+
+
 def test_an_answer_without_calls_or_cut_off_in_one_is_told_as_its_text():
     cut = '<tool_call>\n{"name": "look", "arg'
     for made, text, ended in ((form(), "No.", "stop"), (form(), cut, "length"), (form(tools=None), cut, "stop")):
