@@ -44,24 +44,24 @@ def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema") -> str:
 
 
 def of_calls(
-    functions: Sequence[tuple[str, dict[str, Any], str]], name: str, *, opening: Sequence[str | int] = (),
+    functions: Sequence[tuple[str, str, dict[str, Any], str]], name: str, *, opening: Sequence[str | int] = (),
     closing: Sequence[str | int] = (), is_listed: bool = False, is_forced: bool = False,
-    content: dict[str, Any] | None = None,
+    is_first: bool = False, content: dict[str, Any] | None = None,
 ) -> str:  # fmt: skip
     """Return the grammar of answers whose calls of tools follow schemas, and that may have none.
 
-    functions: of each the text in front of its arguments, their JSON schema, the text behind them. name: of the field
-    that has them, for messages. opening, closing: texts, and tokens that stand for themselves. is_listed: calls are
-    items of one list. is_forced: the answer is one call without opening and closing. content: the JSON schema of an
-    answer without calls; None = any text.
+    functions: of each its name, the text in front of its arguments, their JSON schema, the text behind them. name: of
+    the field that has them, for messages. opening, closing: texts, and tokens that stand for themselves. is_listed:
+    calls are items of one list. is_forced: the answer is one call without opening and closing. is_first: no text is in
+    front of a call. content: the JSON schema of an answer without calls; None = any text.
 
     Raises:
       ValueError: a schema cannot be followed; the message says why.
     """
     began = time.thread_time()
-    for before, schema, behind in functions:  # each alone: what is tried of the whole may have no arguments
+    for function, before, schema, behind in functions:  # each alone: what is tried of the whole may have no arguments
         _check_unicode(name, before + behind)
-        of_schema(schema, name)
+        of_schema(schema, f"{name}: function {function[:60]!r}")
         if (seconds := time.thread_time() - began) > MAX_CHECK_S:
             said = f"{len(functions)} functions are too large to be followed ({seconds:.1f} s to begin some of them; "
             raise ValueError(f"{name}: {said}at most {MAX_CHECK_S} are taken)")
@@ -72,18 +72,18 @@ def of_calls(
         return _checked(name, _matcher().grammar_from_lark("\n".join(["start: item", *lines])))
     lines.append("body: SPACE " + ('"[" SPACE item ("," SPACE item)* SPACE "]"' if is_listed else "item"))
     texts = [each if isinstance(each, str) else f"<{each}>" for each in (*opening, *closing)]
-    plain = _answers(lines, texts[: len(opening)], texts[len(opening) :], content)
+    plain = _answers(lines, texts[: len(opening)], texts[len(opening) :], content, is_first=is_first)
     _checked(name, _matcher().grammar_from_lark(plain))  # tokens are known to no check
-    return _matcher().grammar_from_lark(_answers(lines, opening, closing, content))
+    return _matcher().grammar_from_lark(_answers(lines, opening, closing, content, is_first=is_first))
 
 
-def _functions(functions: Sequence[tuple[str, dict[str, Any], str]]) -> list[str]:
+def _functions(functions: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[str]:
     """Write the rules of one call in llguidance's variant of Lark.
 
     The arguments are a JSON grammar of their own, as a schema's references are resolved in the whole of it.
     """
     lines = ["item: " + " | ".join(f"item_{i}" for i in range(len(functions)))]
-    for i, (before, schema, behind) in enumerate(functions):
+    for i, (_, before, schema, behind) in enumerate(functions):
         lines += [f"item_{i}: {_literal(before)} arguments_{i} {_literal(behind)}"]
         lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
     return lines
@@ -95,7 +95,8 @@ def _literal(text: str) -> str:
 
 
 def _answers(
-    lines: Sequence[str], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None
+    lines: Sequence[str], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None,
+    *, is_first: bool,
 ) -> str:  # fmt: skip
     """Write the grammar of answers with and without calls."""
     first, *rest = [f"<[{each}]>" if isinstance(each, int) else _literal(each) for each in opening] or [""]
@@ -104,8 +105,8 @@ def _answers(
     inside = " ".join([*rest, "body", *(["SPACE", end] if end else [])])
     if content is not None:
         lines += [f"start: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
-    elif not first:
-        lines += [f"start: TEXT | {inside}", r"TEXT: /[ \n]*([^ \n{\[](.|\n)*)?/"]
+    elif is_first:
+        lines += [f"start: TEXT | {first} {inside}", r"TEXT: /[ \n]*([^ \n{\[](.|\n)*)?/"]
     elif isinstance(opening[0], int):
         lines += ["start: call* TEXT", f"call: TEXT {first} {inside}", r"TEXT: /(.|\n)*/"]
     else:

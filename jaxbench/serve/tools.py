@@ -62,10 +62,12 @@ class Notation(NamedTuple):
         """
         how = {"opening": self.opening_parts, "closing": self.closing_parts, "is_listed": self.is_listed}
         calls = [self._of_function(each) for each in functions]
-        return constraint.of_calls(calls, "tools", **how, content=content, is_forced=is_forced)
+        return constraint.of_calls(
+            calls, "tools", **how, content=content, is_forced=is_forced, is_first=not self.opening
+        )
 
-    def _of_function(self, function: dict[str, Any]) -> tuple[str, dict[str, Any], str]:
-        """Return what is in front of a call's arguments, their JSON schema, and what is behind them."""
+    def _of_function(self, function: dict[str, Any]) -> tuple[str, str, dict[str, Any], str]:
+        """Return the name, what is in front of a call's arguments, their JSON schema, and what is behind them."""
         given = function.get("parameters", {})  # None = not followed
         parameters = {"type": "object", "additionalProperties": False} if given == {} else given or {}
         if "$ref" not in parameters:  # which takes no other condition beside it
@@ -76,7 +78,7 @@ class Notation(NamedTuple):
             before = f"{{{name}, {before[1:]}"
         else:
             behind = f", {name}}}"
-        return before, parameters | {"x-guidance": _SEPARATORS}, behind
+        return function["name"], before, parameters | {"x-guidance": _SEPARATORS}, behind
 
 
 class Call(NamedTuple):

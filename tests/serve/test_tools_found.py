@@ -4,12 +4,16 @@ import json
 from types import SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import openai
 import pydantic
 import pytest
+from tokenizers import AddedToken
 
-from jaxbench.serve import tools
-from tests.serve.calling import CALL, CHATML, FIND, SEA, TAGGED, TAGS, Templated, accepted
+from jaxbench.pretrained import small_tokenizers
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.serve import constraint, tools
+from tests.serve.calling import CALL, CHATML, FIND, LISTED, SEA, TAGGED, TAGS, TURN, Templated, accepted
 
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 BEGUN = '{% for c in m.tool_calls %}{{ "<calls>[" if loop.first else ", " }}' + CALL
@@ -95,3 +99,24 @@ def test_arguments_that_are_too_large_to_be_followed_are_refused_before_they_rea
     for is_forced in (True, False):
         with pytest.raises(ValueError, match="too large to be followed"):
             TAGS.grammar([FIND["function"], {"name": "compute", "parameters": parameters}], is_forced=is_forced)
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_by_its_functions_name():
+    odd = {"name": "compute", "parameters": {"type": "object", "properties": {"a": {"format": "odd"}}}}
+    with pytest.raises(ValueError, match="^tools: function 'compute': Unknown format: odd$"):
+        TAGS.grammar([FIND["function"], odd], is_forced=True)
+
+
+def test_calls_behind_a_token_that_no_text_shows_are_guided_only_where_they_are_found(tmp_path):
+    small_tokenizers.ByteTokenizer().save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.core.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer.chat_template = TURN.replace("@", LISTED)
+    notation = tools.learned(tokenizer)
+    assert (notation.opening, notation.opening_parts) == ("", (257,))
+    grammar, call = notation.grammar([FIND["function"]]), '{"name": "find", "arguments": {}}'
+    for text, is_allowed in (("", True), ("So ", False)):
+        state = constraint.Grammars(tokenizer, 258).begin(grammar, tokenizer.encode(text))
+        assert np.isfinite(state.masked(np.zeros(258, np.float32))[257]) == is_allowed
+    for text in (f"[TOOL_CALLS] [{call}]", f"[TOOL_CALLS][{call}, {call}]", "So [ {"):
+        assert constraint.Grammars(tokenizer, 258).begin(grammar, tokenizer.encode(text))
