@@ -47,6 +47,7 @@ class Function(Body):
 
     name: str = pydantic.Field(min_length=1)
     arguments: Annotated[dict[str, Any], pydantic.BeforeValidator(_arguments)]
+    parsed_arguments: Any = None  # the same, as OpenAI's client adds it to an answer's calls; not read
 
 
 class ToolCall(Body):
@@ -55,6 +56,7 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
+    index: int | None = None  # in the stream that the call came in; not read
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -124,6 +126,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None  # taken instead of a content, and not shown to the model
+    parsed: Any = None  # the content, as OpenAI's client adds it to an answer; not read
     # for templates that show it, by any of its names (pretrained/chat_template.py)
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -131,7 +134,7 @@ class Message(Body):
     # a text, or parts of type text, which are joined; last, as it may be missing beside some of the others
     content: str | None = pydantic.Field(default=None, validate_default=True)
 
-    @pydantic.field_validator("tool_calls", "tool_call_id", "refusal", *REASONING)
+    @pydantic.field_validator("tool_calls", "tool_call_id", "refusal", "parsed", *REASONING)
     @classmethod
     def _check_role(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         role, wanted = info.data.get("role"), "tool" if info.field_name == "tool_call_id" else "assistant"

@@ -168,6 +168,22 @@ def test_openais_client_is_told_of_every_call_in_a_stream_before_its_end():
         assert state.get_final_completion().choices[0].finish_reason == "tool_calls"
 
 
+def test_what_openais_client_made_of_calls_can_be_sent_back_with_the_results():
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+
+    state = ChatCompletionStreamState(input_tools=[LOOK | {"function": LOOK["function"] | {"strict": True}}])
+    for each in asyncio.run(told(form(), f"So.<tool_call>{SEA}</tool_call>")):
+        state.handle_chunk(openai.types.chat.ChatCompletionChunk.model_validate(each))
+    message = state.get_final_completion().choices[0].message
+    for unset in (False, True):
+        given = message.model_dump(exclude_unset=unset) | {"parsed": {"a": 1}}
+        assert given["tool_calls"][0]["function"]["parsed_arguments"] == {"at": "sea"}
+        body = intake.checked({"messages": [*MESSAGES, given]}, ChatBody)
+        (call,) = body.messages[-1].for_template["tool_calls"]
+        wanted = {"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
+        assert call == wanted | {"id": message.tool_calls[0].id}
+
+
 def test_an_answer_without_calls_or_cut_off_in_one_is_told_as_its_text():
     cut = '<tool_call>\n{"name": "look", "arg'
     for made, text, ended in ((form(), "No.", "stop"), (form(), cut, "length"), (form(tools=None), cut, "stop")):
