@@ -239,7 +239,8 @@ class Chat(Form):
             return text, [], ended
         finder = self._finders.setdefault(number, tools.Finder(self._notation, **self._how))
         text, calls = finder.update(text, is_whole=ended is not None)
-        return text, calls, "tool_calls" if ended == "stop" and finder.calls else ended
+        is_call = (ended == "stop" and finder.calls) or (ended == "length" and finder.is_full)  # nothing was cut off
+        return text, calls, "tool_calls" if is_call else ended
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool

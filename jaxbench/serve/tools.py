@@ -232,7 +232,7 @@ class Finder:
         """Take further text; return the content and the calls that became certain; is_whole: no more text comes."""
         self._text += text
         content, known = "", len(self.calls)
-        while not self._is_full and (place := self._next(is_whole)) is not None:
+        while not self.is_full and (place := self._next(is_whole)) is not None:
             before, start = place
             value, end = self._value(start, is_whole)
             if end is None:
@@ -242,12 +242,13 @@ class Finder:
             self.calls += [Call(_new_id(), *each) for each in found]
             self._is_behind, self._is_next = bool(found), bool(found) and not self._notation.opening
             self._text, self._shown, self._nesting = self._text[end:], 0, _Nesting()
-        if self._is_full:
+        if self.is_full:
             self.calls, self._text = self.calls[: self._most], ""
         return content + self._told(self._rest(is_whole)), self.calls[known:]
 
     @property
-    def _is_full(self) -> bool:
+    def is_full(self) -> bool:
+        """True where the answer has all calls that are taken, and its further text is dropped."""
         return self._most is not None and len(self.calls) >= self._most
 
     def _told(self, end: int) -> str:

@@ -168,6 +168,14 @@ def test_openais_client_is_told_of_every_call_in_a_stream_before_its_end():
         assert state.get_final_completion().choices[0].finish_reason == "tool_calls"
 
 
+def test_an_answer_that_reached_its_length_behind_the_only_call_taken_is_no_cut_off_answer():
+    text = f"<tool_call>{SEA}</tool_call><tool_call>"
+    for body, ended in (({"parallel_tool_calls": False}, "tool_calls"), ({}, "length")):
+        assert form(**body).choice(0, text, None, "length")["finish_reason"] == ended
+    assert form(tool_choice="required").choice(0, SEA, None, "length")["finish_reason"] == "tool_calls"
+    assert form(tool_choice="required").choice(0, SEA[:-1], None, "length")["finish_reason"] == "length"
+
+
 def test_what_openais_client_made_of_calls_can_be_sent_back_with_the_results():
     from openai.lib.streaming.chat import ChatCompletionStreamState
 
