@@ -35,6 +35,18 @@ def main():
 cli.run(main)
 """
 
+TORCH_SCRIPT = """
+import importlib.util, pathlib, sys
+from jaxbench.profiling import trace
+
+with trace.recorded(pathlib.Path(sys.argv[1]), library="PyTorch"):
+    importlib.util.find_spec("torch")  # looking for it is no import
+    import torch
+    for _ in range(3):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+assert not any(type(finder).__module__.startswith("jaxbench") for finder in sys.meta_path)
+"""
+
 
 def read(folder, name):
     return json.loads((folder / name).read_text())
@@ -124,6 +136,17 @@ def test_pytorch_is_profiled_by_its_own_profiler(tmp_path):
     rows = {row["name"]: row for row in read(tmp_path / "p", trace.OPERATIONS)["rows"]}
     assert rows["aten::mm"]["calls"] == CALLS and rows["aten::mm"]["flops"] == CALLS * 2 * 32 * 48 * 32
     assert read(tmp_path / "p", "trace.json")["traceEvents"]
+
+
+def test_what_a_command_does_right_after_it_imports_pytorch_is_profiled(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TORCH_SCRIPT)
+    words = [sys.executable, str(script), str(tmp_path / "p")]
+    environment = shell_environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row["calls"] for row in read(tmp_path / "p", trace.OPERATIONS)["rows"]}
+    assert rows.get("aten::mm") == 3, rows
 
 
 @pytest.mark.parametrize(("finish", "code"), [("0", 0), ("1", 1)])
