@@ -42,7 +42,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 from absl import flags
 
-from jaxbench import config, outputs, process_environment
+from jaxbench import config, outputs, process_environment, terminal
 
 FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
@@ -260,6 +260,7 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
 
 def _exit_code(work: Callable[[], int | None]) -> int:
     """Run work that prints and return its exit code; silent if the reader of standard output has closed it."""
+    terminal.prepare_streams()
     code, before = EXIT_OK, _file_id(sys.stdout)
     try:
         code = work() or EXIT_OK
@@ -297,9 +298,6 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         # started with SIGINT ignored.
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal_number, _interrupt)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # characters that the locale lacks are escaped
-            stream.reconfigure(errors="backslashreplace")
     try:
         parse(argv)
         resolve_default_config()

@@ -282,6 +282,31 @@ def test_an_interrupt_inside_an_import_ends_with_the_exit_code_of_one(tmp_path):
     assert done.returncode == cli.EXIT_INTERRUPT and done.stderr.startswith(b"interrupted; ")
 
 
+CLOSED = """
+import os, subprocess, sys
+from pathlib import Path
+from jaxbench import cli
+def main():
+    print("printed"), print("said", file=sys.stderr)
+    Path("written.txt").write_text("whole")
+    with open("held.txt", "w") as file:
+        subprocess.run(["echo", "of a started process"]), os.write(1, b"of a library"), file.write("held")
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_command_started_without_standard_streams_does_its_work(tmp_path, closed):
+    (tmp_path / "main.py").write_text(CLOSED)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" main.py {closed}', sys.executable], cwd=tmp_path, capture_output=True, text=True,
+        env=shell_environment(PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert ((tmp_path / "written.txt").read_text(), (tmp_path / "held.txt").read_text()) == ("whole", "held")
+    assert ("printed\n" in done.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
 def test_what_is_kept_is_said_only_where_something_is(monkeypatch):
     full = OSError(28, "No space left on device", "out/x")
     monkeypatch.setattr(cli, "_kept", [])
