@@ -89,22 +89,27 @@ def _most_probable(logits: Float[Array, "B V"], count: int) -> Float[Array, "B M
 
 
 def _nucleus_threshold(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """Least logit of the nucleus: the smallest set of most probable tokens whose mass reaches top_p."""
+    """Least logit of the nucleus: the smallest set of most probable tokens, one at least, whose mass reaches top_p."""
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def sorted_threshold(count: int) -> tuple[Array, Array]:
         ordered = _most_probable(logits, count)
         probabilities = jnp.exp(ordered - log_total)
         mass_up_to = jnp.cumsum(probabilities, axis=-1)
-        is_kept = mass_up_to - probabilities < top_p
-        return jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True), jnp.min(mass_up_to[:, -1])
+        least = jnp.where(mass_up_to - probabilities < top_p, ordered, ordered[:, :1])
+        return jnp.min(least, axis=-1, keepdims=True), mass_up_to[:, -1:]
 
     least, mass = sorted_threshold(min(NUM_CANDIDATES, logits.shape[1]))
+    is_found = mass >= top_p
     if logits.shape[1] <= NUM_CANDIDATES:
         return least
-    if logits.dtype != jnp.float32:
-        return lax.cond(mass >= top_p, lambda: least, lambda: sorted_threshold(logits.shape[1])[0])
-    return lax.cond(mass >= top_p, lambda: least, lambda: _searched_threshold(logits, log_total, top_p))
+
+    def of_all() -> Array:  # sums round otherwise there: a row is only found so if it has to be, whatever the others do
+        is_float32 = logits.dtype == jnp.float32
+        whole = _searched_threshold(logits, log_total, top_p) if is_float32 else sorted_threshold(logits.shape[1])[0]
+        return jnp.where(is_found, least, whole)
+
+    return lax.cond(jnp.all(is_found), lambda: least, of_all)
 
 
 def _searched_threshold(
@@ -292,15 +297,10 @@ class Generator(prompts.GeneratorBase):
         return self._weights, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row, states, vectors
 
     def prefill(
-        self,
-        prompt_tokens: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        seed: int,
-        row_ids: Sequence[int] | None = None,
-        processor_states: Sequence | None = None,
+        self, prompt_tokens: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int,
+        row_ids: Sequence[int] | None = None, processor_states: Sequence | None = None,
         vectors: Float[np.ndarray, "M D"] | None = None,
-    ) -> DecodeState:
+    ) -> DecodeState:  # fmt: skip
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
         table = prompts.pad_vectors(vectors)
         batch = self._pad(prompt_tokens, max_new_tokens, row_ids, 0 if vectors is None else len(vectors))

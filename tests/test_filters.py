@@ -77,6 +77,28 @@ def test_tokens_as_probable_as_the_least_that_is_kept_stay_too(settings):
         assert np.isfinite(np.asarray(filtered))[0].tolist() == [True, True, False, True, True]
 
 
+@pytest.mark.parametrize("vocab", [100, VOCAB])
+def test_a_top_p_that_float32_rounds_to_0_keeps_the_most_probable_token(vocab):
+    logits = np.random.default_rng(0).standard_normal((2, vocab)).astype(np.float32)
+    sampling = sample.SamplingParams(temperature=1.0, top_p=1e-50)
+    in_jax = np.isfinite(np.asarray(sample.filter_logits(jnp.asarray(logits), sampling)))
+    in_torch = torch.isfinite(torch_sample.filter_logits(torch.tensor(logits), sampling)).numpy()
+    wanted = logits == logits.max(axis=1, keepdims=True)
+    assert (in_jax == wanted).all() and (in_torch == wanted).all()
+
+
+def test_a_rows_nucleus_does_not_depend_on_rows_whose_nucleus_is_wider():
+    """Sums of the candidates and of the whole vocabulary round differently near a top_p close to 1."""
+    sampling = sample.SamplingParams(temperature=1.0, top_p=0.999999)
+    in_jax = jax.jit(lambda x: sample.filter_logits(x, sampling))
+    for seed in range(10):
+        logits = np.random.default_rng(seed).standard_normal((4, VOCAB)).astype(np.float32) * 8
+        beside_flat = np.concatenate([logits[:3], 0.01 * logits[3:]])
+        for kept in (in_jax, lambda x: torch_sample.filter_logits(torch.tensor(x), sampling).numpy()):
+            alone, beside = (np.isfinite(np.asarray(kept(x)))[:3] for x in (logits, beside_flat))
+            assert (alone == beside).all()
+
+
 def test_a_mass_that_rounded_sums_never_reach_keeps_every_token():
     logits = np.zeros((1, 3000), np.float32)
     filtered = sample.filter_logits(

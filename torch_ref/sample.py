@@ -74,21 +74,21 @@ def filter_logits(logits: Float[Tensor, "B V"], sampling: SamplingParams) -> Flo
 
 
 def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B 1"]:
-    """Least logit of the nucleus: the smallest set of most probable tokens whose mass reaches top_p."""
+    """Least logit of the nucleus: the smallest set of most probable tokens, one at least, whose mass reaches top_p."""
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
 
     def threshold(count: int) -> tuple[Tensor, Tensor]:
         ordered = torch.topk(logits, count).values
         probabilities = torch.exp(ordered - log_total)
         mass_up_to = torch.cumsum(probabilities, dim=-1)
-        is_kept = mass_up_to - probabilities < top_p
-        least = torch.amin(torch.where(is_kept, ordered, math.inf), dim=-1, keepdim=True)
-        return least, torch.amin(mass_up_to[:, -1])
+        least = torch.where(mass_up_to - probabilities < top_p, ordered, ordered[:, :1])
+        return torch.amin(least, dim=-1, keepdim=True), mass_up_to[:, -1:]
 
     least, mass = threshold(min(NUM_CANDIDATES, logits.shape[1]))
-    if logits.shape[1] <= NUM_CANDIDATES or mass >= top_p:
+    is_found = mass >= top_p
+    if logits.shape[1] <= NUM_CANDIDATES or is_found.all():
         return least
-    return threshold(logits.shape[1])[0]
+    return torch.where(is_found, least, threshold(logits.shape[1])[0])
 
 
 def draw(
