@@ -33,6 +33,7 @@ WARMUP, REPEATS, FEWEST = 5, 50, 10
 MOST_SAMPLES = 1000  # used for slopes, which makes half a million pairs; more samples are thinned evenly
 SHOWN = 5  # lines
 TIMEOUT_S = 300.0  # of a request
+LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 class Growth(NamedTuple):
@@ -164,8 +165,9 @@ def load(module: str, name: str) -> Callable[[], Any]:
     """Import the function that `split` named, which runs its file; the returned function's errors name their place.
 
     Raises:
-      cli.GateFailed: raised by the returned function if the named one raises.
-      ValueError: the module cannot be imported or lacks the function, or the function requires arguments.
+      cli.GateFailed: raised by the returned function if the named one raises or ends the process.
+      ValueError: the module cannot be imported or lacks the function, the function requires arguments, or a call of it
+        runs nothing (it is a coroutine or generator).
     """
     try:
         if module.endswith(".py"):
@@ -174,18 +176,20 @@ def load(module: str, name: str) -> Callable[[], Any]:
             spec.loader.exec_module(found)
         else:
             found = importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - the user's own file may fail in any way
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own file may fail in any way
         raise ValueError(f"--call={module}:{name}: {type(error).__name__} while importing it: {error}") from error
     call = getattr(found, name, None)
     if not callable(call):
         raise ValueError(f"--call={module}:{name}: {module} has no function {name}")
     if wanted := _arguments(call):
         raise ValueError(f"--call={module}:{name} wants arguments ({', '.join(wanted)}); wanted a function without")
+    if any(is_lazy(call) for is_lazy in LAZY):
+        raise ValueError(f"--call={module}:{name} is a coroutine or generator, of which a call runs nothing; wrap it")
 
     def named() -> Any:
         try:
             return call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # exit code 0 would say that there is no leak
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(last.filename).name}:{last.lineno}"
             raise cli.GateFailed(f"--call={module}:{name}: {type(error).__name__} at {place}: {error}") from error

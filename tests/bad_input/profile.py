@@ -49,6 +49,8 @@ CASES = [
     of("leaks", "--call=a.py:f", "wants arguments (x)", a_py="def f(x, y=1): pass\n"),
     of("leaks", "--call=a.py:f", "SyntaxError while importing it", a_py="def f(\n"),
     of("leaks", "--call=a.py:f", "ZeroDivisionError while importing it", a_py="1 / 0\n"),
+    of("leaks", "--call=a.py:f", "SystemExit while importing it", a_py="raise SystemExit(0)\n"),
+    of("leaks", "--call=a.py:f", "is a coroutine or generator", a_py="async def f(): pass\n"),
     of("leaks", "--call=a.py:f|--repeats=3", "--repeats", "3"),
     of("leaks", "--call=a.py:f|--warmup=-1", "--warmup", "-1"),
     of("leaks", "--call=a.py:f|--body=1", "--body=1 needs --url"),

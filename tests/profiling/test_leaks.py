@@ -91,3 +91,17 @@ def test_a_function_that_fails_is_named_with_its_line(tmp_path):
     assert leaks.load(str(file), "works")() == 3
     with pytest.raises(cli.GateFailed, match=r"--call=.*mine.py:fails: KeyError at mine.py:2: 'key'"):
         leaks.find(leaks.load(str(file), "fails"))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_function_that_ends_the_process_is_no_function_without_leaks(code, tmp_path):
+    (tmp_path / "mine.py").write_text(f"import sys\n\n\ndef ends():\n    sys.exit({code})\n")
+    with pytest.raises(cli.GateFailed, match=f"mine.py:ends: SystemExit at mine.py:5: {code}"):
+        leaks.find(leaks.load(str(tmp_path / "mine.py"), "ends"))
+
+
+@pytest.mark.parametrize("text", ["async def f(): pass", "def f(): yield 1", "async def f(): yield 1"])
+def test_a_function_of_which_a_call_runs_nothing_is_refused(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text + "\n")
+    with pytest.raises(ValueError, match="mine.py:f is a coroutine or generator, of which a call runs nothing"):
+        leaks.load(str(tmp_path / "mine.py"), "f")
