@@ -83,7 +83,7 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
         raise ValueError(f"{folder / WEIGHTS}: cannot be read ({error}); is the file cut short?") from error
     _check_kind(folder, values)
     layers = values.get("layers_to_transform")
-    layers = (layers,) if isinstance(layers, int) else layers
+    layers = layers if layers is None or isinstance(layers, list) else (layers,)
     try:
         lora = LoraConfig(
             rank=values["r"], alpha=values["lora_alpha"], dropout=values.get("lora_dropout", 0.0),
@@ -118,7 +118,9 @@ def _check_tensors(path: Path, shape: LoraTransformerConfig, params: Mapping[str
 
 
 def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if adapters use a feature that is not implemented here."""
+    """Raise ValueError if adapters use a feature that is not implemented here, or these are no settings of any."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder / CONFIG}: holds {str(values)[:60]!r}, wanted an object with PEFT's settings")
     wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
     for name, value in wanted.items():
         if values.get(name, value) != value:

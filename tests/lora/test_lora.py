@@ -176,6 +176,7 @@ def test_a_run_without_adapters_is_the_run_it_was():
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is .1, 2., which is not read"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication is .*, which is not read"),
         ({"target_modules": ["self_attn.q_proj"]}, r"a/adapter_config.json: targets: .* must be different ones of"),
+        ({"layers_to_transform": 0.5}, r"a/adapter_config.json: layers.0: Input should be a valid integer"),
     ],
 )
 def test_folders_that_would_be_read_wrongly_are_refused(change, match, tmp_path):
@@ -221,6 +222,14 @@ def test_adapters_that_are_missing_misshapen_or_no_numbers_are_named(change, mat
 def test_peft_is_told_which_decoder_the_adapters_belong_to(base, written, tmp_path):
     peft_files.save(tmp_path / "a", cases.ADAPTED, initial.initial_params(cases.ADAPTED, 0), base=base)
     assert json.loads((tmp_path / "a" / peft_files.CONFIG).read_text())["base_model_name_or_path"] == written
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", '"text"'])
+def test_settings_of_adapters_that_are_no_object_are_named(text, tmp_path):
+    peft_files.save(tmp_path / "a", cases.ADAPTED, initial.initial_params(cases.ADAPTED, 0))
+    (tmp_path / "a" / peft_files.CONFIG).write_text(text)
+    with pytest.raises(ValueError, match=r"a/adapter_config.json: holds .*, wanted an object"):
+        peft_files.load(tmp_path / "a", cases.LLAMA)
 
 
 def test_adapters_in_bfloat16_are_read_as_the_float32_numbers_that_both_backends_take(tmp_path):
