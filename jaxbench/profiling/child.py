@@ -95,6 +95,10 @@ def main(mode: str, output: str, rate: int, words: list[str]) -> None:
     names: dict[str, Any] = {}
     try:
         names = _run(words)  # kept alive, so that what the script holds at its end is in the last snapshot
+        _join_threads()
+    except SystemExit:
+        _join_threads()
+        raise
     finally:
         seconds = time.monotonic() - started
         ended.set()
@@ -103,6 +107,13 @@ def main(mode: str, output: str, rate: int, words: list[str]) -> None:
         names.clear()
         stacks = [[list(stack), weight] for stack, weight in profile.found.items()]
         Path(output).write_text(json.dumps(about | {"seconds": seconds, "stacks": stacks}), encoding="utf-8")
+
+
+def _join_threads() -> None:
+    """Wait for the script's threads, as Python itself does before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def hand_on(output: str, streams: str, words: list[str]) -> None:

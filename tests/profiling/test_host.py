@@ -106,6 +106,16 @@ def test_the_seconds_of_a_command_are_those_of_the_clock_at_any_rate(tmp_path, r
     assert 1.6 < seconds < 3.5, found
 
 
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_threads_that_outlive_the_script_are_sampled_to_their_end(tmp_path, end):
+    script = tmp_path / "script.py"
+    work = "def work():\n    import time\n    time.sleep(1)\n"
+    script.write_text(f"import threading\n{work}threading.Thread(target=work).start()\n{end}\n")
+    found = host.cpu([str(script)], rate=100, use="thread")
+    assert found.exit_code == 0
+    assert sum(weight for _, weight in found.stacks) * found.scale > 0.9
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_starts_the_command_is_in_no_stack(tmp_path, tool):
     found = host.cpu([str(written(tmp_path / "two.py", TWO_SECONDS))], rate=100, use=tool)
