@@ -101,7 +101,7 @@ def unknown_flags(preset: Preset) -> list[str]:
     """XLA flags that the installed jaxlib does not know: it aborts a process that is given one.
 
     Raises:
-      ValueError: JAX does not start even without them.
+      ValueError: JAX does not start even without them, or not in time.
     """
     wanted = [f"--{setting.name}={setting.value}" for setting in preset.settings if setting.kind == "xla"]
     if not _starts([]):
@@ -112,5 +112,8 @@ def unknown_flags(preset: Preset) -> list[str]:
 def _starts(flags: Iterable[str]) -> bool:
     """True if JAX's CPU backend starts in a process with these flags."""
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, timeout=TRIAL_S)
+    try:
+        done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, timeout=TRIAL_S)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"preset: JAX did not start within {TRIAL_S:g} s; is the machine busy? try again") from error
     return done.returncode == 0

@@ -26,6 +26,12 @@ def test_a_flag_that_no_jax_knows_is_named():
     assert found == ["--xla_no_such_flag=1"]
 
 
+def test_a_jax_that_does_not_start_in_time_is_one_error(monkeypatch):
+    monkeypatch.setattr(presets, "TRIAL_S", 0.01)
+    with pytest.raises(ValueError, match=r"JAX did not start within 0.01 s"):
+        presets.unknown_flags(presets.load("intel"))
+
+
 def test_what_the_user_has_set_wins(monkeypatch):
     settings = [SETTING, SETTING | {"name": "xla_a", "kind": "xla"}, SETTING | {"name": "xla_b", "kind": "xla"}]
     rare = SETTING | {"name": "RARE", "is_default": False}
