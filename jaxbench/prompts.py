@@ -150,7 +150,7 @@ def pad(
     if row_ids is not None and len(row_ids) != len(prompts):
         raise ValueError(f"prompts: {len(row_ids)} row_ids for {len(prompts)} prompts")
     for row, row_id in enumerate(() if row_ids is None else row_ids):
-        if not 0 <= row_id < 2**31:
+        if not (is_number(row_id, whole=True) and 0 <= row_id < 2**31):
             raise ValueError(f"prompts: row_ids[{row}]={row_id}, wanted one in [0, 2**31)")
     size = sizes(len(prompts), max(map(len, prompts)), max_new_tokens)
     tokens = np.zeros((size.batch_size, size.prompt_length), np.int32)

@@ -236,7 +236,7 @@ def test_a_number_of_new_tokens_that_is_not_whole_is_named(generators):
             generator([[1]], max_new_tokens=2.5, seed=0)
 
 
-@pytest.mark.parametrize("row_id", [-1, 2**31, 2**32, 2**64])
+@pytest.mark.parametrize("row_id", [-1, 2**31, 2**32, 2**64, 0.5])
 def test_row_ids_outside_31_bits_are_named(generators, row_id):
     for generator in generators.values():
         with pytest.raises(ValueError, match=rf"row_ids\[1\]={row_id}, wanted one in \[0, 2\*\*31\)"):
