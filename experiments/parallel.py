@@ -24,6 +24,7 @@ from absl import flags
 from jaxbench import cli, outputs, process_environment, store
 
 NUM_DEVICES = 8
+ROW = b'{"case": '  # how each line of --output begins
 COUNT = "--xla_force_host_platform_device_count="
 
 
@@ -57,12 +58,24 @@ def selected() -> list:
     return cases[part]
 
 
+def check_rows(path: Path) -> None:
+    """Check that a file that lines are appended to holds such lines alone; a last one may be cut short.
+
+    Raises:
+      ValueError: it holds something else, of which an append would drop what has no newline at its end.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.startswith(ROW[: len(line)]):
+            raise ValueError(f"--output={path} line {number} is no case of this command ({line[:40]!r}); name another")
+
+
 def main() -> int:
     """Prove the selected cases; return 1 if one fails."""
     if (output := flags.FLAGS.output) is not None:
         if not Path(output).parent.is_dir():
             raise ValueError(f"--output={output}: there is no folder {Path(output).parent}; make it, or name another")
-        outputs.check_file(output, overwrite=True)  # lines are appended
+        check_rows(outputs.check_file(output, overwrite=True))  # lines are appended
     flags_of_xla = os.environ.get("XLA_FLAGS", "").split()  # a training run's device count must not apply here
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags_of_xla if not flag.startswith(COUNT))
     os.environ.update(process_environment.simulated_devices(NUM_DEVICES))

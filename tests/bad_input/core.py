@@ -109,6 +109,7 @@ CASES = [
     Case("compare.py --workdir=", ("--workdir",)),
     Case("parallel.py --case=zero0 --output={tmp}/none/x.jsonl", ("none", "--output")),
     Case("parallel.py --case=zero0 --output={tmp}", ("--output", "folder")),
+    Case("parallel.py --case=zero0 --output=a.txt", ("a.txt line 1 is no case of this command",), {"a.txt": "a note"}),
     Case(f"{TINY} --resume", ("results.jsonl", "UTF-8"), RESULTS),
     Case(f"{TINY} --resume", ("results.jsonl line 1",), {"out/results.jsonl": "{}\n{}\n"}),
     # configurations as files
