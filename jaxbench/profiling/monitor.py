@@ -192,8 +192,9 @@ def _count_lines(file: Path) -> int:
 
 
 def _last_line(file: Path) -> str:
+    """Return the last complete line of a file, "" if it has none: what follows is still being written."""
     with contextlib.suppress(OSError), open(file, "rb") as opened:
         opened.seek(max(file.stat().st_size - TAIL_BYTES, 0))
-        lines = opened.read().decode(errors="replace").splitlines()
-        return lines[-1] if lines else ""
+        *_, last, _ = [b"", b"", *opened.read().split(b"\n")]  # not splitlines: a text may hold U+2028
+        return last.decode(errors="replace")
     return ""

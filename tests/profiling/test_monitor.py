@@ -43,6 +43,15 @@ def test_rows_rates_and_the_end_of_a_process_are_seen(tmp_path):
     assert watched.look() is None
 
 
+@pytest.mark.parametrize("beyond", ["", '{"step": 2, "tok'])
+def test_rates_are_those_of_the_last_complete_line_whatever_its_text_holds(tmp_path, beyond):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    watched = monitor.Watched(os.getpid(), [str(rows)])
+    rows.write_text('{"step": 1, "tokens_per_s": 2.5, "text": "a\u2028b\u0085"}\n' + beyond, encoding="utf-8")
+    assert watched.look().rates == {"step": 1, "tokens_per_s": 2.5}
+
+
 def test_what_an_earlier_run_wrote_into_a_file_is_no_rate(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n" * 1000)
