@@ -53,7 +53,9 @@ def define() -> None:
     flags.DEFINE_string("input", None, "requests: a .jsonl file, one object a line")
     flags.DEFINE_string("output", None, "rows of --input: a .jsonl file")
     flags.DEFINE_bool("overwrite", False, "start anew where --output holds rows of an earlier run; never an input")
-    flags.DEFINE_integer("batch_size", 8, "requests continued together; no row depends on it", lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", 8, "requests continued together; only xla's rounding depends on it", lower_bound=1
+    )
     flags.DEFINE_integer("new_tokens", 128, "tokens generated at most", lower_bound=1, upper_bound=10**6)
     flags.DEFINE_float("temperature", 0.0, "of the draw; 0 = always the most probable token")
     flags.DEFINE_integer("top_k", 0, "draw among this many most probable tokens; 0 = all")
