@@ -45,7 +45,7 @@ class Timing(NamedTuple):
 
 
 class Writer:
-    """Continues prompts; a row's tokens depend on the seed and its number, not on its batch (but for xla's rounding)."""
+    """Continues prompts; a row's tokens depend on the seed and its number, not on its batch, but for xla's rounding."""
 
     def __init__(self, decoder: Decoder, tokenizer: Any, settings: Settings):
         """Prepare the generator.
