@@ -6,6 +6,7 @@ Module names are those of transformers; A and B are stored as (rank, in) and (ou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
     layers = layers if layers is None or isinstance(layers, list) else (layers,)
     try:
         lora = LoraConfig(
-            rank=values["r"], alpha=values["lora_alpha"], dropout=values.get("lora_dropout", 0.0),
+            rank=values["r"], alpha=_alpha(values), dropout=values.get("lora_dropout", 0.0),
             targets=tuple(values["target_modules"]), layers=None if layers is None else tuple(layers),
         )  # fmt: skip
     except pydantic.ValidationError as error:
@@ -105,6 +106,12 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
     return shape, params
 
 
+def _alpha(values: Mapping[str, Any]) -> float:
+    """Return the alpha by which alpha / rank is PEFT's factor, alpha / sqrt(rank) if stabilised (arXiv:2312.03732)."""
+    is_stabilised = values.get("use_rslora", False) and values["r"] > 0
+    return values["lora_alpha"] * (math.sqrt(values["r"]) if is_stabilised else 1.0)
+
+
 def _check_tensors(path: Path, shape: LoraTransformerConfig, params: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError unless a file has every adapter of a decoder, in its shape, with finite numbers."""
     wanted = {name: of for name, of in initial.parameter_shapes(shape).items() if ".lora_" in name}
@@ -121,7 +128,7 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
     """Raise ValueError if adapters use a feature that is not implemented here, or these are no settings of any."""
     if not isinstance(values, dict):
         raise ValueError(f"{folder / CONFIG}: holds {str(values)[:60]!r}, wanted an object with PEFT's settings")
-    wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
+    wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}
     for name, value in wanted.items():
         if values.get(name, value) != value:
             raise ValueError(f"{folder / CONFIG}: {name} is {values[name]!r}, and only {value!r} is read")
@@ -136,6 +143,8 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
     for name in ("r", "lora_alpha"):
         if not isinstance(values.get(name), int | float):
             raise ValueError(f"{folder / CONFIG}: {name} is {values.get(name)!r}, wanted a number")
+    if not isinstance(values.get("use_rslora", False), bool):
+        raise ValueError(f"{folder / CONFIG}: use_rslora is {str(values['use_rslora'])[:60]!r}, wanted true or false")
     if not isinstance(values.get("target_modules"), list):
         raise ValueError(f"{folder / CONFIG}: target_modules is no list of names")
 

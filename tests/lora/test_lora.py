@@ -54,6 +54,28 @@ def test_outputs_are_peft_s_and_its_folders_are_read_back(family, tmp_path):
     assert all(np.allclose(read[name], params[name], rtol=1e-6, atol=0) for name in read)
 
 
+def test_rank_stabilised_adapters_are_scaled_as_peft_scales_them(tmp_path):
+    import peft
+
+    theirs = hallucination.family_model("llama")
+    transformers_model.save(theirs, tmp_path / "model")
+    checkpoint = weights.load_checkpoint(tmp_path / "model")
+    shape = with_lora(checkpoint.config, SOME)
+    peft_files.save(tmp_path / "a", shape, initial.initial_params(shape, 0, distinct=True))
+    path = tmp_path / "a" / peft_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": True}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own
+        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "a").double()
+    with torch.no_grad(), transformers_model.wide():
+        wanted = adapted(torch.tensor(TOKENS)).logits.numpy()
+    read_shape, read = peft_files.load(tmp_path / "a", checkpoint.config)
+    assert read_shape.lora.scale == pytest.approx(5.0 / 3**0.5)
+    model = torch_layers.build(read_shape, {**checkpoint.params, **read}, dtype="float64")
+    found = model(torch.tensor(TOKENS), torch.tensor(POSITIONS)).detach().numpy()
+    assert np.abs(found - wanted).max() <= 1e-11 * np.abs(wanted).max()
+
+
 def test_backends_agree_with_dropout_and_merged_kernels_compute_the_same():
     shape = with_lora(cases.LLAMA, cases.ADAPTED.lora.model_copy(update={"dropout": 0.3}))
     params = initial.initial_params(shape, 0, distinct=True)
@@ -168,6 +190,7 @@ def test_a_run_without_adapters_is_the_run_it_was():
     ("change", "match"),
     [
         ({"use_dora": True}, "use_dora is True"),
+        ({"use_rslora": 1}, "use_rslora is '1', wanted true or false"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"target_modules": "all-linear"}, "target_modules is no list"),
         ({"r": None}, "r is None"),
