@@ -187,20 +187,6 @@ def _is_visible(tokenizer: Any, part: str | int) -> bool:
     return bool(_visible(tokenizer, part) if isinstance(part, str) else tokenizer.decode([part], skip_special=True))
 
 
-def split(
-    text: str, notation: Notation, names: Collection[str], *, is_whole: bool, is_begun: bool = False, most: int | None
-) -> tuple[str, list[tuple[str, str]]]:  # fmt: skip
-    """Split the text of an answer so far into the content and the calls that are certain: names, arguments as JSON.
-
-    What only looks like a call is content. White space around calls belongs to the notation.
-
-    is_whole: no more text comes. is_begun: the prompt ends with the opening of a call. most: number of calls that are
-    taken; what follows them is dropped.
-    """
-    content, calls = Finder(notation, names, most=most, is_begun=is_begun).update(text, is_whole=is_whole)
-    return content, [(each.name, each.arguments) for each in calls]
-
-
 def _calls(value: Any, notation: Notation, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the calls that a JSON value stands for; [] = it is no call."""
     found = []
@@ -218,9 +204,16 @@ def _calls(value: Any, notation: Notation, names: Collection[str]) -> list[tuple
 
 
 class Finder:
-    """Finds the calls in one answer while its text comes; a call is given whole, once it is complete."""
+    """Finds the calls in one answer while its text comes; a call is given whole, once it is complete.
+
+    What only looks like a call is content. White space around calls belongs to the notation.
+    """
 
     def __init__(self, notation: Notation, names: Collection[str], *, most: int | None, is_begun: bool):
+        """names: of the functions that there are. most: number of calls that are taken; what follows them is dropped.
+
+        is_begun: the prompt ends with the opening of a call.
+        """
         self._notation, self._names, self._most = notation, names, most
         self._is_next = is_begun or not notation.opening  # a call may begin without an opening
         self._is_behind = False  # the closing of the last call may come

@@ -77,3 +77,9 @@ def accepted(grammar):
         return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
     return follows
+
+
+def split(text, notation=TAGS, names=("look",), *, most=None, is_begun=False):
+    """Content and calls of a text that comes at once."""
+    content, calls = tools.Finder(notation, names, most=most, is_begun=is_begun).update(text, is_whole=True)
+    return content, [(each.name, each.arguments) for each in calls]

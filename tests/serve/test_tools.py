@@ -31,6 +31,7 @@ from tests.serve.calling import (
     Templated,
     Told,
     accepted,
+    split,
 )
 
 
@@ -60,8 +61,7 @@ def test_a_notation_is_learned_from_the_template_that_shows_calls_to_the_model(t
 
 def both(text, notation=TAGS, **how):
     """Content and calls of a text, whole."""
-    how = {"names": {"look", "find"}, "most": None} | how
-    return tools.split(text, notation, is_whole=True, **how)
+    return split(text, notation, **{"names": {"look", "find"}} | how)
 
 
 CALLS = [("look", '{"at": "sea"}'), ("look", '{"at": "sky"}')]

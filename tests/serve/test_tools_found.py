@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from jaxbench.pretrained import small_tokenizers
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.serve import constraint, tools
-from tests.serve.calling import CALL, CHATML, FIND, LISTED, SEA, TAGGED, TAGS, TURN, Templated, accepted
+from tests.serve.calling import CALL, CHATML, FIND, LISTED, SEA, TAGGED, TAGS, TURN, Templated, accepted, split
 
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 BEGUN = '{% for c in m.tool_calls %}{{ "<calls>[" if loop.first else ", " }}' + CALL
@@ -48,8 +48,7 @@ def test_an_answer_that_comes_in_many_pieces_is_not_parsed_anew_with_each_of_the
     text = "".join(pieces)
     content = "".join(finder.update(piece, is_whole=False)[0] for piece in pieces) + finder.update("", is_whole=True)[0]
     assert sum(map(len, parsed)) < 40 * len(text)
-    wanted = tools.split(text, TAGS, {"look"}, is_whole=True, most=None)
-    assert (content, [(each.name, each.arguments) for each in finder.calls]) == wanted
+    assert (content, [(each.name, each.arguments) for each in finder.calls]) == split(text)
 
 
 class Item(pydantic.BaseModel):

@@ -13,6 +13,10 @@ from torch_ref.watermark import logits_processor as torch_logits_processor
 
 VOCAB = 120
 KEYS = [Key(1), None, Key(3)]
+SIDES = {
+    "flax": (host_loop, logits_processor, jnp.asarray),
+    "torch": (torch_host_loop, torch_logits_processor, torch.asarray),
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +110,9 @@ def test_several_sequences_of_one_prompt_are_marked_under_its_key(llama):
     assert green == [True, True, False, False, True, True]
 
 
-@pytest.mark.parametrize("side", ["flax", "torch"])
+@pytest.mark.parametrize("side", SIDES)
 def test_rows_share_keys_evenly_or_not_at_all(side):
-    library, marks, array = (
-        (host_loop, logits_processor, jnp.asarray)
-        if side == "flax"
-        else (torch_host_loop, torch_logits_processor, torch.asarray)
-    )
+    library, marks, array = SIDES[side]
     watermark = marks.Watermark({"scheme": "kgw", "payload_bits": 2}, vocab_size=VOCAB)
     logits, tokens = np.zeros((4, VOCAB), np.float32), np.array([[1, 2]] * 4)
     shared = library.HostLoop(watermark, KEYS[:2], payloads=[3, 0])(array(tokens), array(logits))
@@ -124,11 +124,11 @@ def test_rows_share_keys_evenly_or_not_at_all(side):
         library.HostLoop(watermark, KEYS)(array(tokens), array(logits))
 
 
-@pytest.mark.parametrize("side", ["flax", "torch"])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", ["gumbel", {"scheme": "gumbel", "prf": "vllm"}, "synthid", "dip", "kgw"])
 def test_logits_of_16_bits_are_marked_as_their_values_in_float32_are(scheme, dtype, side):
-    library, marks = (host_loop, logits_processor) if side == "flax" else (torch_host_loop, torch_logits_processor)
+    library, marks, array = SIDES[side]
     keys = [Key(i) for i in range(64)]
     watermark = marks.Watermark(scheme, vocab_size=VOCAB)
     values = torch.tensor(np.random.default_rng(0).standard_normal((64, VOCAB)), dtype=getattr(torch, dtype))
@@ -137,22 +137,16 @@ def test_logits_of_16_bits_are_marked_as_their_values_in_float32_are(scheme, dty
         logits = values if narrow else values.float()
         if side == "flax":
             logits = jnp.asarray(values.float().numpy(), dtype if narrow else "float32")
-        marked = library.HostLoop(watermark, keys, temperature=0.7)(
-            jnp.asarray(tokens) if side == "flax" else torch.tensor(tokens), logits
-        )
+        marked = library.HostLoop(watermark, keys, temperature=0.7)(array(tokens), logits)
         assert marked.dtype == logits.dtype
         found.append(torch.tensor(np.asarray(marked, np.float32)) if side == "flax" else marked.float())
     torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
     assert len(set(found[0].argmax(dim=1).tolist())) > 10  # the draws of many keys
 
 
-@pytest.mark.parametrize("side", ["flax", "torch"])
+@pytest.mark.parametrize("side", SIDES)
 def test_a_loop_refuses_another_batch_than_its_first(side):
-    library, marks, array = (
-        (host_loop, logits_processor, jnp.asarray)
-        if side == "flax"
-        else (torch_host_loop, torch_logits_processor, torch.asarray)
-    )
+    library, marks, array = SIDES[side]
     loop = library.HostLoop(marks.Watermark({"scheme": "gumbel", "prf": "vllm"}, vocab_size=VOCAB), [Key(1)])
     loop(array(np.ones((1, 9), np.int64)), array(np.zeros((1, VOCAB), np.float32)))
     for rows, length in ((1, 4), (2, 10)):
