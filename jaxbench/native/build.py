@@ -29,6 +29,7 @@ HEADER = "xla/ffi/api/c_api.h"
 AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c", "bmi2")
 # Flags of /proc/cpuinfo that each set's file needs, the best set first; `portable` needs none.
 NEEDED_FLAGS = {
+    "amx": (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
     "avx512bf16": (*AVX512, "avx512_bf16"),
     "avx512": AVX512,
     "avxvnni": ("avx2", "fma", "f16c", "bmi2", "avx_vnni"),

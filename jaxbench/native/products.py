@@ -21,8 +21,8 @@ from jaxbench.training.step_config import StepConfig
 def resolved(step: StepConfig, *, is_on_mesh: bool, device: str) -> StepConfig:
     """Resolve kernels=auto of a step for `device` (a JAX platform): to native or xla.
 
-    auto selects native products for bfloat16 on one processor with AVX-512's bfloat16 and without matrix units, where
-    they are faster.
+    auto selects native products for bfloat16 on one processor with AMX, or with AVX-512's bfloat16 alone, where they
+    are faster.
 
     Raises:
       ValueError: native products are requested and not available.
@@ -36,8 +36,8 @@ def resolved(step: StepConfig, *, is_on_mesh: bool, device: str) -> StepConfig:
     if step.kernels == "native":
         library.load()
     elif step.kernels == "auto":
-        can = can and "amx_bf16" not in build.cpu_flags() and library.is_available()
-        can = can and build.library_path().name.startswith("avx512bf16-")
+        wanted = "amx-" if "amx_bf16" in build.cpu_flags() else "avx512bf16-"  # XLA has a matrix unit's products too
+        can = can and library.is_available() and build.library_path().name.startswith(wanted)
     return step.model_copy(update={"kernels": "native" if can and step.kernels != "xla" else "xla"})
 
 

@@ -11,16 +11,18 @@
 #define PIECE_ROWS 576
 #define PANELS 8                    /* of PRODUCT_ROWS rows, packed at once */
 
-typedef struct {
+typedef struct product_state product_state;
+typedef void (*piece_function)(const product_state *, int64_t row, int64_t rows, int64_t column, int64_t columns, char *scratch);
+
+struct product_state {
   const narrow_matrix *a, *b;
   void *out;
   int is_f32;
-  int64_t rows, inner, columns, piece_rows, piece_columns, worker_bytes;
+  int64_t rows, inner, columns, panel_rows, piece_rows, piece_columns, worker_bytes;
+  piece_function piece;
   char *scratch;
   _Atomic int64_t next;
-} product_state;
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+};
 
 /* Both packers turn part of a matrix into pairs (2 p, 2 p + 1) of its inner axis, lines beyond the matrix being zero. First: lines
  * lie apart, each with its inner axis in a piece; they stay so. */
@@ -164,31 +166,39 @@ static void NAME(product_piece)(const product_state *s, int64_t row, int64_t row
   }
 }
 
+#ifdef VECTOR_HAS_UNIT
+#include "product_unit.h"
+#endif
+
 static void NAME(product_worker)(void *context, int64_t worker) {
   product_state *s = context;
   int64_t across = (s->columns + s->piece_columns - 1) / s->piece_columns, down = (s->rows + s->piece_rows - 1) / s->piece_rows;
   for (int64_t piece; (piece = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed)) < across * down;) {
     int64_t row = piece % down * s->piece_rows, column = piece / down * s->piece_columns;
-    NAME(product_piece)(s, row, least(s->rows - row, s->piece_rows), column, least(s->columns - column, s->piece_columns),
-                        s->scratch + worker * s->worker_bytes);
+    s->piece(s, row, least(s->rows - row, s->piece_rows), column, least(s->columns - column, s->piece_columns),
+             s->scratch + worker * s->worker_bytes);
   }
 }
 
 /* Pieces: as large as is packed well, and at least two for each thread. */
 static void cut(product_state *s, int64_t threads) {
   int64_t down = (s->rows + PIECE_ROWS - 1) / PIECE_ROWS, across = (s->columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS;
-  while (threads > 1 && down * across < 2 * threads && (s->rows / down > 4 * PRODUCT_ROWS || s->columns / across > 2 * TILE)) {
+  while (threads > 1 && down * across < 2 * threads && (s->rows / down > 4 * s->panel_rows || s->columns / across > 2 * TILE)) {
     if (s->rows / down >= s->columns / across) down++;
     else across++;
   }
-  s->piece_rows = up_to((s->rows + down - 1) / down, PRODUCT_ROWS);
+  s->piece_rows = up_to((s->rows + down - 1) / down, s->panel_rows);
   s->piece_columns = up_to((s->columns + across - 1) / across, TILE);
-  s->worker_bytes = 4 * SPAN_PAIRS * s->piece_columns + 4 * PANELS * PANEL_STEP * ROW_PAIRS;
+  s->worker_bytes = 4 * SPAN_PAIRS * s->piece_columns + 4 * PANELS * up_to(s->panel_rows, 16) * ROW_PAIRS;
   if (s->inner > 2 * SPAN_PAIRS) s->worker_bytes += 4 * s->piece_rows * s->piece_columns;
 }
 
 static product_state NAME(product_state)(const narrow_matrix *a, const narrow_matrix *b, int64_t threads) {
-  product_state s = {.a = a, .b = b, .rows = a->rows, .inner = a->columns, .columns = b->columns};
+  product_state s = {.a = a, .b = b, .rows = a->rows, .inner = a->columns, .columns = b->columns,
+                     .panel_rows = PRODUCT_ROWS, .piece = NAME(product_piece)};
+#ifdef VECTOR_HAS_UNIT
+  if (has_unit) s.panel_rows = UNIT_ROWS, s.piece = NAME(unit_piece);
+#endif
   cut(&s, threads);
   return s;
 }

@@ -1,0 +1,108 @@
+/* AMX's matrix unit: products of sixteen rows by sixteen columns at once. Included by amx.c in front of kernels.h.
+ *
+ * A register holds up to sixteen lines of 64 bytes. Sums of up to 32 rows by 32 columns stay in registers 0 to 3, rows of the
+ * left operand go through 4 and 5, of the right one through 6 and 7. The right operand's lines are sixteen columns' pairs of
+ * bfloat16, or fours of bytes, of neighbouring inner places: packed weights lie so. */
+
+#define VECTOR_HAS_UNIT
+#define UNIT_ROWS 32
+#define UNIT_AHEAD 4096 /* bytes that the stream of weights is asked for in advance */
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18              /* XFEATURE_XTILEDATA */
+#endif
+
+static int has_unit; /* the kernel lets this process use it; otherwise vectors do all */
+
+__attribute__((constructor)) static void request_unit(void) {
+#ifdef __linux__
+  has_unit = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#endif
+}
+
+typedef struct {
+  uint8_t palette, start_line, reserved[14];
+  uint16_t line_bytes[16];
+  uint8_t lines[16];
+} unit_shape;
+
+/* rows: up to 32; the left operand's lines have row_bytes, the right operand has `depth` lines. */
+INLINE void shape_unit(int64_t rows, int64_t row_bytes, int64_t depth) {
+  int64_t top = rows < 16 ? rows : 16, bottom = rows - top;
+  unit_shape s = {.palette = 1};
+  const int64_t lines[8] = {top, top, bottom, bottom, top, bottom, depth, depth};
+  for (int i = 0; i < 8; i++) {
+    s.lines[i] = (uint8_t)lines[i];
+    s.line_bytes[i] = (uint16_t)(!lines[i] ? 0 : i == 4 || i == 5 ? row_bytes : 64);
+  }
+  _tile_loadconfig(&s);
+}
+
+/* Compilers' intrinsics do not say that they read and write memory (GCC 12); what comes before and after stays there. */
+INLINE void unit_fence(void) { __asm__ volatile("" ::: "memory"); }
+
+/* Sums of up to 32 rows by 32 columns: from zero, or from what `sums` holds. */
+INLINE void unit_begin(const void *sums, int64_t rows) {
+  const int32_t *from = sums;
+  unit_fence();
+  if (!sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (rows <= 16) return;
+    _tile_zero(2);
+    _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, from, 4 * TILE);
+  _tile_loadd(1, from + 16, 4 * TILE);
+  if (rows <= 16) return;
+  _tile_loadd(2, from + 16 * TILE, 4 * TILE);
+  _tile_loadd(3, from + 16 * TILE + 16, 4 * TILE);
+}
+
+INLINE void unit_end(void *sums, int64_t rows) {
+  int32_t *to = sums;
+  _tile_stored(0, to, 4 * TILE);
+  _tile_stored(1, to + 16, 4 * TILE);
+  if (rows > 16) {
+    _tile_stored(2, to + 16 * TILE, 4 * TILE);
+    _tile_stored(3, to + 16 * TILE + 16, 4 * TILE);
+  }
+  unit_fence();
+}
+
+/* Adds products of bfloat16, 32 inner places a step: even and odd places apart, then both, to a sum. x: rows row_bytes apart;
+ * w: lines of 32 columns. */
+INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t steps, int64_t rows, const int is_stream) {
+  for (int64_t k = 0; k < steps; k++, w += 64 * TILE, x += 64) {
+    if (is_stream)
+      for (int line = 0; line < 32; line++) __builtin_prefetch(w + 64 * line + UNIT_AHEAD);
+    _tile_loadd(6, w, 128);
+    _tile_loadd(4, x, row_bytes);
+    _tile_loadd(7, w + 64, 128);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (rows > 16) {
+      _tile_loadd(5, x + 16 * row_bytes, row_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+/* Adds products of signed by unsigned bytes, one group of 32 inputs. */
+INLINE void unit_bytes(const uint8_t *w, const int8_t *x, int64_t row_bytes, int64_t rows) {
+  _tile_loadd(6, w, 128);
+  _tile_loadd(4, x, row_bytes);
+  _tile_loadd(7, w + 64, 128);
+  _tile_dpbsud(0, 4, 6);
+  _tile_dpbsud(1, 4, 7);
+  if (rows > 16) {
+    _tile_loadd(5, x + 16 * row_bytes, row_bytes);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+  }
+}
