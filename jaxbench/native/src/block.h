@@ -13,9 +13,11 @@ static void NAME(enter)(void *context, int64_t row) {
   narrow_row(s->normal + row * d, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes, s->is_bf16);
 }
 
-/* Phases in tiles: `one` computes a tile of its outputs for a block of rows. */
+#define ROW_BLOCK 96 /* rows of a tile that are computed together: whole ones of every product's number */
+#define FOR_ROW_BLOCKS(c) \
+  for (int64_t first = 0, rows; first < (c)->rows && (rows = (c)->rows - first < ROW_BLOCK ? (c)->rows - first : ROW_BLOCK); first += ROW_BLOCK)
 
-static void NAME(project_tile)(block_state *s, int64_t tile, int64_t first, int64_t rows) {
+static void NAME(project_tile)(block_state *s, int64_t tile) {
   const block_call *c = s->call;
   const matrix *parts[3] = {&c->q_proj, &c->k_proj, &c->v_proj};
   const float *biases[3] = {c->q_bias, c->k_bias, c->v_bias};
@@ -24,39 +26,40 @@ static void NAME(project_tile)(block_state *s, int64_t tile, int64_t first, int6
   int which = 0;
   while (tile >= num_tiles(parts[which]->outputs)) tile -= num_tiles(parts[which++]->outputs);
   int64_t stride = up_to(parts[which]->outputs, TILE);
-  product_tile(parts[which], &x, tile, first, rows, out);
-  add_bias(out, biases[which], tile, parts[which]->outputs, rows);
-  for (int64_t r = 0; r < rows; r++)
-    memcpy(outs[which] + (first + r) * stride + tile * TILE, out + r * TILE, sizeof(float) * TILE);
+  FOR_ROW_BLOCKS(c) {
+    product_tile(parts[which], &x, tile, first, rows, out);
+    add_bias(out, biases[which], tile, parts[which]->outputs, rows);
+    for (int64_t r = 0; r < rows; r++)
+      memcpy(outs[which] + (first + r) * stride + tile * TILE, out + r * TILE, sizeof(float) * TILE);
+  }
 }
 
 #define TILES(name, one, tiles)                                                                    \
   static void NAME(name)(void *context, int64_t chunk) {                                           \
     block_state *s = context;                                                                      \
-    int64_t begin = chunk * s->tiles_a_chunk, end = least(begin + s->tiles_a_chunk, tiles), rows;  \
-    for (int64_t first = 0; first < s->call->rows; first += rows) {                                \
-      rows = least(s->call->rows - first, ROW_BLOCK);                                              \
-      for (int64_t tile = begin; tile < end; tile++) one(s, tile, first, rows);                    \
-    }                                                                                              \
+    int64_t first = chunk * s->tiles_a_chunk, end = first + s->tiles_a_chunk, all = (tiles);       \
+    for (int64_t tile = first; tile < (end < all ? end : all); tile++) one(s, tile);               \
   }
 TILES(project, NAME(project_tile), num_tiles(s->query_width) + 2 * num_tiles(s->kv_width))
 
 /* Adds a tile of a branch's projection to the residual, or keeps it for the norm behind the branch. */
-INLINE void add_tile(block_state *s, const matrix *m, const operand *x, const float *bias, int is_kept, int64_t tile, int64_t first, int64_t rows) {
+INLINE void add_tile(block_state *s, const matrix *m, const operand *x, const float *bias, int is_kept, int64_t tile) {
   const block_call *c = s->call;
   int64_t d = up_to(c->d_model, GROUP), width = c->d_model - tile * TILE < TILE ? c->d_model - tile * TILE : TILE;
   float out[ROW_BLOCK * TILE];
-  product_tile(m, x, tile, first, rows, out);
-  add_bias(out, bias, tile, m->outputs, rows);
-  for (int64_t r = 0; r < rows; r++) {
-    float *to = (is_kept ? s->added : s->residual) + (first + r) * d + tile * TILE;
-    for (int64_t i = 0; i < width; i++) to[i] = is_kept ? out[r * TILE + i] : to[i] + out[r * TILE + i];
+  FOR_ROW_BLOCKS(c) {
+    product_tile(m, x, tile, first, rows, out);
+    add_bias(out, bias, tile, m->outputs, rows);
+    for (int64_t r = 0; r < rows; r++) {
+      float *to = (is_kept ? s->added : s->residual) + (first + r) * d + tile * TILE;
+      for (int64_t i = 0; i < width; i++) to[i] = is_kept ? out[r * TILE + i] : to[i] + out[r * TILE + i];
+    }
   }
 }
 
-static void NAME(output_tile)(block_state *s, int64_t tile, int64_t first, int64_t rows) {
+static void NAME(output_tile)(block_state *s, int64_t tile) {
   operand x = operand_of(s, s->mixed, s->mixed_groups, s->query_width);
-  add_tile(s, &s->call->o_proj, &x, s->call->o_bias, s->call->attention_post_norm.scale != NULL, tile, first, rows);
+  add_tile(s, &s->call->o_proj, &x, s->call->o_bias, s->call->attention_post_norm.scale != NULL, tile);
 }
 TILES(output, NAME(output_tile), num_tiles(s->call->d_model))
 
@@ -79,35 +82,36 @@ INLINE vf activated(vf x, int32_t activation) {
   return vf_mul(x, sigmoid(vf_mul(inner, vf_set1(2.0f * 0.7978845608028654f))));
 }
 
-static void NAME(feed_tile)(block_state *s, int64_t tile, int64_t first, int64_t rows) {
+static void NAME(feed_tile)(block_state *s, int64_t tile) {
   const block_call *c = s->call;
   operand x = operand_of(s, s->normal, s->normal_groups, c->d_model);
   int64_t ff = up_to(c->d_ff, TILE), groups = ff / GROUP, width = c->d_ff - tile * TILE < TILE ? c->d_ff - tile * TILE : TILE;
-  const int is_narrow = s->is_bf16 || c->down_proj.format >= FORMAT_INT8; /* then nothing reads the floats */
-  float up[ROW_BLOCK * TILE], gate[ROW_BLOCK * TILE], own[TILE];
-  product_tile(&c->up_proj, &x, tile, first, rows, up);
-  add_bias(up, c->up_bias, tile, c->d_ff, rows);
-  if (c->activation != ACTIVATION_GELU) {
-    product_tile(&c->gate_proj, &x, tile, first, rows, gate);
-    add_bias(gate, c->gate_bias, tile, c->d_ff, rows);
-  }
-  for (int64_t r = 0; r < rows; r++) {
-    float *to = is_narrow ? own : s->fed + (first + r) * ff + tile * TILE;
-    for (int half = 0; half < 32; half += 16) {
-      vf u = vf_load(up + r * TILE + half);
-      vf_store(to + half, c->activation == ACTIVATION_GELU
-                              ? activated(u, c->activation)
-                              : vf_mul(activated(vf_load(gate + r * TILE + half), c->activation), u));
+  float up[ROW_BLOCK * TILE], gate[ROW_BLOCK * TILE];
+  FOR_ROW_BLOCKS(c) {
+    product_tile(&c->up_proj, &x, tile, first, rows, up);
+    add_bias(up, c->up_bias, tile, c->d_ff, rows);
+    if (c->activation != ACTIVATION_GELU) {
+      product_tile(&c->gate_proj, &x, tile, first, rows, gate);
+      add_bias(gate, c->gate_bias, tile, c->d_ff, rows);
     }
-    for (int64_t i = width; i < TILE; i++) to[i] = 0.0f;
-    narrow_group(to, s->fed_groups + ((first + r) * groups + tile) * group_bytes(c->planes), c->planes, s->is_bf16);
+    for (int64_t r = 0; r < rows; r++) {
+      float *to = s->fed + (first + r) * ff + tile * TILE;
+      for (int half = 0; half < 32; half += 16) {
+        vf u = vf_load(up + r * TILE + half);
+        vf_store(to + half, c->activation == ACTIVATION_GELU
+                                ? activated(u, c->activation)
+                                : vf_mul(activated(vf_load(gate + r * TILE + half), c->activation), u));
+      }
+      for (int64_t i = width; i < TILE; i++) to[i] = 0.0f;
+      narrow_group(to, s->fed_groups + ((first + r) * groups + tile) * group_bytes(c->planes), c->planes, s->is_bf16);
+    }
   }
 }
 TILES(feed, NAME(feed_tile), num_tiles(s->call->d_ff))
 
-static void NAME(down_tile)(block_state *s, int64_t tile, int64_t first, int64_t rows) {
+static void NAME(down_tile)(block_state *s, int64_t tile) {
   operand x = operand_of(s, s->fed, s->fed_groups, s->call->d_ff);
-  add_tile(s, &s->call->down_proj, &x, s->call->down_bias, s->call->mlp_post_norm.scale != NULL, tile, first, rows);
+  add_tile(s, &s->call->down_proj, &x, s->call->down_bias, s->call->mlp_post_norm.scale != NULL, tile);
 }
 TILES(down, NAME(down_tile), num_tiles(s->call->d_model))
 

@@ -82,12 +82,8 @@ INLINE void for_rows(block_state *s, chunk_function run) {
 }
 
 /* Tiles in chunks: whole streams for few rows, single tiles where each is much work. */
-#define ROW_BLOCK 96 /* rows of a tile that are computed together: whole ones of every product's number */
-
-/* A chunk of few tiles: its weights, and a block of rows, stay in a core's own cache. */
 INLINE void for_tiles(block_state *s, chunk_function run, int64_t tiles) {
-  int64_t chunks = 3 * team_threads(s->team), quarter = tiles / 4;
-  if (s->call->rows >= 8) chunks = s->call->rows <= ROW_BLOCK ? tiles : quarter > chunks ? quarter : chunks;
+  int64_t chunks = s->call->rows >= 8 ? tiles : 3 * team_threads(s->team);
   s->tiles_a_chunk = (tiles + chunks - 1) / chunks;
   team_run(s->team, run, s, (tiles + s->tiles_a_chunk - 1) / s->tiles_a_chunk);
 }

@@ -7,7 +7,7 @@
 #define SPAN_PAIRS 288              /* pairs of the inner axis in a span */
 #define ROW_PAIRS (SPAN_PAIRS + 16) /* where the next row's pairs begin: rows a power of two apart would share cache lines */
 #define PANEL_STEP ((PRODUCT_ROWS + 15) / 16 * 16) /* where the next pair of a panel's rows lies */
-#define PIECE_COLUMNS 288           /* of a piece, at most */
+#define PIECE_COLUMNS 288           /* of a piece, at most; the unit's: twice as many */
 #define PIECE_ROWS 576
 #define PANELS 8                    /* of PRODUCT_ROWS rows, packed at once */
 
@@ -23,6 +23,8 @@ struct product_state {
   char *scratch;
   _Atomic int64_t next;
 };
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Both packers turn part of a matrix into pairs (2 p, 2 p + 1) of its inner axis, lines beyond the matrix being zero. First: lines
  * lie apart, each with its inner axis in a piece; they stay so. */
@@ -182,7 +184,7 @@ static void NAME(product_worker)(void *context, int64_t worker) {
 
 /* Pieces: as large as is packed well, and at least two for each thread. */
 static void cut(product_state *s, int64_t threads) {
-  int64_t down = (s->rows + PIECE_ROWS - 1) / PIECE_ROWS, across = (s->columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS;
+  int64_t down = (s->rows + PIECE_ROWS - 1) / PIECE_ROWS, across = (s->columns + s->piece_columns - 1) / s->piece_columns;
   while (threads > 1 && down * across < 2 * threads && (s->rows / down > 4 * s->panel_rows || s->columns / across > 2 * TILE)) {
     if (s->rows / down >= s->columns / across) down++;
     else across++;
@@ -195,9 +197,9 @@ static void cut(product_state *s, int64_t threads) {
 
 static product_state NAME(product_state)(const narrow_matrix *a, const narrow_matrix *b, int64_t threads) {
   product_state s = {.a = a, .b = b, .rows = a->rows, .inner = a->columns, .columns = b->columns,
-                     .panel_rows = PRODUCT_ROWS, .piece = NAME(product_piece)};
+                     .panel_rows = PRODUCT_ROWS, .piece_columns = PIECE_COLUMNS, .piece = NAME(product_piece)};
 #ifdef VECTOR_HAS_UNIT
-  if (has_unit) s.panel_rows = UNIT_ROWS, s.piece = NAME(unit_piece);
+  if (has_unit) s.panel_rows = UNIT_ROWS, s.piece_columns = 2 * PIECE_COLUMNS, s.piece = NAME(unit_piece);
 #endif
   cut(&s, threads);
   return s;

@@ -5,56 +5,56 @@
 
 #define STEP_PAIRS 16
 
-/* Rows that lie side by side become lines of pairs, sixteen rows and pairs at once; `rows` of 32, the others zero. */
+/* Sixteen pairs of two lines; places from `count` on are zero, `odd` may be none. */
+INLINE vi joined_lines(const uint16_t *even, const uint16_t *odd, int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
+  vi low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even));
+  if (!odd) return low;
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)), 16));
+}
+
+/* Rows that lie side by side become lines of pairs, sixteen rows and pairs at once. */
 static void turn_rows(const uint16_t *from, int64_t stride, int64_t rows, int64_t inner, uint32_t *pairs) {
-  for (int64_t first = 0; first < UNIT_ROWS; first += 16)
-    for (int64_t p = 0; 2 * p < inner; p += STEP_PAIRS) {
+  for (int64_t p = 0; 2 * p < inner; p += STEP_PAIRS)
+    for (int64_t first = 0; first < rows; first += 16) {
       vi x[16];
       for (int64_t i = 0; i < 16; i++) {
-        const uint16_t *even = from + 2 * (p + i) * stride + first, *odd = even + stride;
-        const int has_even = 2 * (p + i) < inner, has_odd = 2 * (p + i) + 1 < inner;
-        uint32_t some[16];
-        if (has_odd && first + 16 <= rows) {
-          for (int j = 0; j < 16; j++) some[j] = (uint32_t)even[j] | (uint32_t)odd[j] << 16;
-        } else {
-          for (int j = 0; j < 16; j++) {
-            const int is_there = first + j < rows;
-            some[j] = (is_there && has_even ? even[j] : 0u) | (is_there && has_odd ? (uint32_t)odd[j] << 16 : 0u);
-          }
-        }
-        x[i] = vi_load(some);
+        const uint16_t *even = from + 2 * (p + i) * stride + first;
+        const int64_t there = inner - 2 * (p + i);
+        x[i] = there > 0 ? joined_lines(even, there > 1 ? even + stride : NULL, rows - first) : vi_set1(0);
       }
       vi_transpose16(x);
       for (int64_t i = 0; i < 16; i++) vi_store(pairs + (first + i) * ROW_PAIRS + p, x[i]);
     }
 }
 
-/* One panel of the left operand: where it begins, and how many bytes lie between its rows. A step reads 32 inner places: where
+/* Rows of the left operand as lines: where they begin, and how many bytes lie between them. A step reads 32 inner places: where
  * rows end with a step they are read as they lie. */
-static const uint16_t *unit_panel(const narrow_matrix *m, int64_t first, int64_t inner, int64_t row, int64_t rows, uint32_t *pairs, int64_t *row_bytes) {
+static const uint8_t *unit_lines(const narrow_matrix *m, int64_t first, int64_t inner, int64_t row, int64_t rows, uint32_t *pairs, int64_t *row_bytes) {
   *row_bytes = 4 * ROW_PAIRS;
   if (m->is_transposed) {
     turn_rows(m->data + first * m->rows + row, m->rows, rows, inner, pairs);
-    return (const uint16_t *)pairs;
+    return (const uint8_t *)pairs;
   }
   const uint16_t *from = m->data + row * m->columns + first;
   if (inner % (2 * STEP_PAIRS) == 0) {
     *row_bytes = 2 * m->columns;
-    return from;
+    return (const uint8_t *)from;
   }
   for (int64_t i = 0; i < rows; i++) {
     uint16_t *to = (uint16_t *)(pairs + i * ROW_PAIRS);
     memcpy(to, from + i * m->columns, 2 * (size_t)inner);
     memset(to + inner, 0, 2 * (size_t)(up_to(inner, 2 * STEP_PAIRS) - inner));
   }
-  return (const uint16_t *)pairs;
+  return (const uint8_t *)pairs;
 }
 
 static void NAME(unit_piece)(const product_state *s, int64_t row, int64_t rows, int64_t column, int64_t columns, char *scratch) {
   const int64_t tiles = (columns + TILE - 1) / TILE, panels = (rows + UNIT_ROWS - 1) / UNIT_ROWS;
   uint32_t *b = (uint32_t *)scratch, *a = b + tiles * TILE * SPAN_PAIRS;
   float *kept = (float *)(a + PANELS * UNIT_ROWS * ROW_PAIRS), own[UNIT_ROWS * TILE];
-  int64_t shaped = 0;
+  const uint8_t *lines = NULL;
+  int64_t shaped = 0, row_bytes = 0;
   for (int64_t first = 0; first < s->inner; first += 2 * SPAN_PAIRS) {
     const int64_t inner = least(s->inner - first, 2 * SPAN_PAIRS), pairs = (inner + 1) / 2, steps = (pairs + STEP_PAIRS - 1) / STEP_PAIRS;
     const int is_last = first + inner == s->inner;
@@ -62,16 +62,16 @@ static void NAME(unit_piece)(const product_state *s, int64_t row, int64_t rows, 
     for (int64_t tile = 0; tile < tiles; tile++)
       memset(b + (tile * SPAN_PAIRS + pairs) * TILE, 0, 4 * TILE * (size_t)(steps * STEP_PAIRS - pairs));
     for (int64_t panel = 0; panel < panels; panel++) {
-      const int64_t some = least(rows - panel * UNIT_ROWS, UNIT_ROWS);
-      int64_t row_bytes;
-      const uint16_t *lines = unit_panel(s->a, first, inner, row + panel * UNIT_ROWS, some, a, &row_bytes);
+      const int64_t done = panel * UNIT_ROWS, some = least(rows - done, UNIT_ROWS);
+      if (panel % PANELS == 0) lines = unit_lines(s->a, first, inner, row + done, least(rows - done, PANELS * UNIT_ROWS), a, &row_bytes);
+      else lines += UNIT_ROWS * row_bytes;
       if (some != shaped) shape_unit(shaped = some, 64, 16);
       for (int64_t tile = 0; tile < tiles; tile++) {
         float *sums = first == 0 && is_last ? own : kept + (panel * tiles + tile) * UNIT_ROWS * TILE;
         unit_begin(first ? sums : NULL, some);
-        unit_bf16((const uint8_t *)(b + tile * TILE * SPAN_PAIRS), (const uint8_t *)lines, row_bytes, steps, some, 0);
+        unit_bf16((const uint8_t *)(b + tile * TILE * SPAN_PAIRS), lines, row_bytes, steps, some, 0);
         unit_end(sums, some);
-        if (is_last) emit(s, sums, row + panel * UNIT_ROWS, column + tile * TILE, some, least(columns - tile * TILE, TILE));
+        if (is_last) emit(s, sums, row + done, column + tile * TILE, some, least(columns - tile * TILE, TILE));
       }
     }
   }

@@ -256,42 +256,41 @@ static void NAME(unit_bf16_rows)(const uint8_t *w, const uint8_t *x, int64_t row
   _tile_release();
 }
 
-/* Integers, a group of inputs at a time: the same bits as from vectors. Few rows gain nothing. */
-#define UNIT_LEAST_ROWS 8
+/* Integers, a group of inputs at a time: the same bits as from vectors. With one plane the unit multiplies the next group while
+ * vectors scale this one's sums; with three that is slower. Few rows gain nothing. */
+#define UNIT_LEAST_ROWS 16
 INLINE void unit_quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out,
                                 const int format, const int planes) {
   const int is_byte = format == FORMAT_INT8 || format == FORMAT_Q8_0, num_scales = format == FORMAT_INT8 ? 0 : format == FORMAT_Q4_1 ? 2 : 1;
-  const int offset = is_byte ? 128 : format == FORMAT_Q4_0 ? 8 : 0;
-  int32_t sums[3][UNIT_ROWS * TILE] __attribute__((aligned(64)));
+  const int offset = is_byte ? 128 : format == FORMAT_Q4_0 ? 8 : 0, ahead = planes == 1;
+  int32_t sums[2][3][UNIT_ROWS * TILE] __attribute__((aligned(64)));
   uint8_t bytes[GROUP * TILE] __attribute__((aligned(64)));
   memset(out, 0, sizeof(float) * (size_t)(rows * TILE));
-  for (int64_t g = 0; g < groups; g++, w += quantized_group_bytes(format), x += group_bytes(planes)) {
-    const uint16_t *scales = (const uint16_t *)w;
-    const uint8_t *values = w + 64 * num_scales;
-    if (!is_byte) {
-      for (int step = 0; step < 4; step++)
-        for (int v = 0; v < 2; v++) {
-          vi both = vi_load(values + 128 * step + 64 * v);
-          vi_store(bytes + 256 * step + 64 * v, vi_low_nibbles(both));
-          vi_store(bytes + 256 * step + 128 + 64 * v, vi_high_nibbles(both));
-        }
-      values = bytes;
+  for (int64_t g = -ahead; g < groups; g++) {
+    const int64_t next = g + ahead;
+    if (next < groups) {
+      unit_weights(w + next * quantized_group_bytes(format) + 64 * num_scales, bytes, is_byte, offset);
+      for (int p = 0; p < planes; p++) {
+        unit_begin(NULL, rows);
+        unit_bytes(bytes, ((const group *)(x + next * group_bytes(planes)))->q[p], row_bytes, rows);
+        unit_end(sums[next % 2][p], rows);
+      }
     }
-    for (int p = 0; p < planes; p++) {
-      unit_begin(NULL, rows);
-      unit_bytes(values, ((const group *)x)->q[p], row_bytes, rows);
-      unit_end(sums[p], rows);
-    }
+    if (g < 0) continue;
+    const uint16_t *scales = (const uint16_t *)(w + g * quantized_group_bytes(format));
+    vf scale[2], least[2];
     for (int v = 0; v < 2; v++) {
-      vf scale = num_scales ? vf_load_f16(scales + 16 * v) : vf_set1(1.0f);
-      vf least = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
-      for (int64_t r = 0; r < rows; r++) {
-        const group *gx = (const group *)(x + r * row_bytes);
+      scale[v] = num_scales ? vf_load_f16(scales + 16 * v) : vf_set1(1.0f);
+      least[v] = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      const group *gx = (const group *)(x + g * group_bytes(planes) + r * row_bytes);
+      for (int v = 0; v < 2; v++) {
         vi acc[3];
-        for (int p = 0; p < planes; p++) acc[p] = vi_add(vi_load(sums[p] + r * TILE + 16 * v), vi_set1(-offset * gx->plane_sum[p]));
-        vf by = num_scales ? vf_mul(scale, vf_set1(gx->scale)) : vf_set1(gx->scale);
+        for (int p = 0; p < planes; p++) acc[p] = vi_load(sums[g % 2][p] + r * TILE + 16 * v);
+        vf by = num_scales ? vf_mul(scale[v], vf_set1(gx->scale)) : vf_set1(gx->scale);
         vf sum = vf_fma(joined(acc, planes), by, vf_load(out + r * TILE + 16 * v));
-        if (num_scales == 2) sum = vf_fma(least, vf_set1(gx->sum), sum);
+        if (num_scales == 2) sum = vf_fma(least[v], vf_set1(gx->sum), sum);
         vf_store(out + r * TILE + 16 * v, sum);
       }
     }

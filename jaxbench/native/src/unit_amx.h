@@ -93,16 +93,31 @@ INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int
   }
 }
 
-/* Adds products of signed by unsigned bytes, one group of 32 inputs. */
+/* A group of stored weights as signed bytes, in lines of 32 columns. */
+INLINE void unit_weights(const uint8_t *from, uint8_t *to, const int is_byte, const int offset) {
+  const __m512i by = _mm512_set1_epi8((char)offset);
+  for (int line = 0; line < (is_byte ? 16 : 8); line++) {
+    __m512i x = _mm512_loadu_si512(from + 64 * line);
+    if (is_byte) {
+      _mm512_storeu_si512(to + 64 * line, _mm512_sub_epi8(x, by));
+      continue;
+    }
+    uint8_t *low = to + 128 * (line - line % 2) + 64 * (line % 2); /* lines 0, 1 hold inputs 0 to 3 low and 4 to 7 high */
+    _mm512_storeu_si512(low, _mm512_sub_epi8(vi_low_nibbles(x), by));
+    _mm512_storeu_si512(low + 128, _mm512_sub_epi8(vi_high_nibbles(x), by));
+  }
+}
+
+/* Products of bytes of one group of 32 inputs. */
 INLINE void unit_bytes(const uint8_t *w, const int8_t *x, int64_t row_bytes, int64_t rows) {
   _tile_loadd(6, w, 128);
   _tile_loadd(4, x, row_bytes);
   _tile_loadd(7, w + 64, 128);
-  _tile_dpbsud(0, 4, 6);
-  _tile_dpbsud(1, 4, 7);
+  _tile_dpbssd(0, 4, 6);
+  _tile_dpbssd(1, 4, 7);
   if (rows > 16) {
     _tile_loadd(5, x + 16 * row_bytes, row_bytes);
-    _tile_dpbsud(2, 5, 6);
-    _tile_dpbsud(3, 5, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
   }
 }
