@@ -54,7 +54,11 @@ INLINE void narrow_group(const float *x, void *to, int planes, int is_bf16) {
     quantize_group(x, to, planes);
     return;
   }
+#ifdef VECTOR_HAS_TO_BF16
+  store_bf16(to, vf_load(x), vf_load(x + 16));
+#else
   for (int i = 0; i < GROUP; i++) ((uint16_t *)to)[i] = rounded_bf16(x[i]);
+#endif
 }
 
 #ifndef VECTOR_HAS_DOT_BF16
@@ -242,89 +246,7 @@ static float_function NAME(float_functions)[NUM_FORMATS][2] = {
 };
 
 #ifdef VECTOR_HAS_UNIT
-/* The same by the matrix unit, rows packed as for vectors. All rows go through it: a row's sums would differ otherwise. */
-static void NAME(unit_bf16_rows)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) {
-  int64_t shaped = 0;
-  for (int64_t first = 0, some; first < rows; first += some) {
-    some = rows - first < UNIT_ROWS ? rows - first : UNIT_ROWS;
-    if (some != shaped) shape_unit(shaped = some, 64, 16);
-    unit_begin(NULL, some);
-    if (first == 0) unit_bf16(w, x, row_bytes, groups, some, 1);
-    else unit_bf16(w, x + first * row_bytes, row_bytes, groups, some, 0);
-    unit_end(out + first * TILE, some);
-  }
-  _tile_release();
-}
-
-/* Integers, a group of inputs at a time: the same bits as from vectors. With one plane the unit multiplies the next group while
- * vectors scale this one's sums; with three that is slower. Few rows gain nothing. */
-#define UNIT_LEAST_ROWS 16
-INLINE void unit_quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out,
-                                const int format, const int planes) {
-  const int is_byte = format == FORMAT_INT8 || format == FORMAT_Q8_0, num_scales = format == FORMAT_INT8 ? 0 : format == FORMAT_Q4_1 ? 2 : 1;
-  const int offset = is_byte ? 128 : format == FORMAT_Q4_0 ? 8 : 0, ahead = planes == 1;
-  int32_t sums[2][3][UNIT_ROWS * TILE] __attribute__((aligned(64)));
-  uint8_t bytes[GROUP * TILE] __attribute__((aligned(64)));
-  memset(out, 0, sizeof(float) * (size_t)(rows * TILE));
-  for (int64_t g = -ahead; g < groups; g++) {
-    const int64_t next = g + ahead;
-    if (next < groups) {
-      unit_weights(w + next * quantized_group_bytes(format) + 64 * num_scales, bytes, is_byte, offset);
-      for (int p = 0; p < planes; p++) {
-        unit_begin(NULL, rows);
-        unit_bytes(bytes, ((const group *)(x + next * group_bytes(planes)))->q[p], row_bytes, rows);
-        unit_end(sums[next % 2][p], rows);
-      }
-    }
-    if (g < 0) continue;
-    const uint16_t *scales = (const uint16_t *)(w + g * quantized_group_bytes(format));
-    vf scale[2], least[2];
-    for (int v = 0; v < 2; v++) {
-      scale[v] = num_scales ? vf_load_f16(scales + 16 * v) : vf_set1(1.0f);
-      least[v] = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
-    }
-    for (int64_t r = 0; r < rows; r++) {
-      const group *gx = (const group *)(x + g * group_bytes(planes) + r * row_bytes);
-      for (int v = 0; v < 2; v++) {
-        vi acc[3];
-        for (int p = 0; p < planes; p++) acc[p] = vi_load(sums[g % 2][p] + r * TILE + 16 * v);
-        vf by = num_scales ? vf_mul(scale[v], vf_set1(gx->scale)) : vf_set1(gx->scale);
-        vf sum = vf_fma(joined(acc, planes), by, vf_load(out + r * TILE + 16 * v));
-        if (num_scales == 2) sum = vf_fma(least[v], vf_set1(gx->sum), sum);
-        vf_store(out + r * TILE + 16 * v, sum);
-      }
-    }
-  }
-}
-
-#define UNIT_QUANTIZED(format, planes, suffix)                                                                              \
-  NOINLINE void NAME(unit_##suffix)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) { \
-    unit_quantized_rows(w, x, row_bytes, groups, rows, out, format, planes);                                                \
-  }
-UNIT_QUANTIZED(FORMAT_INT8, 1, int8_1) UNIT_QUANTIZED(FORMAT_INT8, 3, int8_3)
-UNIT_QUANTIZED(FORMAT_Q8_0, 1, q8_0_1) UNIT_QUANTIZED(FORMAT_Q8_0, 3, q8_0_3)
-UNIT_QUANTIZED(FORMAT_Q4_0, 1, q4_0_1) UNIT_QUANTIZED(FORMAT_Q4_0, 3, q4_0_3)
-UNIT_QUANTIZED(FORMAT_Q4_1, 1, q4_1_1) UNIT_QUANTIZED(FORMAT_Q4_1, 3, q4_1_3)
-typedef void (*unit_function)(const uint8_t *, const uint8_t *, int64_t, int64_t, int64_t, float *);
-static unit_function NAME(unit_functions)[NUM_FORMATS][2] = {
-    [FORMAT_INT8] = {NAME(unit_int8_1), NAME(unit_int8_3)},
-    [FORMAT_Q8_0] = {NAME(unit_q8_0_1), NAME(unit_q8_0_3)},
-    [FORMAT_Q4_0] = {NAME(unit_q4_0_1), NAME(unit_q4_0_3)},
-    [FORMAT_Q4_1] = {NAME(unit_q4_1_1), NAME(unit_q4_1_3)},
-};
-
-static void NAME(unit_integer_rows)(const matrix *m, const uint8_t *w, const uint8_t *x, int64_t row_bytes, int planes, int64_t groups, int64_t rows, float *out) {
-  const float *channel = (const float *)w;
-  int64_t shaped = 0;
-  for (int64_t first = 0, some; first < rows; first += some) {
-    some = rows - first < UNIT_ROWS ? rows - first : UNIT_ROWS;
-    if (some != shaped) shape_unit(shaped = some, GROUP, GROUP / 4);
-    NAME(unit_functions)[m->format][planes == 3](w + (m->format == FORMAT_INT8 ? 4 * TILE : 0), x + first * row_bytes, row_bytes, groups, some, out + first * TILE);
-  }
-  _tile_release();
-  for (int64_t r = 0; r < rows && m->format == FORMAT_INT8; r++)
-    for (int v = 0; v < 2; v++) vf_store(out + r * TILE + 16 * v, vf_mul(vf_load(out + r * TILE + 16 * v), vf_load(channel + 16 * v)));
-}
+#include "products_unit.h"
 #endif
 
 /* Rows `first` to `first + rows` by one tile: out [rows, 32]. */
@@ -334,12 +256,8 @@ static void product_tile(const matrix *m, const operand *x, int64_t tile, int64_
   const int64_t row_bytes = x->num_groups * group_bytes(x->planes);
   const int many = is_bf16 ? PRODUCT_ROWS : !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
 #ifdef VECTOR_HAS_UNIT
-  if (is_bf16 && has_unit) {
-    NAME(unit_bf16_rows)(w, x->groups + first * row_bytes, row_bytes, x->num_groups, rows, out);
-    return;
-  }
-  if (is_quantized && has_unit && rows >= UNIT_LEAST_ROWS) {
-    NAME(unit_integer_rows)(m, w, x->groups + first * row_bytes, row_bytes, x->planes, x->num_groups, rows, out);
+  if (unit_takes(m, x, rows)) {
+    NAME(unit_tile)(m, w, x->groups + first * row_bytes, x, rows, out);
     return;
   }
 #endif
