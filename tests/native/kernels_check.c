@@ -265,7 +265,7 @@ static problem make_problem(void) {
   c->num_heads = c->num_kv_heads * between(1, c->rows > 20 ? 4 : c->rows > 9 ? 7 : 11);
   c->window = chance(40) ? between(1, 200) : 0;
   c->activation = (int32_t)below(3);
-  c->planes = chance(70) ? 3 : 1;
+  c->planes = chance(60) ? 3 : 1;
   c->norm_eps = chance(50) ? 1e-5f : 1e-6f;
   c->query_scale = (float)(between(8, 16) / 10.0 / sqrt((double)c->head_dim));
   c->softcap = chance(30) ? (float)between(2, 50) : 0.0f;
@@ -287,9 +287,10 @@ static problem make_problem(void) {
   int64_t inputs[7] = {d, d, d, query, d, d, ff}, outputs[7] = {query, kv, kv, d, ff, ff, d};
   matrix *matrices = &c->q_proj;
   const float **biases = &c->q_bias;
-  int32_t format = (int32_t)below(NUM_FORMATS);
+  int32_t format = c->planes == 1 && chance(40) ? FORMAT_BF16 : (int32_t)below(NUM_FORMATS); /* whose activations are bfloat16 too */
+  int percent_others = chance(50) ? 0 : 20;
   for (int i = 0; i < 7; i++) {
-    p.w[i] = make_weights(chance(20) ? (int32_t)below(NUM_FORMATS) : format, inputs[i], outputs[i]);
+    p.w[i] = make_weights(chance(percent_others) ? (int32_t)below(NUM_FORMATS) : format, inputs[i], outputs[i]);
     if (i != 4 || c->activation != ACTIVATION_GELU) matrices[i] = p.w[i].m;
     if (has_bias || chance(10)) biases[i] = numbers(outputs[i], 0, 0.3f);
   }

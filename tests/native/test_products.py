@@ -93,11 +93,12 @@ def _resolved(kernels: str, precision: str = "bfloat16", **place: object) -> str
     return products.resolved(StepConfig(kernels=kernels, precision=precision), **(HERE | place)).kernels
 
 
-def test_auto_takes_them_where_the_library_has_bfloat16_and_the_processor_no_matrix_unit(monkeypatch):
+def test_auto_takes_them_where_the_library_has_the_best_bfloat16_of_the_processor(monkeypatch):
     flags = frozenset(build.NEEDED_FLAGS["avx512bf16"])
     for instructions, found, wanted in (
         ("avx512bf16", flags, "native"),
         ("avx512bf16", flags | {"amx_bf16"}, "xla"),
+        ("amx", flags | {"amx_bf16"}, "native"),
         ("avx512", flags, "xla"),
     ):
         monkeypatch.setattr(build, "library_path", lambda name=instructions: Path(f"{name}-0123.so"))

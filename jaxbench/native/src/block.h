@@ -156,7 +156,7 @@ static void NAME(block)(const block_call *whole, team *t) {
   if (c->rows > 2) team_run(t, NAME(position), &s, chunks);
   else for (int64_t chunk = 0; chunk < chunks; chunk++) NAME(position)(&s, chunk);
   if (s.is_split) team_run(t, NAME(attend), &s, s.spans * c->rows * c->num_kv_heads);
-  else team_run(t, NAME(attend_rows), &s, (c->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * c->num_kv_heads);
+  else team_run(t, NAME(attend_rows), &s, (c->rows + s.rows_together - 1) / s.rows_together * c->num_kv_heads);
   for_rows(&s, NAME(join));
   for_tiles(&s, NAME(output), num_tiles(c->d_model));
   for_rows(&s, NAME(middle));

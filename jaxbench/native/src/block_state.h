@@ -5,7 +5,7 @@
 typedef struct {
   const block_call *call;
   team *team;
-  int64_t query_width, kv_width, width, spans, tiles_a_chunk;
+  int64_t query_width, kv_width, width, spans, rows_together, tiles_a_chunk;
   int is_bf16;
   int is_split;         /* attention by spans: rows alone are too few for all threads */
   float *residual;      /* [rows, d_model]: x, then x + attention */
@@ -41,6 +41,29 @@ INLINE int takes_bf16(const block_call *c) {
   return is_all;
 }
 
+#ifdef VECTOR_HAS_UNIT
+#define UNIT_WIDTH 256 /* of a head that the matrix unit attends with, at most */
+INLINE int attends_by_unit(const block_state *s) {
+  return has_unit && s->is_bf16 && s->call->cache.kind == CACHE_BF16 && s->width <= UNIT_WIDTH;
+}
+
+/* Then `rotated` holds queries in bfloat16, those of all rows of a key-value head one after another. */
+INLINE uint16_t *narrow_query(const block_state *s, int64_t row, int64_t kv_head) {
+  const int64_t heads = s->call->num_heads / s->call->num_kv_heads;
+  return (uint16_t *)s->rotated + (kv_head * s->call->rows + row) * heads * up_to(s->width, 32);
+}
+
+INLINE void write_narrow_query(const block_state *s, int64_t row, int64_t h, const float *x) {
+  const int64_t heads = s->call->num_heads / s->call->num_kv_heads, padded = up_to(s->width, 32);
+  uint16_t *to = narrow_query(s, row, h / heads) + h % heads * padded;
+  for (int64_t at = 0; at < padded; at += 32) {
+    float some[32];
+    for (int64_t i = 0; i < 32; i++) some[i] = at + i < s->call->head_dim ? x[at + i] * s->call->query_scale : 0.0f;
+    store_bf16(to + at, vf_load(some), vf_load(some + 16));
+  }
+}
+#endif
+
 static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   int64_t at = 0, rows = c->rows, f = sizeof(float);
   s->call = c;
@@ -50,6 +73,10 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->is_bf16 = takes_bf16(c);
   s->is_split = c->rows < FEW_ROWS;
   s->spans = s->is_split ? num_spans(c) : 1;
+  s->rows_together = ROWS_TOGETHER;
+#ifdef VECTOR_HAS_UNIT
+  if (attends_by_unit(s) && c->rows >= 4 * UNIT_ROWS) s->rows_together = UNIT_ROWS; /* a span is packed once for all of them */
+#endif
   int64_t d = up_to(c->d_model, GROUP), q = up_to(s->query_width, TILE), kv = up_to(s->kv_width, TILE), ff = up_to(c->d_ff, TILE);
   int64_t group = group_bytes(c->planes), heads = c->num_heads / c->num_kv_heads;
   s->residual = part(base, &at, rows * d * f);
@@ -59,7 +86,7 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->value = part(base, &at, rows * kv * f);
   s->rotated = part(base, &at, rows * c->num_heads * s->width * f);
   s->partial = part(base, &at, rows * c->num_kv_heads * s->spans * heads * (16 + s->width) * f);
-  s->span_parts = part(base, &at, up_to(rows, ROWS_TOGETHER) * c->num_kv_heads * heads * (16 + s->width) * f);
+  s->span_parts = part(base, &at, up_to(rows, s->rows_together) * c->num_kv_heads * heads * (16 + s->width) * f);
   s->mixed = part(base, &at, rows * q * f);
   s->fed = part(base, &at, rows * ff * f);
   s->added = part(base, &at, rows * d * f);

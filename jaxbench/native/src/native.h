@@ -32,6 +32,7 @@ typedef struct {
   int8_t q[][GROUP];
 } group;
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t group_bytes(int planes) { return planes == 1 ? 64 : 128; }
 INLINE int64_t num_groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 INLINE int64_t num_tiles(int64_t outputs) { return (outputs + TILE - 1) / TILE; }

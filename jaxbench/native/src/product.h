@@ -24,8 +24,6 @@ struct product_state {
   _Atomic int64_t next;
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Both packers turn part of a matrix into pairs (2 p, 2 p + 1) of its inner axis, lines beyond the matrix being zero. First: lines
  * lie apart, each with its inner axis in a piece; they stay so. */
 static void keep_lines(const uint16_t *from, int64_t stride, int64_t lines, int64_t inner, uint32_t *pairs) {

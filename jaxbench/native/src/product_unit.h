@@ -5,14 +5,6 @@
 
 #define STEP_PAIRS 16
 
-/* Sixteen pairs of two lines; places from `count` on are zero, `odd` may be none. */
-INLINE vi joined_lines(const uint16_t *even, const uint16_t *odd, int64_t count) {
-  const __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
-  vi low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even));
-  if (!odd) return low;
-  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)), 16));
-}
-
 /* Rows that lie side by side become lines of pairs, sixteen rows and pairs at once. */
 static void turn_rows(const uint16_t *from, int64_t stride, int64_t rows, int64_t inner, uint32_t *pairs) {
   for (int64_t p = 0; 2 * p < inner; p += STEP_PAIRS)
@@ -21,7 +13,7 @@ static void turn_rows(const uint16_t *from, int64_t stride, int64_t rows, int64_
       for (int64_t i = 0; i < 16; i++) {
         const uint16_t *even = from + 2 * (p + i) * stride + first;
         const int64_t there = inner - 2 * (p + i);
-        x[i] = there > 0 ? joined_lines(even, there > 1 ? even + stride : NULL, rows - first) : vi_set1(0);
+        x[i] = there > 0 ? vi_joined(even, there > 1 ? even + stride : NULL, rows - first) : vi_set1(0);
       }
       vi_transpose16(x);
       for (int64_t i = 0; i < 16; i++) vi_store(pairs + (first + i) * ROW_PAIRS + p, x[i]);
@@ -68,9 +60,9 @@ static void NAME(unit_piece)(const product_state *s, int64_t row, int64_t rows, 
       if (some != shaped) shape_unit(shaped = some, 64, 16);
       for (int64_t tile = 0; tile < tiles; tile++) {
         float *sums = first == 0 && is_last ? own : kept + (panel * tiles + tile) * UNIT_ROWS * TILE;
-        unit_begin(first ? sums : NULL, some);
+        unit_begin(first ? sums : NULL, some, TILE);
         unit_bf16((const uint8_t *)(b + tile * TILE * SPAN_PAIRS), lines, row_bytes, steps, some, 0);
-        unit_end(sums, some);
+        unit_end(sums, some, TILE);
         if (is_last) emit(s, sums, row + done, column + tile * TILE, some, least(columns - tile * TILE, TILE));
       }
     }

@@ -14,14 +14,14 @@ typedef void (*unit_function)(const uint8_t *w, const uint8_t *x, int64_t row_by
 
 /* Up to 32 rows: only the first weights of a stream are asked for in advance. */
 static void NAME(unit_bf16_rows)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) {
-  unit_begin(NULL, rows);
+  unit_begin(NULL, rows, TILE);
   unit_bf16(w, x, row_bytes, groups, rows, 0);
-  unit_end(out, rows);
+  unit_end(out, rows, TILE);
 }
 static void NAME(unit_bf16_stream)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) {
-  unit_begin(NULL, rows);
+  unit_begin(NULL, rows, TILE);
   unit_bf16(w, x, row_bytes, groups, rows, 1);
-  unit_end(out, rows);
+  unit_end(out, rows, TILE);
 }
 
 /* Up to 32 rows of integers, a group of inputs at a time. With one plane the unit multiplies the next group while
@@ -38,9 +38,9 @@ INLINE void unit_quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_
     if (next < groups) {
       unit_weights(w + next * quantized_group_bytes(format) + 64 * num_scales, bytes, is_byte, offset);
       for (int p = 0; p < planes; p++) {
-        unit_begin(NULL, rows);
+        unit_begin(NULL, rows, TILE);
         unit_bytes(bytes, ((const group *)(x + next * group_bytes(planes)))->q[p], row_bytes, rows);
-        unit_end(sums[next % 2][p], rows);
+        unit_end(sums[next % 2][p], rows, TILE);
       }
     }
     if (g < 0) continue;

@@ -37,6 +37,12 @@ static void NAME(position)(void *context, int64_t chunk) {
   for (int64_t h = 0; h < c->num_heads; h++) {
     float *one = s->query + row * up_to(s->query_width, TILE) + h * c->head_dim, *to = s->rotated + (row * c->num_heads + h) * s->width;
     normalise_and_rotate(c, row, one, c->q_norm);
+#ifdef VECTOR_HAS_UNIT
+    if (attends_by_unit(s)) {
+      write_narrow_query(s, row, h, one);
+      continue;
+    }
+#endif
     for (int64_t i = 0; i < c->head_dim; i++) to[i] = one[i] * c->query_scale;
     for (int64_t i = c->head_dim; i < s->width; i++) to[i] = 0.0f;
   }
@@ -91,12 +97,26 @@ INLINE void clear_part(const block_state *s, float *to) {
   for (int64_t h = 0; h < heads; h++) to[h] = -__builtin_inff();
 }
 
-INLINE void join_part(const block_state *s, float *to, const float *span) {
+INLINE void join_part(const block_state *s, float *to, const float *largest, const float *total, const float *mixed) {
   int64_t heads = s->call->num_heads / s->call->num_kv_heads, width = s->width;
   for (int64_t h = 0; h < heads; h += 8)
-    join_heads(to + h, to + heads + h, to + 16 * heads + h * width, span + h, span + heads + h, span + 16 * heads + h * width,
+    join_heads(to + h, to + heads + h, to + 16 * heads + h * width, largest + h, total + h, mixed + h * width,
                heads - h < 8 ? heads - h : 8, width);
 }
+
+INLINE void join_span(const block_state *s, float *to, const float *span) { /* both as `partial` has them */
+  int64_t heads = s->call->num_heads / s->call->num_kv_heads;
+  join_part(s, to, span, span + heads, span + 16 * heads);
+}
+
+/* Whether a row sees a position of a span. */
+INLINE int sees(const block_call *c, int64_t row, int64_t span) {
+  return c->positions[row] >= 0 && span >= first_seen(c, row) / SPAN && span <= c->positions[row] / SPAN;
+}
+
+#ifdef VECTOR_HAS_UNIT
+#include "spans_unit.h"
+#endif
 
 /* Few rows: one span of one row and key-value head. Joined in `join`. */
 static void NAME(attend)(void *context, int64_t chunk) {
@@ -104,13 +124,25 @@ static void NAME(attend)(void *context, int64_t chunk) {
   const block_call *c = s->call;
   int64_t span = chunk / (c->rows * c->num_kv_heads), row = chunk % (c->rows * c->num_kv_heads) / c->num_kv_heads;
   int64_t kv_head = chunk % c->num_kv_heads;
-  if (c->positions[row] < 0 || span < first_seen(c, row) / SPAN || span > c->positions[row] / SPAN) return;
+  if (!sees(c, row, span)) return;
+#ifdef VECTOR_HAS_UNIT
+  if (attends_by_unit(s)) {
+    NAME(unit_attend)(s, row, kv_head, span, partial_of(s, row, kv_head, span));
+    return;
+  }
+#endif
   attend_span(s, row, kv_head, span, partial_of(s, row, kv_head, span));
 }
 
 /* Many rows: all spans of a few rows and one key-value head, joined at once in the same order. */
 static void NAME(attend_rows)(void *context, int64_t chunk) {
   block_state *s = context;
+#ifdef VECTOR_HAS_UNIT
+  if (attends_by_unit(s)) {
+    NAME(unit_attend_rows)(s, chunk);
+    return;
+  }
+#endif
   const block_call *c = s->call;
   int64_t kv_head = chunk % c->num_kv_heads, start = chunk / c->num_kv_heads * ROWS_TOGETHER, heads = c->num_heads / c->num_kv_heads;
   int64_t end = start + ROWS_TOGETHER < c->rows ? start + ROWS_TOGETHER : c->rows, longest = -1, size = heads * (16 + s->width);
@@ -122,7 +154,7 @@ static void NAME(attend_rows)(void *context, int64_t chunk) {
   for (int64_t span = 0; span * SPAN <= longest; span++)
     for (int64_t row = start, rows; row < end; row += rows) {
       rows = 1;
-      if (c->positions[row] < 0 || span < first_seen(c, row) / SPAN || span > c->positions[row] / SPAN) continue;
+      if (!sees(c, row, span)) continue;
       rows = rows_of_a_pass(s, row, end, span);
       if (rows == 1) {
         attend_span(s, row, kv_head, span, span_parts);
@@ -131,7 +163,7 @@ static void NAME(attend_rows)(void *context, int64_t chunk) {
         for (int64_t r = 0; r < rows; r++) span_queries(s, row + r, kv_head, 0, heads, span_parts + r * size, q + r * heads);
         NAME(attend_functions)[c->cache.kind][rows * heads](c, slot_of(c, row, kv_head, span * SPAN), 0, SPAN, q);
       }
-      for (int64_t r = 0; r < rows; r++) join_part(s, partial_of(s, row + r, kv_head, 0), span_parts + r * size);
+      for (int64_t r = 0; r < rows; r++) join_span(s, partial_of(s, row + r, kv_head, 0), span_parts + r * size);
     }
 }
 
@@ -148,7 +180,7 @@ static void NAME(join)(void *context, int64_t row) {
       all = s->span_parts + row * heads * (16 + s->width);
       clear_part(s, all);
       for (int64_t span = first_seen(c, row) / SPAN; span <= position / SPAN; span++)
-        join_part(s, all, partial_of(s, row, kv_head, span));
+        join_span(s, all, partial_of(s, row, kv_head, span));
     }
     for (int64_t h = 0; h < heads; h++)
       for (int64_t i = 0; i < c->head_dim; i++)

@@ -29,6 +29,9 @@ typedef struct {
   uint8_t lines[16];
 } unit_shape;
 
+/* Compilers' intrinsics do not say all that they read and write (GCC 12): what comes before and after them in memory stays there. */
+INLINE void unit_fence(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
 /* rows: up to 32; the left operand's lines have row_bytes, the right operand has `depth` lines. */
 INLINE void shape_unit(int64_t rows, int64_t row_bytes, int64_t depth) {
   int64_t top = rows < 16 ? rows : 16, bottom = rows - top;
@@ -38,16 +41,14 @@ INLINE void shape_unit(int64_t rows, int64_t row_bytes, int64_t depth) {
     s.lines[i] = (uint8_t)lines[i];
     s.line_bytes[i] = (uint16_t)(!lines[i] ? 0 : i == 4 || i == 5 ? row_bytes : 64);
   }
+  unit_fence(&s);
   _tile_loadconfig(&s);
 }
 
-/* Compilers' intrinsics do not say that they read and write memory (GCC 12); what comes before and after stays there. */
-INLINE void unit_fence(void) { __asm__ volatile("" ::: "memory"); }
-
-/* Sums of up to 32 rows by 32 columns: from zero, or from what `sums` holds. */
-INLINE void unit_begin(const void *sums, int64_t rows) {
+/* Sums of up to 32 rows by 32 columns: from zero, or from what `sums` holds; rows lie `stride` sums apart. */
+INLINE void unit_begin(const void *sums, int64_t rows, int64_t stride) {
   const int32_t *from = sums;
-  unit_fence();
+  unit_fence(sums);
   if (!sums) {
     _tile_zero(0);
     _tile_zero(1);
@@ -56,27 +57,37 @@ INLINE void unit_begin(const void *sums, int64_t rows) {
     _tile_zero(3);
     return;
   }
-  _tile_loadd(0, from, 4 * TILE);
-  _tile_loadd(1, from + 16, 4 * TILE);
+  _tile_loadd(0, from, 4 * stride);
+  _tile_loadd(1, from + 16, 4 * stride);
   if (rows <= 16) return;
-  _tile_loadd(2, from + 16 * TILE, 4 * TILE);
-  _tile_loadd(3, from + 16 * TILE + 16, 4 * TILE);
+  _tile_loadd(2, from + 16 * stride, 4 * stride);
+  _tile_loadd(3, from + 16 * stride + 16, 4 * stride);
 }
 
-INLINE void unit_end(void *sums, int64_t rows) {
+INLINE void unit_end(void *sums, int64_t rows, int64_t stride) {
   int32_t *to = sums;
-  _tile_stored(0, to, 4 * TILE);
-  _tile_stored(1, to + 16, 4 * TILE);
+  _tile_stored(0, to, 4 * stride);
+  _tile_stored(1, to + 16, 4 * stride);
   if (rows > 16) {
-    _tile_stored(2, to + 16 * TILE, 4 * TILE);
-    _tile_stored(3, to + 16 * TILE + 16, 4 * TILE);
+    _tile_stored(2, to + 16 * stride, 4 * stride);
+    _tile_stored(3, to + 16 * stride + 16, 4 * stride);
   }
-  unit_fence();
+  unit_fence(sums);
+}
+
+/* The first sixteen columns alone. */
+INLINE void unit_end_half(void *sums, int64_t rows, int64_t stride) {
+  int32_t *to = sums;
+  _tile_stored(0, to, 4 * stride);
+  if (rows > 16) _tile_stored(2, to + 16 * stride, 4 * stride);
+  unit_fence(sums);
 }
 
 /* Adds products of bfloat16, 32 inner places a step: even and odd places apart, then both, to a sum. x: rows row_bytes apart;
  * w: lines of 32 columns. */
 INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t steps, int64_t rows, const int is_stream) {
+  unit_fence(w);
+  unit_fence(x);
   for (int64_t k = 0; k < steps; k++, w += 64 * TILE, x += 64) {
     if (is_stream)
       for (int line = 0; line < 32; line++) __builtin_prefetch(w + 64 * line + UNIT_AHEAD);
@@ -91,6 +102,20 @@ INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int
       _tile_dpbf16ps(3, 5, 7);
     }
   }
+}
+
+/* Sixteen pairs of two lines of bfloat16: the first `count` places, the others zero; a line may be none. */
+INLINE vi vi_joined(const uint16_t *even, const uint16_t *odd, int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
+  vi low = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even)) : vi_set1(0);
+  if (!odd) return low;
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)), 16));
+}
+
+/* Whether one of 32 bfloat16 is infinite or NaN. */
+INLINE int has_infinite_bf16(vi pairs) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(pairs, exponent), exponent) != 0;
 }
 
 /* A group of stored weights as signed bytes, in lines of 32 columns. */
@@ -110,6 +135,8 @@ INLINE void unit_weights(const uint8_t *from, uint8_t *to, const int is_byte, co
 
 /* Products of bytes of one group of 32 inputs. */
 INLINE void unit_bytes(const uint8_t *w, const int8_t *x, int64_t row_bytes, int64_t rows) {
+  unit_fence(w);
+  unit_fence(x);
   _tile_loadd(6, w, 128);
   _tile_loadd(4, x, row_bytes);
   _tile_loadd(7, w + 64, 128);
