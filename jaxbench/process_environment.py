@@ -8,6 +8,7 @@ weights occupy tens of thousands of small pages, docs/xla_cpu.md rule 8), and wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import glob
 import hashlib
@@ -224,6 +225,12 @@ def cpuinfo(*starts: str) -> str:
     except OSError:
         return ""
     return next((line for line in lines if line.startswith(starts)), "")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The processor's features by their Linux names; empty on other systems."""
+    return frozenset(cpuinfo("flags", "Features").partition(":")[2].split())
 
 
 def usable_cores() -> int:

@@ -234,8 +234,13 @@ def test_torch_needs_no_key_positions_where_nothing_is_padded(implementation, wi
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(("length", "is_dense"), [(torch_attention.NARROW_DENSE, True), (160, False)])
-def test_torch_attends_to_long_narrow_prompts_without_its_kernel_on_a_cpu(length, is_dense):
+@pytest.mark.parametrize(
+    ("length", "flags", "is_dense"), [(192, (), True), (160, (), False), (192, ("amx_bf16",), False)]
+)
+def test_torch_attends_to_long_narrow_prompts_without_its_kernel_on_a_cpu_without_amx(
+    length, flags, is_dense, monkeypatch
+):
+    monkeypatch.setattr(torch_attention.process_environment, "cpu_flags", lambda: frozenset(flags))
     random = torch.Generator().manual_seed(0)
     sizes = ((1, length, 4, 8), (1, 2, 8, length), (1, 2, length, 8))
     arrays = [torch.randn(size, generator=random).to(torch.bfloat16) for size in sizes]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import importlib.util
 import os
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxbench import process_environment
+from jaxbench.process_environment import cpu_flags
 
 SOURCES = Path(__file__).parent / "src"
 HEADER = "xla/ffi/api/c_api.h"
@@ -61,12 +61,6 @@ def instruction_sets() -> list[str]:
             raise ValueError(f"JAXBENCH_INSTRUCTIONS={named!r} is not one of {', '.join(INSTRUCTION_SETS)}")
         return [named]
     return [name for name, needed in NEEDED_FLAGS.items() if set(needed) <= cpu_flags()] + ["portable"]
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """The processor's features by their Linux names; empty on other systems."""
-    return frozenset(process_environment.cpuinfo("flags", "Features").partition(":")[2].split())
 
 
 def library_path(instructions: str | None = None) -> Path:

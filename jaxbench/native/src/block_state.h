@@ -75,7 +75,7 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->spans = s->is_split ? num_spans(c) : 1;
   s->rows_together = ROWS_TOGETHER;
 #ifdef VECTOR_HAS_UNIT
-  if (attends_by_unit(s) && c->rows >= 4 * UNIT_ROWS) s->rows_together = UNIT_ROWS; /* a span is packed once for all of them */
+  if (attends_by_unit(s) && c->rows * c->num_kv_heads >= 32 * UNIT_ROWS) s->rows_together = UNIT_ROWS; /* a span is packed once for all of them */
 #endif
   int64_t d = up_to(c->d_model, GROUP), q = up_to(s->query_width, TILE), kv = up_to(s->kv_width, TILE), ff = up_to(c->d_ff, TILE);
   int64_t group = group_bytes(c->planes), heads = c->num_heads / c->num_kv_heads;

@@ -115,7 +115,8 @@ static void NAME(unit_span)(const block_state *s, int64_t kv_head, int64_t span,
 static void NAME(unit_attend)(const block_state *s, int64_t row, int64_t kv_head, int64_t span, float *to) {
   const int64_t heads = s->call->num_heads / s->call->num_kv_heads;
   const unit_view view = view_of(s->call, row, span);
-  unit_room room = {.shaped = 0};
+  unit_room room;
+  room.shaped = 0;
   NAME(unit_span)(s, kv_head, span, &view, 1, (unit_parts){to, to + heads, to + 16 * heads}, &room);
   _tile_release();
 }

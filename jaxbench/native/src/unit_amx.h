@@ -11,11 +11,13 @@
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#ifndef REQUEST_PERMISSION
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#endif
 #define TILE_DATA 18              /* XFEATURE_XTILEDATA */
 #endif
 
-static int has_unit; /* the kernel lets this process use it; otherwise vectors do all */
+static int has_unit; /* Linux lets this process use it; otherwise vectors do all */
 
 __attribute__((constructor)) static void request_unit(void) {
 #ifdef __linux__
