@@ -195,7 +195,12 @@ static void check_blocks(void) {
   block_call *c = &p.call, ran = own_copy(c);
   if (check_block(c)) return fail(check_block(c), 0);
   run_block(&ran, 1);
-  if (c->planes == 3 || !all_bf16(&p)) add_to_hash(ran.out, c->rows * c->d_model * 4);
+  int is_narrow = c->planes == 1 && all_bf16(&p);
+  add_to_hash(ran.out, c->rows * c->d_model * 4, is_narrow);
+  if (is_narrow && c->cache.kind == CACHE_BF16) {
+    narrow_blocks++;
+    long_narrow_blocks += c->rows * c->num_kv_heads >= 512;
+  }
   for (int64_t row = 0; row < c->rows; row++)
     if (c->rows < 10 || below(c->rows) < 6) check_row(&p, &ran, row);
   for (int64_t threads = 2; threads <= 5; threads++) {

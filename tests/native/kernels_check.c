@@ -18,14 +18,16 @@ static const char *formats[] = {"float32", "bfloat16", "int8", "q8_0", "q4_0", "
 static int64_t failures, current_case;
 static char description[400];
 static double worst_linear, worst_block;
-static uint64_t hash = 14695981039346656037u;
+static uint64_t hash = 14695981039346656037u, narrow_hash = 14695981039346656037u; /* the other: of products of bfloat16, which round as they like */
+static int64_t narrow_blocks, long_narrow_blocks; /* attention in bfloat16; with rows enough to share what is packed of a span */
 
 static void fail(const char *what, double value) {
   if (failures++ < 20) printf("case %lld: %s (%g): %s\n", (long long)current_case, what, value, description);
 }
 
-static void add_to_hash(const void *bytes, int64_t count) {
-  for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
+static void add_to_hash(const void *bytes, int64_t count, int is_narrow) {
+  uint64_t *to = is_narrow ? &narrow_hash : &hash;
+  for (int64_t i = 0; i < count; i++) *to = (*to ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
 }
 
 static void run_linear(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, int64_t threads, float *out) {
@@ -77,7 +79,7 @@ static void check_linear(void) {
   for (int64_t i = 0; i < rows * inputs; i++) /* groups of other sizes, and zeros */
     x[i] *= i / 32 % 7 == 3 ? 1e4f : i / 32 % 7 == 5 ? 1e-5f : i / 32 % 11 == 6 ? 0.0f : 1.0f;
   run_linear(&w.m, x, rows, bias, planes, 1, out);
-  if (planes == 3 || format != FORMAT_BF16) add_to_hash(out, rows * outputs * 4); /* a dot product of bfloat16 rounds as it likes */
+  add_to_hash(out, rows * outputs * 4, planes == 1 && format == FORMAT_BF16);
   for (int64_t r = 0; r < rows; r++) {
     for (int64_t i = 0; i < inputs; i++) exact[i] = x[r * inputs + i];
     if (planes == 1) narrowed(exact, inputs, format);
@@ -168,7 +170,7 @@ static void check_norm(void) {
   team *t = team_begin(2, 0, own_pool_schedule, (void *)2);
   INSTRUCTION_SET.norm(x, rows, size, n, 1e-5f, out, t);
   team_end(t);
-  add_to_hash(out, rows * size * 4);
+  add_to_hash(out, rows * size * 4, 0);
   for (int64_t i = 0; i < rows * size; i++) {
     if (i % size == 0) {
       for (int64_t j = 0; j < size; j++) exact[j] = x[i + j];
@@ -224,21 +226,22 @@ static void spoil_hidden_slots(block_call *c, int is_prompt) {
 }
 
 /* Rows of their own at any position, or neighbours of one text, which see what the call itself writes. */
-static int make_pages(block_call *c, int is_prompt) {
+static int make_pages(block_call *c, int is_prompt, int is_narrow) {
   kv_cache *k = &c->cache;
   static const int64_t sizes[3] = {64, 64, 128};
   k->page_size = sizes[below(3)];
-  k->max_pages = between(1, c->rows > 20 ? 2 : 5);
-  k->num_pages = c->rows * k->max_pages + below(3);
-  k->kind = (int32_t)below(3);
-  int32_t *pages = fresh(k->num_pages * 4), *positions = fresh(c->rows * 4);
+  k->max_pages = c->rows > 150 ? between(2, 3) : between(1, c->rows > 20 ? 2 : 5);
+  int64_t room = k->page_size * k->max_pages, start = below(room);
+  is_prompt = is_prompt && c->rows <= room;
+  k->num_pages = (is_prompt ? 1 : c->rows) * k->max_pages + below(3);
+  k->kind = is_narrow ? CACHE_BF16 : (int32_t)below(3);
+  int64_t lines = c->rows * k->max_pages;
+  int32_t *pages = fresh((lines > k->num_pages ? lines : k->num_pages) * 4), *positions = fresh(c->rows * 4);
   for (int64_t i = 0; i < k->num_pages; i++) { /* a shuffle: no row's pages lie in order */
     int64_t other = below(i + 1);
     pages[i] = pages[other];
     pages[other] = (int32_t)i;
   }
-  int64_t room = k->page_size * k->max_pages, start = below(room);
-  is_prompt = is_prompt && c->rows <= room;
   if (start > room - c->rows) start = room - c->rows;
   for (int64_t r = 0; r < c->rows; r++) {
     positions[r] = is_prompt ? (int32_t)(start + r) : chance(12) ? -1 : (int32_t)below(room);
@@ -255,17 +258,19 @@ static int make_pages(block_call *c, int is_prompt) {
 
 static problem make_problem(void) {
   static const int64_t head_dims[] = {2, 8, 16, 20, 32, 48, 64, 80, 96, 128, 160, 256}, batches[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 130};
+  static const int64_t narrow_batches[] = {1, 2, 8, 15, 16, 17, 33, 180};
   problem p = {0};
   block_call *c = &p.call;
-  c->rows = chance(60) ? between(1, 9) : batches[below(12)];
+  int is_narrow = chance(25); /* bfloat16 all through: attention too may be a matrix unit's */
+  c->rows = is_narrow ? narrow_batches[below(8)] : chance(60) ? between(1, 9) : batches[below(12)];
   c->d_model = chance(30) ? 32 * between(1, 5) : between(8, 130);
   c->d_ff = chance(30) ? 32 * between(1, 6) : between(1, 170);
   c->head_dim = head_dims[below(c->rows > 20 ? 7 : c->rows > 9 ? 10 : 12)];
-  c->num_kv_heads = between(1, 3);
-  c->num_heads = c->num_kv_heads * between(1, c->rows > 20 ? 4 : c->rows > 9 ? 7 : 11);
+  c->num_kv_heads = c->rows > 150 ? 3 : between(1, 3);
+  c->num_heads = c->num_kv_heads * between(1, c->rows > 20 ? 4 : c->rows > 9 ? 7 : is_narrow && c->head_dim < 48 ? 40 : 11);
   c->window = chance(40) ? between(1, 200) : 0;
   c->activation = (int32_t)below(3);
-  c->planes = chance(60) ? 3 : 1;
+  c->planes = !is_narrow && chance(70) ? 3 : 1;
   c->norm_eps = chance(50) ? 1e-5f : 1e-6f;
   c->query_scale = (float)(between(8, 16) / 10.0 / sqrt((double)c->head_dim));
   c->softcap = chance(30) ? (float)between(2, 50) : 0.0f;
@@ -287,14 +292,14 @@ static problem make_problem(void) {
   int64_t inputs[7] = {d, d, d, query, d, d, ff}, outputs[7] = {query, kv, kv, d, ff, ff, d};
   matrix *matrices = &c->q_proj;
   const float **biases = &c->q_bias;
-  int32_t format = c->planes == 1 && chance(40) ? FORMAT_BF16 : (int32_t)below(NUM_FORMATS); /* whose activations are bfloat16 too */
-  int percent_others = chance(50) ? 0 : 20;
+  int32_t format = is_narrow ? FORMAT_BF16 : (int32_t)below(NUM_FORMATS);
+  int percent_others = is_narrow ? 0 : 20;
   for (int i = 0; i < 7; i++) {
     p.w[i] = make_weights(chance(percent_others) ? (int32_t)below(NUM_FORMATS) : format, inputs[i], outputs[i]);
     if (i != 4 || c->activation != ACTIVATION_GELU) matrices[i] = p.w[i].m;
     if (has_bias || chance(10)) biases[i] = numbers(outputs[i], 0, 0.3f);
   }
-  p.is_prompt = make_pages(c, chance(30));
+  p.is_prompt = make_pages(c, chance(c->rows > 150 ? 80 : is_narrow ? 60 : 30), is_narrow);
   snprintf(description, sizeof description,
            "block %s rows %d d_model %d d_ff %d heads %d/%d of %d window %d activation %d planes %d softcap %g rotary %d "
            "bias %d post %d head norms %d cache %d pages %d x %d prompt %d",
@@ -322,7 +327,9 @@ int main(int count, char **arguments) {
     check_product();
   }
   if (count < 4) check_teams();
-  printf("%s: %lld cases from seed %lld, %lld wrong; worst errors: linear %.2e, block %.2e; hash %016llx\n", INSTRUCTION_SET.name,
-         (long long)cases, (long long)seed, (long long)failures, worst_linear, worst_block, (unsigned long long)hash);
+  printf("%s: %lld cases from seed %lld, %lld wrong; worst errors: linear %.2e, block %.2e; "
+         "blocks of bfloat16: %lld, with many rows: %lld, hash %016llx; hash %016llx\n", INSTRUCTION_SET.name, (long long)cases, (long long)seed,
+         (long long)failures, worst_linear, worst_block, (long long)narrow_blocks, (long long)long_narrow_blocks, (unsigned long long)narrow_hash,
+         (unsigned long long)hash);
   return failures > 0;
 }

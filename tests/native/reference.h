@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <sys/mman.h>
 
 #include "native.h"
 
@@ -18,20 +19,30 @@ static int64_t between(int64_t least, int64_t most) { return least + below(most 
 static int chance(int percent) { return below(100) < percent; }
 static float number(void) { return (float)(between(-65536, 65536) + between(-65536, 65536)) / 65536.0f; } /* in [-2, 2] */
 
-/* Memory until release(): each piece of its own, so that a sanitizer sees what lies outside it. */
-static struct piece { struct piece *before; void *memory; } *pieces;
+/* Memory until release(): each piece of its own, so that a sanitizer sees what lies outside it. Large ones end where nothing may be
+ * read: a matrix unit's loads are assembly, which no sanitizer sees. */
+#define PAGE 4096
+static struct piece { struct piece *before; void *memory; size_t pages; } *pieces;
+static void *guarded(size_t bytes, size_t pages) { /* bytes: a multiple of 16 */
+  char *memory = mmap(NULL, (pages + 1) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED || mprotect(memory + pages * PAGE, PAGE, PROT_NONE)) abort();
+  return memory + pages * PAGE - bytes;
+}
 static void *fresh(int64_t bytes) {
   struct piece *piece = malloc(sizeof *piece);
-  void *memory = malloc(bytes ? (size_t)bytes : 1);
+  size_t size = ((size_t)bytes + 15) / 16 * 16, pages = bytes > 512 ? (size + PAGE - 1) / PAGE : 0;
+  void *memory = pages ? guarded(size, pages) : malloc(bytes ? (size_t)bytes : 1);
   if (!piece || !memory) abort();
-  *piece = (struct piece){pieces, memory};
+  *piece = (struct piece){pieces, memory, pages};
   pieces = piece;
   return memory;
 }
 static void release(void) {
   for (struct piece *piece = pieces, *before; piece; piece = before) {
     before = piece->before;
-    free(piece->memory), free(piece);
+    if (piece->pages) munmap((void *)((uintptr_t)piece->memory / PAGE * PAGE), (piece->pages + 1) * PAGE);
+    else free(piece->memory);
+    free(piece);
   }
   pieces = NULL;
 }

@@ -7,11 +7,12 @@ typedef struct {
   team *team;
   int64_t query_width, kv_width, width, spans, rows_together, tiles_a_chunk;
   int is_bf16;
+  int is_by_unit;       /* attention goes through the matrix unit */
   int is_split;         /* attention by spans: rows alone are too few for all threads */
   float *residual;      /* [rows, d_model]: x, then x + attention */
   float *normal;        /* [rows, d_model up to groups], input of projections */
   float *query, *key, *value; /* [rows, heads up to tiles] */
-  float *rotated;       /* [rows, num_heads, width]: queries as attention reads them */
+  float *rotated;       /* [rows, num_heads, width]: queries as attention reads them; the unit's: narrow_query */
   float *partial;       /* [rows, kv_heads, spans, G (16 + width)]; one span where attention is not split */
   float *span_parts;    /* room for one span of one key-value head and a chunk's rows */
   float *mixed;         /* [rows, query_width up to groups] */
@@ -41,29 +42,6 @@ INLINE int takes_bf16(const block_call *c) {
   return is_all;
 }
 
-#ifdef VECTOR_HAS_UNIT
-#define UNIT_WIDTH 256 /* of a head that the matrix unit attends with, at most */
-INLINE int attends_by_unit(const block_state *s) {
-  return has_unit && s->is_bf16 && s->call->cache.kind == CACHE_BF16 && s->width <= UNIT_WIDTH;
-}
-
-/* Then `rotated` holds queries in bfloat16, those of all rows of a key-value head one after another. */
-INLINE uint16_t *narrow_query(const block_state *s, int64_t row, int64_t kv_head) {
-  const int64_t heads = s->call->num_heads / s->call->num_kv_heads;
-  return (uint16_t *)s->rotated + (kv_head * s->call->rows + row) * heads * up_to(s->width, 32);
-}
-
-INLINE void write_narrow_query(const block_state *s, int64_t row, int64_t h, const float *x) {
-  const int64_t heads = s->call->num_heads / s->call->num_kv_heads, padded = up_to(s->width, 32);
-  uint16_t *to = narrow_query(s, row, h / heads) + h % heads * padded;
-  for (int64_t at = 0; at < padded; at += 32) {
-    float some[32];
-    for (int64_t i = 0; i < 32; i++) some[i] = at + i < s->call->head_dim ? x[at + i] * s->call->query_scale : 0.0f;
-    store_bf16(to + at, vf_load(some), vf_load(some + 16));
-  }
-}
-#endif
-
 static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   int64_t at = 0, rows = c->rows, f = sizeof(float);
   s->call = c;
@@ -73,9 +51,11 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->is_bf16 = takes_bf16(c);
   s->is_split = c->rows < FEW_ROWS;
   s->spans = s->is_split ? num_spans(c) : 1;
+  s->is_by_unit = 0;
   s->rows_together = ROWS_TOGETHER;
 #ifdef VECTOR_HAS_UNIT
-  if (attends_by_unit(s) && c->rows * c->num_kv_heads >= 32 * UNIT_ROWS) s->rows_together = UNIT_ROWS; /* a span is packed once for all of them */
+  s->is_by_unit = has_unit && s->is_bf16 && c->cache.kind == CACHE_BF16 && s->width <= UNIT_WIDTH;
+  if (s->is_by_unit && c->rows * c->num_kv_heads >= 16 * UNIT_ROWS) s->rows_together = UNIT_ROWS; /* a span is packed once for them */
 #endif
   int64_t d = up_to(c->d_model, GROUP), q = up_to(s->query_width, TILE), kv = up_to(s->kv_width, TILE), ff = up_to(c->d_ff, TILE);
   int64_t group = group_bytes(c->planes), heads = c->num_heads / c->num_kv_heads;

@@ -12,6 +12,7 @@
 #define TILE 32   /* outputs of a tile */
 #define MAX_ROWS 4096 /* of a block */
 #define GROUP 32  /* inputs that share one scale of the activations, and of grouped weights */
+#define AHEAD 4096 /* bytes that the stream of weights is asked for in advance; without it int4 reads at half the rate */
 
 /* Formats of packed weights; jaxbench/native/formats.py has the same numbers and says how a tile is laid out. */
 enum { FORMAT_F32, FORMAT_BF16, FORMAT_INT8, FORMAT_Q8_0, FORMAT_Q4_0, FORMAT_Q4_1, NUM_FORMATS };
@@ -32,7 +33,7 @@ typedef struct {
   int8_t q[][GROUP];
 } group;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t group_bytes(int planes) { return planes == 1 ? 64 : 128; }
 INLINE int64_t num_groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 INLINE int64_t num_tiles(int64_t outputs) { return (outputs + TILE - 1) / TILE; }

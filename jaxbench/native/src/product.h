@@ -9,7 +9,7 @@
 #define PANEL_STEP ((PRODUCT_ROWS + 15) / 16 * 16) /* where the next pair of a panel's rows lies */
 #define PIECE_COLUMNS 288           /* of a piece, at most; the unit's: twice as many */
 #define PIECE_ROWS 576
-#define PANELS 8                    /* of PRODUCT_ROWS rows, packed at once */
+#define PANELS 8                    /* of panel_rows rows, packed at once */
 
 typedef struct product_state product_state;
 typedef void (*piece_function)(const product_state *, int64_t row, int64_t rows, int64_t column, int64_t columns, char *scratch);
@@ -129,7 +129,7 @@ static void pack_columns(const narrow_matrix *m, int64_t first, int64_t inner, i
     return;
   }
   for (int64_t tile = 0; tile < tiles; tile++)
-    turn_lines(m->data + (column + tile * TILE) * m->rows + first, m->rows, least(columns - tile * TILE, TILE), inner, pairs + tile * TILE * SPAN_PAIRS);
+    turn_lines(m->data + (column + tile * TILE) * m->rows + first, m->rows, min_of(columns - tile * TILE, TILE), inner, pairs + tile * TILE * SPAN_PAIRS);
 }
 
 /* A span of rows in panels. */
@@ -139,7 +139,7 @@ static void pack_rows(const narrow_matrix *m, int64_t first, int64_t inner, int6
     return;
   }
   for (int64_t panel = 0; panel < panels; panel++, row += PRODUCT_ROWS, rows -= PRODUCT_ROWS)
-    keep_lines(m->data + row * m->columns + first, m->columns, least(rows, PRODUCT_ROWS), inner, pairs + panel * PANEL_STEP * ROW_PAIRS);
+    keep_lines(m->data + row * m->columns + first, m->columns, min_of(rows, PRODUCT_ROWS), inner, pairs + panel * PANEL_STEP * ROW_PAIRS);
 }
 
 /* Rows [row, row + rows) by columns [column, column + columns) of the result. */
@@ -148,11 +148,11 @@ static void NAME(product_piece)(const product_state *s, int64_t row, int64_t row
   uint32_t *b = (uint32_t *)scratch, *a = b + tiles * TILE * SPAN_PAIRS;
   float *kept = (float *)(a + PANELS * PANEL_STEP * ROW_PAIRS), own[PRODUCT_ROWS * TILE];
   for (int64_t first = 0; first < s->inner; first += 2 * SPAN_PAIRS) {
-    int64_t inner = least(s->inner - first, 2 * SPAN_PAIRS), pairs = (inner + 1) / 2;
+    int64_t inner = min_of(s->inner - first, 2 * SPAN_PAIRS), pairs = (inner + 1) / 2;
     int is_last = first + inner == s->inner;
     pack_columns(s->b, first, inner, column, columns, b);
     for (int64_t panel = 0; panel < panels; panel += PANELS) {
-      int64_t end = least(panel + PANELS, panels);
+      int64_t end = min_of(panel + PANELS, panels);
       pack_rows(s->a, first, inner, row + panel * PRODUCT_ROWS, rows - panel * PRODUCT_ROWS, end - panel, a);
       for (int64_t tile = 0; tile < tiles; tile++)
         for (int64_t p = panel; p < end; p++) {
@@ -160,7 +160,7 @@ static void NAME(product_piece)(const product_state *s, int64_t row, int64_t row
           const uint32_t *lines = a + (p - panel) * PANEL_STEP * ROW_PAIRS, *tile_pairs = b + tile * TILE * SPAN_PAIRS;
           (s->a->is_transposed ? NAME(sums_of_panel) : NAME(sums_of_lines))(lines, tile_pairs, pairs, sums, first == 0);
           if (is_last)
-            emit(s, sums, row + p * PRODUCT_ROWS, column + tile * TILE, least(rows - p * PRODUCT_ROWS, PRODUCT_ROWS), least(columns - tile * TILE, TILE));
+            emit(s, sums, row + p * PRODUCT_ROWS, column + tile * TILE, min_of(rows - p * PRODUCT_ROWS, PRODUCT_ROWS), min_of(columns - tile * TILE, TILE));
         }
     }
   }
@@ -175,14 +175,14 @@ static void NAME(product_worker)(void *context, int64_t worker) {
   int64_t across = (s->columns + s->piece_columns - 1) / s->piece_columns, down = (s->rows + s->piece_rows - 1) / s->piece_rows;
   for (int64_t piece; (piece = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed)) < across * down;) {
     int64_t row = piece % down * s->piece_rows, column = piece / down * s->piece_columns;
-    s->piece(s, row, least(s->rows - row, s->piece_rows), column, least(s->columns - column, s->piece_columns),
+    s->piece(s, row, min_of(s->rows - row, s->piece_rows), column, min_of(s->columns - column, s->piece_columns),
              s->scratch + worker * s->worker_bytes);
   }
 }
 
 /* Pieces: as large as is packed well, and at least two for each thread. */
-static void cut(product_state *s, int64_t threads) {
-  int64_t down = (s->rows + PIECE_ROWS - 1) / PIECE_ROWS, across = (s->columns + s->piece_columns - 1) / s->piece_columns;
+static void cut(product_state *s, int64_t threads, int64_t most_columns) {
+  int64_t down = (s->rows + PIECE_ROWS - 1) / PIECE_ROWS, across = (s->columns + most_columns - 1) / most_columns;
   while (threads > 1 && down * across < 2 * threads && (s->rows / down > 4 * s->panel_rows || s->columns / across > 2 * TILE)) {
     if (s->rows / down >= s->columns / across) down++;
     else across++;
@@ -195,11 +195,12 @@ static void cut(product_state *s, int64_t threads) {
 
 static product_state NAME(product_state)(const narrow_matrix *a, const narrow_matrix *b, int64_t threads) {
   product_state s = {.a = a, .b = b, .rows = a->rows, .inner = a->columns, .columns = b->columns,
-                     .panel_rows = PRODUCT_ROWS, .piece_columns = PIECE_COLUMNS, .piece = NAME(product_piece)};
+                     .panel_rows = PRODUCT_ROWS, .piece = NAME(product_piece)};
+  int64_t most_columns = PIECE_COLUMNS;
 #ifdef VECTOR_HAS_UNIT
-  if (has_unit) s.panel_rows = UNIT_ROWS, s.piece_columns = 2 * PIECE_COLUMNS, s.piece = NAME(unit_piece);
+  if (has_unit) s.panel_rows = UNIT_ROWS, most_columns = 2 * PIECE_COLUMNS, s.piece = NAME(unit_piece);
 #endif
-  cut(&s, threads);
+  cut(&s, threads, most_columns);
   return s;
 }
 

@@ -7,7 +7,6 @@
 #ifndef PRODUCT_ROWS
 #define PRODUCT_ROWS 4 /* rows of a product in bfloat16 whose sums stay in registers; the vectors' file may say more */
 #endif
-#define AHEAD 4096 /* bytes that the stream of weights is asked for in advance; without it int4 reads at half the rate */
 
 INLINE void ask_ahead(const uint8_t *p, int is_stream) {
   if (is_stream) __builtin_prefetch(p + AHEAD);
@@ -257,7 +256,7 @@ static void product_tile(const matrix *m, const operand *x, int64_t tile, int64_
   const int many = is_bf16 ? PRODUCT_ROWS : !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
 #ifdef VECTOR_HAS_UNIT
   if (unit_takes(m, x, rows)) {
-    NAME(unit_tile)(m, w, x->groups + first * row_bytes, x, rows, out);
+    NAME(unit_tile)(m, w, x, first, rows, out);
     return;
   }
 #endif

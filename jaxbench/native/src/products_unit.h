@@ -12,16 +12,16 @@ INLINE int unit_takes(const matrix *m, const operand *x, int64_t rows) {
 
 typedef void (*unit_function)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out);
 
-/* Up to 32 rows: only the first weights of a stream are asked for in advance. */
+/* Up to 32 rows; the first ones of a call ask for weights in advance. */
 static void NAME(unit_bf16_rows)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) {
   unit_begin(NULL, rows, TILE);
   unit_bf16(w, x, row_bytes, groups, rows, 0);
-  unit_end(out, rows, TILE);
+  unit_end(out, rows, TILE, TILE);
 }
 static void NAME(unit_bf16_stream)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, int64_t rows, float *out) {
   unit_begin(NULL, rows, TILE);
   unit_bf16(w, x, row_bytes, groups, rows, 1);
-  unit_end(out, rows, TILE);
+  unit_end(out, rows, TILE, TILE);
 }
 
 /* Up to 32 rows of integers, a group of inputs at a time. With one plane the unit multiplies the next group while
@@ -40,15 +40,15 @@ INLINE void unit_quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_
       for (int p = 0; p < planes; p++) {
         unit_begin(NULL, rows, TILE);
         unit_bytes(bytes, ((const group *)(x + next * group_bytes(planes)))->q[p], row_bytes, rows);
-        unit_end(sums[next % 2][p], rows, TILE);
+        unit_end(sums[next % 2][p], rows, TILE, TILE);
       }
     }
     if (g < 0) continue;
     const uint16_t *scales = (const uint16_t *)(w + g * quantized_group_bytes(format));
-    vf scale[2], least[2];
+    vf scale[2], minimum[2];
     for (int v = 0; v < 2; v++) {
       scale[v] = num_scales ? vf_load_f16(scales + 16 * v) : vf_set1(1.0f);
-      least[v] = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
+      minimum[v] = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
     }
     for (int64_t r = 0; r < rows; r++) {
       const group *gx = (const group *)(x + g * group_bytes(planes) + r * row_bytes);
@@ -57,7 +57,7 @@ INLINE void unit_quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_
         for (int p = 0; p < planes; p++) acc[p] = vi_load(sums[g % 2][p] + r * TILE + 16 * v);
         vf by = num_scales ? vf_mul(scale[v], vf_set1(gx->scale)) : vf_set1(gx->scale);
         vf sum = vf_fma(joined(acc, planes), by, vf_load(out + r * TILE + 16 * v));
-        if (num_scales == 2) sum = vf_fma(least[v], vf_set1(gx->sum), sum);
+        if (num_scales == 2) sum = vf_fma(minimum[v], vf_set1(gx->sum), sum);
         vf_store(out + r * TILE + 16 * v, sum);
       }
     }
@@ -85,19 +85,21 @@ static unit_function NAME(unit_functions)[NUM_FORMATS][2] = { /* by planes: one,
     [FORMAT_Q4_1] = {NAME(unit_q4_1_1), NAME(unit_q4_1_3)},
 };
 
-/* Rows at `lines` by a tile at `w`: out [rows, 32]. */
-static void NAME(unit_tile)(const matrix *m, const uint8_t *w, const uint8_t *lines, const operand *x, int64_t rows, float *out) {
+/* Rows `first` to `first + rows` by a tile at `w`: out [rows, 32]. */
+static void NAME(unit_tile)(const matrix *m, const uint8_t *w, const operand *x, int64_t first, int64_t rows, float *out) {
   const int is_bf16 = m->format == FORMAT_BF16, is_int8 = m->format == FORMAT_INT8;
   const int64_t row_bytes = x->num_groups * group_bytes(x->planes), channel_bytes = is_int8 ? 4 * TILE : 0;
+  const uint8_t *lines = x->groups + first * row_bytes;
   unit_function run = is_bf16 ? NAME(unit_bf16_stream) : NAME(unit_functions)[m->format][x->planes == 3];
-  int64_t shaped = 0;
-  for (int64_t first = 0, some; first < rows; first += some) {
-    some = rows - first < UNIT_ROWS ? rows - first : UNIT_ROWS;
-    if (some != shaped) shape_unit(shaped = some, is_bf16 ? 64 : GROUP, is_bf16 ? 16 : GROUP / 4);
-    run(w + channel_bytes, lines + first * row_bytes, row_bytes, x->num_groups, some, out + first * TILE);
+  int64_t configured = 0;
+  for (int64_t done = 0; done < rows; done += UNIT_ROWS) {
+    const int64_t some = min_of(rows - done, UNIT_ROWS);
+    configure_unit(&configured, some, is_bf16 ? 64 : GROUP, is_bf16 ? 16 : GROUP / 4);
+    run(w + channel_bytes, lines + done * row_bytes, row_bytes, x->num_groups, some, out + done * TILE);
     if (is_bf16) run = NAME(unit_bf16_rows);
   }
   _tile_release();
-  for (int64_t r = 0; r < rows && is_int8; r++)
+  if (!is_int8) return;
+  for (int64_t r = 0; r < rows; r++)
     for (int v = 0; v < 2; v++) vf_store(out + r * TILE + 16 * v, vf_mul(vf_load(out + r * TILE + 16 * v), vf_load((const float *)w + 16 * v)));
 }

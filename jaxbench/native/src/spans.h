@@ -24,6 +24,24 @@ INLINE void write_rows(block_state *s, int64_t kv_head, int64_t first) {
   }
 }
 
+#ifdef VECTOR_HAS_UNIT
+/* Queries in bfloat16, those of all rows of a key-value head one after another. */
+INLINE uint16_t *narrow_query(const block_state *s, int64_t row, int64_t kv_head) {
+  const int64_t heads = s->call->num_heads / s->call->num_kv_heads;
+  return (uint16_t *)s->rotated + (kv_head * s->call->rows + row) * heads * up_to(s->width, 32);
+}
+
+INLINE void write_narrow_query(const block_state *s, int64_t row, int64_t h, const float *x) {
+  const int64_t heads = s->call->num_heads / s->call->num_kv_heads, padded = up_to(s->width, 32);
+  uint16_t *to = narrow_query(s, row, h / heads) + h % heads * padded;
+  for (int64_t at = 0; at < padded; at += 32) {
+    float some[32];
+    for (int64_t i = 0; i < 32; i++) some[i] = at + i < s->call->head_dim ? x[at + i] * s->call->query_scale : 0.0f;
+    store_bf16(to + at, vf_load(some), vf_load(some + 16));
+  }
+}
+#endif
+
 /* First the chunks that write to the cache, then a row's queries each. */
 static void NAME(position)(void *context, int64_t chunk) {
   block_state *s = context;
@@ -38,7 +56,7 @@ static void NAME(position)(void *context, int64_t chunk) {
     float *one = s->query + row * up_to(s->query_width, TILE) + h * c->head_dim, *to = s->rotated + (row * c->num_heads + h) * s->width;
     normalise_and_rotate(c, row, one, c->q_norm);
 #ifdef VECTOR_HAS_UNIT
-    if (attends_by_unit(s)) {
+    if (s->is_by_unit) {
       write_narrow_query(s, row, h, one);
       continue;
     }
@@ -126,7 +144,7 @@ static void NAME(attend)(void *context, int64_t chunk) {
   int64_t kv_head = chunk % c->num_kv_heads;
   if (!sees(c, row, span)) return;
 #ifdef VECTOR_HAS_UNIT
-  if (attends_by_unit(s)) {
+  if (s->is_by_unit) {
     NAME(unit_attend)(s, row, kv_head, span, partial_of(s, row, kv_head, span));
     return;
   }
@@ -138,15 +156,15 @@ static void NAME(attend)(void *context, int64_t chunk) {
 static void NAME(attend_rows)(void *context, int64_t chunk) {
   block_state *s = context;
 #ifdef VECTOR_HAS_UNIT
-  if (attends_by_unit(s)) {
+  if (s->is_by_unit) {
     NAME(unit_attend_rows)(s, chunk);
     return;
   }
 #endif
   const block_call *c = s->call;
-  int64_t kv_head = chunk % c->num_kv_heads, start = chunk / c->num_kv_heads * ROWS_TOGETHER, heads = c->num_heads / c->num_kv_heads;
-  int64_t end = start + ROWS_TOGETHER < c->rows ? start + ROWS_TOGETHER : c->rows, longest = -1, size = heads * (16 + s->width);
-  float *span_parts = s->span_parts + chunk * ROWS_TOGETHER * size;
+  int64_t kv_head = chunk % c->num_kv_heads, start = chunk / c->num_kv_heads * s->rows_together, heads = c->num_heads / c->num_kv_heads;
+  int64_t end = start + s->rows_together < c->rows ? start + s->rows_together : c->rows, longest = -1, size = heads * (16 + s->width);
+  float *span_parts = s->span_parts + chunk * s->rows_together * size;
   for (int64_t row = start; row < end; row++) {
     clear_part(s, partial_of(s, row, kv_head, 0));
     longest = c->positions[row] > longest ? c->positions[row] : longest;

@@ -1,4 +1,5 @@
-/* AMX's matrix unit: products of sixteen rows by sixteen columns at once. Included by amx.c in front of kernels.h.
+/* AMX's matrix unit: products of sixteen rows by sixteen columns at once. Included by amx.c in front of kernels.h, whose files
+ * use it where VECTOR_HAS_UNIT is defined and has_unit is set.
  *
  * A register holds up to sixteen lines of 64 bytes. Sums of up to 32 rows by 32 columns stay in registers 0 to 3, rows of the
  * left operand go through 4 and 5, of the right one through 6 and 7. The right operand's lines are sixteen columns' pairs of
@@ -6,45 +7,49 @@
 
 #define VECTOR_HAS_UNIT
 #define UNIT_ROWS 32
-#define UNIT_AHEAD 4096 /* bytes that the stream of weights is asked for in advance */
+#define UNIT_WIDTH 256 /* of a head that it attends with, at most */
 
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
-#ifndef REQUEST_PERMISSION
-#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define XFEATURE_XTILEDATA 18
+#ifndef ARCH_REQ_XCOMP_PERM /* a test asks for what Linux refuses */
+#define ARCH_REQ_XCOMP_PERM 0x1023
 #endif
-#define TILE_DATA 18              /* XFEATURE_XTILEDATA */
 #endif
 
-static int has_unit; /* Linux lets this process use it; otherwise vectors do all */
+/* Linux lets this process use the unit; otherwise vectors compute all, in which products of bfloat16 have other bits. Refused
+ * where a thread has a signal stack that is too small for the unit's state; once granted, such stacks are refused. */
+static int has_unit;
 
 __attribute__((constructor)) static void request_unit(void) {
 #ifdef __linux__
-  has_unit = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  has_unit = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #endif
 }
-
-typedef struct {
-  uint8_t palette, start_line, reserved[14];
-  uint16_t line_bytes[16];
-  uint8_t lines[16];
-} unit_shape;
 
 /* Compilers' intrinsics do not say all that they read and write (GCC 12): what comes before and after them in memory stays there. */
 INLINE void unit_fence(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-/* rows: up to 32; the left operand's lines have row_bytes, the right operand has `depth` lines. */
-INLINE void shape_unit(int64_t rows, int64_t row_bytes, int64_t depth) {
-  int64_t top = rows < 16 ? rows : 16, bottom = rows - top;
-  unit_shape s = {.palette = 1};
-  const int64_t lines[8] = {top, top, bottom, bottom, top, bottom, depth, depth};
+typedef struct {
+  uint8_t palette_id, start_row, reserved[14];
+  uint16_t colsb[16];
+  uint8_t rows[16];
+} tile_config;
+
+/* Sets the registers' sizes for up to 32 rows of row_bytes and w_lines lines of the right operand. *configured: for how many rows
+ * they are set, 0 at first. */
+INLINE void configure_unit(int64_t *configured, int64_t rows, int64_t row_bytes, int64_t w_lines) {
+  const int64_t top = min_of(rows, 16), bottom = rows - top, lines[8] = {top, top, bottom, bottom, top, bottom, w_lines, w_lines};
+  tile_config t = {.palette_id = 1};
+  if (*configured == rows) return;
+  *configured = rows;
   for (int i = 0; i < 8; i++) {
-    s.lines[i] = (uint8_t)lines[i];
-    s.line_bytes[i] = (uint16_t)(!lines[i] ? 0 : i == 4 || i == 5 ? row_bytes : 64);
+    t.rows[i] = (uint8_t)lines[i];
+    t.colsb[i] = (uint16_t)(!lines[i] ? 0 : i == 4 || i == 5 ? row_bytes : 64);
   }
-  unit_fence(&s);
-  _tile_loadconfig(&s);
+  unit_fence(&t);
+  _tile_loadconfig(&t);
 }
 
 /* Sums of up to 32 rows by 32 columns: from zero, or from what `sums` holds; rows lie `stride` sums apart. */
@@ -66,22 +71,15 @@ INLINE void unit_begin(const void *sums, int64_t rows, int64_t stride) {
   _tile_loadd(3, from + 16 * stride + 16, 4 * stride);
 }
 
-INLINE void unit_end(void *sums, int64_t rows, int64_t stride) {
+/* Stores the first 32 or 16 columns. */
+INLINE void unit_end(void *sums, int64_t rows, int64_t stride, int64_t columns) {
   int32_t *to = sums;
   _tile_stored(0, to, 4 * stride);
-  _tile_stored(1, to + 16, 4 * stride);
+  if (columns > 16) _tile_stored(1, to + 16, 4 * stride);
   if (rows > 16) {
     _tile_stored(2, to + 16 * stride, 4 * stride);
-    _tile_stored(3, to + 16 * stride + 16, 4 * stride);
+    if (columns > 16) _tile_stored(3, to + 16 * stride + 16, 4 * stride);
   }
-  unit_fence(sums);
-}
-
-/* The first sixteen columns alone. */
-INLINE void unit_end_half(void *sums, int64_t rows, int64_t stride) {
-  int32_t *to = sums;
-  _tile_stored(0, to, 4 * stride);
-  if (rows > 16) _tile_stored(2, to + 16 * stride, 4 * stride);
   unit_fence(sums);
 }
 
@@ -92,7 +90,7 @@ INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int
   unit_fence(x);
   for (int64_t k = 0; k < steps; k++, w += 64 * TILE, x += 64) {
     if (is_stream)
-      for (int line = 0; line < 32; line++) __builtin_prefetch(w + 64 * line + UNIT_AHEAD);
+      for (int line = 0; line < 32; line++) __builtin_prefetch(w + 64 * line + AHEAD);
     _tile_loadd(6, w, 128);
     _tile_loadd(4, x, row_bytes);
     _tile_loadd(7, w + 64, 128);
@@ -104,20 +102,6 @@ INLINE void unit_bf16(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-}
-
-/* Sixteen pairs of two lines of bfloat16: the first `count` places, the others zero; a line may be none. */
-INLINE vi vi_joined(const uint16_t *even, const uint16_t *odd, int64_t count) {
-  const __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
-  vi low = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even)) : vi_set1(0);
-  if (!odd) return low;
-  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)), 16));
-}
-
-/* Whether one of 32 bfloat16 is infinite or NaN. */
-INLINE int has_infinite_bf16(vi pairs) {
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(pairs, exponent), exponent) != 0;
 }
 
 /* A group of stored weights as signed bytes, in lines of 32 columns. */

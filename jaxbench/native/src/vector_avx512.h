@@ -46,6 +46,17 @@ INLINE vi vi_dot(vi acc, vi unsigned_bytes, int32_t signed_bytes) {
   return _mm512_dpbusd_epi32(acc, unsigned_bytes, _mm512_set1_epi32(signed_bytes));
 }
 
+/* Sixteen pairs of two lines of 16 bits, `even` low: the first `count` places, the others zero; a line may be none. */
+INLINE vi vi_pairs(const uint16_t *even, const uint16_t *odd, int64_t count) {
+  const __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
+  vi low = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even)) : vi_set1(0);
+  if (!odd) return low;
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)), 16));
+}
+
+/* Lanes whose bit is set, `other` elsewhere. */
+INLINE vf vf_where(uint16_t bits, vf x, vf other) { return _mm512_mask_blend_ps(bits, other, x); }
+
 /* x[i] lane j becomes x[j] lane i. */
 #define VECTOR_HAS_TRANSPOSE16
 INLINE void vi_transpose16(vi *x) {
@@ -70,6 +81,11 @@ INLINE void vi_transpose16(vi *x) {
 INLINE vf vf_low_bf16(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 INLINE vf vf_high_bf16(vi pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
+}
+/* Whether one of 32 bfloat16 is infinite or NaN. */
+INLINE int has_nonfinite_bf16(vi pairs) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(pairs, exponent), exponent) != 0;
 }
 INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE vf vf_load_bf16(const uint16_t *p) {
