@@ -89,7 +89,9 @@ def test_sets_with_fused_multiply_adds_give_the_same_bits(run):
     assert len(set(hashes.values())) == 1, hashes
 
 
-@pytest.mark.skipif("avx512bf16" not in _sets(), reason="this machine has no AVX-512 with bfloat16, which amx needs too")
+@pytest.mark.skipif(
+    "avx512bf16" not in _sets(), reason="this machine has no AVX-512 with bfloat16, which amx needs too"
+)
 def test_where_linux_refuses_the_matrix_unit_vectors_compute_all(run, tmp_path):
     refused = _compile("amx", tmp_path, "-DARCH_REQ_XCOMP_PERM=0")
     assert _hashes(_run(refused, 2, 12, "only")) == _hashes(run("avx512bf16", 2, 12, "only"))
