@@ -27,8 +27,8 @@ from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
 ARMS = (
-    "transformers_float32", "transformers_bfloat16", "jaxbench", "jaxbench_bfloat16", "jaxbench_int8",
-    "jaxbench_xla",
+    "transformers_float32", "transformers_bfloat16", "jaxbench", "jaxbench_bfloat16", "jaxbench_bfloat16_activations",
+    "jaxbench_int8", "jaxbench_xla",
 )  # fmt: skip
 WARM = 4  # requests before the clock starts
 
@@ -67,6 +67,7 @@ def _engine(arm: str, model: Path, running: int) -> Any:
         "jaxbench_int8": {"activations": "int8", "cache": "int8"},
         "jaxbench_xla": {"kernels": "xla", "slot_tokens": 768},
         "jaxbench_bfloat16": {"weights": "bfloat16", "cache": "bfloat16"},
+        "jaxbench_bfloat16_activations": dict.fromkeys(("weights", "activations", "cache"), "bfloat16"),
     }.get(arm, {})  # fmt: skip
     limits = Limits(max_running=running, max_batch_tokens=256, max_waiting=10_000)
     engine, rounds = load_engine(EngineConfig(model=str(model), limits=limits, **how)), itertools.count()
