@@ -167,6 +167,17 @@ def test_the_next_instruction_set_is_taken_where_the_compiler_does_not_know_the_
         build.library_path("avx2")
 
 
+@needs_compiler
+def test_what_no_set_can_compile_is_tried_once(monkeypatch):
+    tried, compile_command = [], build.compile_command
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.NEEDED_FLAGS["avx2"]))
+    monkeypatch.setattr(build, "compile_command", lambda *args: tried.append(args[2]) or compile_command(*args))
+    (build.SOURCES / "team.c").write_text("#error another header\n")
+    with pytest.raises(build.NotAvailable, match="another header"):
+        build.library_path()
+    assert set(tried) == {"avx2"}
+
+
 @pytest.mark.parametrize("name", build.NEEDED_FLAGS)
 def test_a_processor_gets_the_best_set_that_it_has_all_features_of(name, monkeypatch):
     needed = build.NEEDED_FLAGS[name]

@@ -14,7 +14,7 @@ static XLA_FFI_Error *failed(const XLA_FFI_CallFrame *frame, const char *message
 
 /* Non-zero where XLA asks for the version instead of calling. */
 static int is_question(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  __typeof__(frame->extension_start) extension = frame->extension_start; /* jax 0.11 calls its type otherwise */
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
   XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
