@@ -79,7 +79,7 @@ def library_path(instructions: str | None = None) -> Path:
             return _library_path(name)
         except NotCompiled as error:
             problems.append(error)
-            if any(f"{shared}.c" in str(error) for shared in SHARED):
+            if any(f"{shared}.c:" in str(error) for shared in SHARED):
                 break  # another set would take a minute to fail alike
     raise problems[0]
 

@@ -36,9 +36,8 @@ def resolved(step: StepConfig, *, is_on_mesh: bool, device: str) -> StepConfig:
     if step.kernels == "native":
         library.load()
     elif step.kernels == "auto":
-        wanted = (
-            "amx-" if "amx_bf16" in build.cpu_flags() else "avx512bf16-"
-        )  # XLA's products use AMX, so vectors lose to them
+        # XLA's products use AMX where there is one: vectors lose to them.
+        wanted = "amx-" if "amx_bf16" in build.cpu_flags() else "avx512bf16-"
         can = can and library.is_available() and build.library_path().name.startswith(wanted)
     return step.model_copy(update={"kernels": "native" if can and step.kernels != "xla" else "xla"})
 

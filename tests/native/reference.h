@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "native.h"
 
@@ -21,7 +22,7 @@ static float number(void) { return (float)(between(-65536, 65536) + between(-655
 
 /* Memory until release(): each piece of its own, so that a sanitizer sees what lies outside it. Large ones end where nothing may be
  * read: a matrix unit's loads are assembly, which no sanitizer sees. */
-#define PAGE 4096
+#define PAGE ((size_t)sysconf(_SC_PAGESIZE))
 static struct piece { struct piece *before; void *memory; size_t pages; } *pieces;
 static void *guarded(size_t bytes, size_t pages) { /* bytes: a multiple of 16 */
   char *memory = mmap(NULL, (pages + 1) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

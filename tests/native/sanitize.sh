@@ -18,7 +18,7 @@ check() { # set, cases, name, flags
   "$out/check" "${SEED:-1}" "$cases"
 }
 
-export ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+export ASAN_OPTIONS UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0
 for set in ${*:-avx512 avx2 portable}; do
   # GCC 12 stores 64 bytes at once to variables that its stack of returned functions does not align so.
