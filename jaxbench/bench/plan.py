@@ -107,6 +107,7 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
         "text_sha256": text_sha256,
     }
     inputs = {workload: draw(token_ids, workload, seed=suite.seed) for workload in suite.workloads()}
+    convert(suite, model)
     return Plan(suite, model, device, threads, workdir, config_id, origin, run_id, text_sha256, inputs, common)
 
 
@@ -130,8 +131,8 @@ def random_decoder(model: str) -> TransformerConfig | None:
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
-    """Return the model as a Hugging Face folder; a GGUF file is converted once, into the cache."""
-    from jaxbench.pretrained import hf_config, weights
+    """Return the model as a Hugging Face folder; of a GGUF file the folder is in the cache, and convert writes it."""
+    from jaxbench.pretrained import weights
 
     if (shape := random_decoder(suite.model)) is not None:
         return _random_model(shape, workdir, distinct=suite.model == "tiny")
@@ -141,12 +142,16 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         return Model(checkpoint.config, path, checkpoint.sha256, checkpoint.tokenizer)
     sha256 = assets.sha256_file(path)
     folder = process_environment.cache_dir() / "checkpoints" / sha256[:16]
-    if not (folder / "config.json").exists():
+    return Model(weights.read_config(suite.model), folder, sha256, path)
+
+
+def convert(suite: Suite, model: Model) -> None:
+    """Write a GGUF file's weights as the model's folder, once: seconds and 4 bytes a number, so last of all checks."""
+    from jaxbench.pretrained import weights
+
+    if not (model.folder / "config.json").exists():
         checkpoint = weights.load_checkpoint(suite.model)
-        weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
-        return Model(checkpoint.config, folder, sha256, path)
-    values = json.loads((folder / "config.json").read_text())
-    return Model(hf_config.config_from_hf(values, folder), folder, sha256, path)
+        weights.save_checkpoint(model.folder, checkpoint.config, checkpoint.params)
 
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxbench import config
+from jaxbench import config, process_environment
 from jaxbench.bench import estimate, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import flops
 from jaxbench.measure.records import Workload
-from jaxbench.pretrained import weights
+from jaxbench.pretrained import assets, weights
 from jaxbench.training.train_config import TrainConfig
 from tests.structure import ROOT
 
@@ -49,6 +49,16 @@ def test_the_decoder_of_a_training_configuration_is_a_model_with_random_weights(
     assert plan.find_model(TINY_SUITE, tmp_path).folder != made[0].folder
     with pytest.raises(ValueError, match="leaves model.vocab_size to its tokenizer"):
         plan.find_model(Suite(model=str(ROOT / "configs/lm/tiny.yaml")), tmp_path)
+
+
+def test_a_bad_text_is_refused_before_a_gguf_file_is_converted(tmp_path, monkeypatch):
+    file = assets.fetch_default_model()
+    monkeypatch.setattr(process_environment, "cache_dir", lambda: tmp_path / "cache")
+    (tmp_path / "x.jsonl").write_text('{"no": 1}\n')
+    suite = TINY_SUITE.model_copy(update={"model": str(file), "data": str(tmp_path / "x.jsonl")})
+    with pytest.raises(ValueError, match=r"x\.jsonl line 1"):
+        plan.make_plan(suite, device="cpu", workdir=tmp_path)
+    assert not (tmp_path / "cache" / "checkpoints").exists()
 
 
 def test_records_of_a_plan_carry_their_origin(tmp_path):
