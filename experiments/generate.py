@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ def define() -> None:
     flags.DEFINE_string("prompt", None, "text to go on with; with --chat, the user's message")
     flags.DEFINE_bool("chat", False, "use the model's chat template; without --prompt and --input, a conversation")
     flags.DEFINE_string("system", None, "system message in front of a chat")
+    flags.DEFINE_string(
+        "chat_template_kwargs", None, 'variables of the chat template, a JSON object: {"enable_thinking": false}'
+    )
     flags.DEFINE_bool("stream", None, "show the text as it comes (unset: on a terminal)")
     flags.DEFINE_string("input", None, "requests: a .jsonl file, one object a line")
     flags.DEFINE_string("output", None, "rows of --input: a .jsonl file")
@@ -94,8 +98,9 @@ def check_flags() -> writer.Settings:
             raise ValueError(f"--{name}={VALUES[name].value} {other} --input; leave it out")
     if VALUES.input is not None and not VALUES.output:
         raise ValueError(f"--input={VALUES.input} needs --output=FILE.jsonl")
-    if VALUES.system is not None and not VALUES.chat and VALUES.input is None:
-        raise ValueError(f"--system={VALUES.system[:60]!r} needs --chat")
+    for name in ("system", "chat_template_kwargs"):
+        if VALUES[name].present and not VALUES.chat and VALUES.input is None:
+            raise ValueError(f"--{name}={VALUES[name].value[:60]!r} needs --chat")
     for word in VALUES.stop:
         requests.check_text(word, "--stop")
     return writer.Settings(VALUES.new_tokens, check_sampling(), VALUES.seed, tuple(VALUES.stop))
@@ -118,6 +123,22 @@ def check_sampling() -> prompts.SamplingParams:
     return sampling
 
 
+def template_variables() -> dict[str, Any]:
+    """Return --chat_template_kwargs, parsed.
+
+    Raises:
+      ValueError: it is no JSON object.
+    """
+    given = VALUES.chat_template_kwargs
+    try:
+        found = {} if given is None else json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is no JSON: {str(error)[:80]}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is a {type(found).__name__}, wanted a JSON object")
+    return found
+
+
 def choose() -> tuple[decoder.Choice, decoder.Backend]:
     """Return the choice of kernels, and the modules of --backend."""
     is_torch = VALUES.backend == "torch"
@@ -136,6 +157,13 @@ def choose() -> tuple[decoder.Choice, decoder.Backend]:
 def model() -> str | None:
     """Return --model as the loaders take it."""
     return None if VALUES.model == "default" else VALUES.model
+
+
+def read_tokenizer() -> Any:
+    """Read --model's tokenizer, whose template gets the variables of --chat_template_kwargs."""
+    variables, tokenizer = template_variables(), load_tokenizer(model())
+    tokenizer.template_variables = variables
+    return tokenizer
 
 
 def load(tokenizer: Any, settings: writer.Settings) -> tuple[writer.Writer, decoder.Decoder]:
@@ -168,7 +196,7 @@ def answer(ask: Any) -> Any:
 
 def one_prompt(settings: writer.Settings) -> int:
     """Continue --prompt."""
-    tokenizer = load_tokenizer(model())
+    tokenizer = read_tokenizer()
     if VALUES.chat:
         message = {"role": "user", "content": VALUES.prompt}
         ids = requests.message_ids(tokenizer, [message], "--prompt", VALUES.system)
@@ -184,7 +212,7 @@ def one_prompt(settings: writer.Settings) -> int:
 
 def talk(settings: writer.Settings) -> int:
     """Hold a conversation."""
-    tokenizer = load_tokenizer(model())
+    tokenizer = read_tokenizer()
     probe = [{"role": "user", "content": "?"}]
     requests.message_ids(tokenizer, probe, "--chat", VALUES.system)  # raises if the model has no chat template
     write, loaded = load(tokenizer, settings)
@@ -220,14 +248,19 @@ def typed() -> Iterator[str]:
 def rows(settings: writer.Settings) -> int:
     """Continue the requests of --input."""
     output = batch.check_output(VALUES.output, [VALUES.input, model()], overwrite=VALUES.overwrite)
-    tokenizer = load_tokenizer(model())
+    tokenizer = read_tokenizer()
+    variables = tokenizer.template_variables
     content = Path(VALUES.input).read_bytes()  # read once: a pipe can be read only once, and a file may change
     asked = requests.parsed(content, VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
+    if variables and not any(request.is_chat for request in asked):
+        said = f"--chat_template_kwargs={VALUES.chat_template_kwargs[:60]!r} does nothing with {VALUES.input}"
+        raise ValueError(f"{said}: its {len(asked)} requests have no messages; leave it out, or pass --chat")
     choice, backend = choose()
     decoder.check_rows(choice, VALUES.batch_size)
+    more = {"chat_template_kwargs": variables} if variables else {}
     wanted = batch.describe(
         settings, content, chat=VALUES.chat, system=VALUES.system, model_sha256=weights.checksum(model()),
-        backend=f"{backend.transformer.__name__} on {VALUES.device}", **choice.identity(),
+        backend=f"{backend.transformer.__name__} on {VALUES.device}", **choice.identity(), **more,
     )  # fmt: skip
     with store.alone(output):
         return write_rows(settings, asked, output, wanted, tokenizer, choice, backend)

@@ -13,6 +13,7 @@ from jaxbench.config import shown
 
 DEFAULT_FILE, TOOLS_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
+_OWN = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")  # render sets them
 
 
 class Templates(NamedTuple):
@@ -58,20 +59,50 @@ def render(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None,
     special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any] = {},
 ) -> str:
     """Render messages as text; the template gets special tokens by name, and no message keys whose value is None.
 
+    variables: further ones that the template reads, such as Qwen 3's enable_thinking.
+
     Raises:
-      ValueError: the template is invalid, or fails for these messages in any way.
+      ValueError: the template is invalid, fails for these messages in any way, or (UnknownVariable) reads no given one.
     """
+    _check_variables(template, variables, special_tokens)
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     chat = [_with_reasoning(message) for message in chat]
     about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compiled(template).render(**{**about, **special_tokens, "messages": chat})
+        return _compiled(template).render(**{**about, **variables, **special_tokens, "messages": chat})
     except Exception as error:  # untrusted code: anything that Python raises, and jinja2's own errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"chat: the model's template failed: {reason}") from error
+
+
+class UnknownVariable(ValueError):
+    """A variable that a template does not read."""
+
+
+def _check_variables(template: str, variables: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Refuse a variable that would change nothing, or replace what the caller says in another way."""
+    if not variables:
+        return
+    free = sorted(_read_variables(template) - {*_OWN, *special_tokens})
+    odd = next((name for name in variables if name not in free), None)
+    if odd is not None:
+        wanted = f"one of {', '.join(free)}" if free else "none"
+        raise UnknownVariable(f"{str(odd)[:60]!r} is no variable that the model's template reads; wanted {wanted}")
+
+
+@functools.lru_cache(maxsize=16)
+def _read_variables(template: str) -> frozenset[str]:
+    from jinja2 import meta
+
+    environment = _sandbox()
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys())
+    except Exception as error:  # as in render
+        raise ValueError(f"chat: the model's template failed: {' '.join(str(error).split())}") from error
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

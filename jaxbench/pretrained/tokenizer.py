@@ -42,7 +42,8 @@ class Tokenizer:
     """A vocabulary with its begin and end ids (None if a model has none) and its chat template.
 
     eos_id ends a document; end_ids are all that end a generation, eos_id first: a chat model also has one that ends its
-    turn. tool_template replaces chat_template if tools are described. special_tokens are those that templates get by
+    turn. tool_template replaces chat_template if tools are described, and template_variables, {} at first, are further
+    variables that every chat's template gets. special_tokens are those that templates get by
     their names in transformers (bos_token, pad_token, ...); None = the begin and end tokens that exist.
     """
 
@@ -62,6 +63,7 @@ class Tokenizer:
         self.end_ids = tuple(dict.fromkeys(i for i in (eos_id, *end_ids) if i is not None))
         self.bos_id = bos_id
         self.chat_template, self.tool_template = chat_template, tool_template
+        self.template_variables: Mapping[str, Any] = {}
         ids = {"bos_token": bos_id, "eos_token": eos_id}
         self._own_names = {name: core.id_to_token(i) for name, i in ids.items() if i is not None}
         self.special_tokens = self._own_names if special_tokens is None else dict(special_tokens)
@@ -109,13 +111,16 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = {},
     ) -> str:
         """Render {"role": ..., "content": ...} messages with the model's template; encode with add_special=False.
 
-        tools: descriptions that the template may show to the model.
+        Args:
+          tools: descriptions that the template may show to the model.
+          variables: further ones of the template, such as Qwen 3's enable_thinking; they precede template_variables.
 
         Raises:
-          ValueError: the model has no chat template, or its template refuses these messages.
+          ValueError: the model has no chat template, or its template refuses the messages or reads no such variable.
         """
         template = templates.Templates(self.chat_template, self.tool_template).of(tools)
         if template is None:
@@ -126,6 +131,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             special_tokens=self.special_tokens,
+            variables={**self.template_variables, **variables},
         )
 
     def save(self, folder: str | Path) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -18,10 +19,31 @@ from jaxtyping import Float
 MAX_CHARACTERS = 100_000  # of a grammar
 MAX_CHECK_S = 0.5  # CPU time to begin an answer: the engine does it again, and a step of all requests waits for it
 BYTES_AHEAD = 16  # of a matching text, tried before a grammar is accepted: one that is too large mostly fails there
+_IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a regular expression there stands between slashes, in one line
 
 
 class Unfollowed(ValueError):
     """An answer cannot continue under its grammar: an error of the request. The message begins "grammar: "."""
+
+
+class Reasoning(NamedTuple):
+    """Free text between two tags in front of an answer that follows a grammar."""
+
+    opening: str | int  # a text, or a token that stands for itself
+    closing: str | int
+    is_begun: bool  # the prompt ends with the opening; else the reasoning may be left out
+
+    @property
+    def rules(self) -> list[str]:
+        """The rule `thought`, and those that it needs beside SPACE and TEXT."""
+        lazy = "" if isinstance(self.closing, int) else "[lazy]"  # a text ends at the first closing
+        begun = "told SPACE" if self.is_begun else f"(SPACE {_terminal(self.opening)} told SPACE)?"
+        return [f"thought: {begun}", f"told{lazy}: TEXT {_terminal(self.closing)}"]
+
+    @property
+    def as_text(self) -> Reasoning:
+        """The same with texts in place of tokens, which no check knows."""
+        return self._replace(opening=_shown(self.opening), closing=_shown(self.closing))
 
 
 def told(error: str | None) -> str | None:
@@ -33,27 +55,31 @@ def told(error: str | None) -> str | None:
     return said if said.startswith("grammar: ") else None
 
 
-def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema") -> str:
+def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema", reasoning: Reasoning | None = None) -> str:
     """Return the grammar of JSON values that a schema admits; name: of the field that has it, for messages.
+
+    reasoning: what may be in front of the value.
 
     Raises:
       ValueError: the schema cannot be followed; the message says why.
     """
     _check_unicode(name, json.dumps(schema, ensure_ascii=False))
-    return _checked(name, _matcher().grammar_from_json_schema(json.dumps(schema)))
+    alone = _checked(name, _matcher().grammar_from_json_schema(json.dumps(schema)))
+    return alone if reasoning is None else _behind(name, reasoning, f"%json {json.dumps(schema)}")
 
 
 def of_calls(
     functions: Sequence[tuple[str, str, dict[str, Any], str]], name: str, *, opening: Sequence[str | int] = (),
     closing: Sequence[str | int] = (), is_listed: bool = False, is_forced: bool = False,
-    is_first: bool = False, content: dict[str, Any] | None = None,
+    is_first: bool = False, content: dict[str, Any] | None = None, reasoning: Reasoning | None = None,
 ) -> str:  # fmt: skip
     """Return the grammar of answers whose calls of tools follow schemas, and that may have none.
 
     functions: of each its name, the text in front of its arguments, their JSON schema, the text behind them. name: of
     the field that has them, for messages. opening, closing: texts, and tokens that stand for themselves. is_listed:
     calls are items of one list. is_forced: the answer is one call without opening and closing. is_first: no text is in
-    front of a call. content: the JSON schema of an answer without calls; None = any text.
+    front of a call. content: the JSON schema of an answer without calls; None = any text. reasoning: what may be in
+    front of calls or a content with a schema.
 
     Raises:
       ValueError: a schema cannot be followed; the message says why.
@@ -71,10 +97,24 @@ def of_calls(
     if is_forced:
         return _checked(name, _matcher().grammar_from_lark("\n".join(["start: item", *lines])))
     lines.append("body: SPACE " + ('"[" SPACE item ("," SPACE item)* SPACE "]"' if is_listed else "item"))
-    texts = [each if isinstance(each, str) else f"<{each}>" for each in (*opening, *closing)]
-    plain = _answers(lines, texts[: len(opening)], texts[len(opening) :], content, is_first=is_first)
+    texts = [*map(_shown, (*opening, *closing))]
+    shown = None if reasoning is None else reasoning.as_text
+    plain = _answers(lines, texts[: len(opening)], texts[len(opening) :], content, shown, is_first=is_first)
     _checked(name, _matcher().grammar_from_lark(plain))  # tokens are known to no check
-    return _matcher().grammar_from_lark(_answers(lines, opening, closing, content, is_first=is_first))
+    return _matcher().grammar_from_lark(_answers(lines, opening, closing, content, reasoning, is_first=is_first))
+
+
+def _shown(part: str | int) -> str:
+    """Return a text that stands for a token."""
+    return part if isinstance(part, str) else f"<{part}>"
+
+
+def _behind(name: str, reasoning: Reasoning, answer: str) -> str:
+    """Return the grammar of an answer, a rule's right side, behind its reasoning."""
+    fixed = ["start: thought answer", f"answer: {answer}", r"SPACE: /[ \n]{0,2}/", r"TEXT: /(.|\n)*/"]
+    plain, made = ("\n".join([*fixed, *each.rules]) for each in (reasoning.as_text, reasoning))
+    _checked(name, _matcher().grammar_from_lark(plain))
+    return _matcher().grammar_from_lark(made)
 
 
 def _functions(functions: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[str]:
@@ -94,17 +134,27 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _terminal(part: str | int) -> str:
+    """Write a text, or a token that stands for itself, in Lark."""
+    return f"<[{part}]>" if isinstance(part, int) else _literal(part)
+
+
 def _answers(
     lines: Sequence[str], opening: Sequence[str | int], closing: Sequence[str | int], content: dict[str, Any] | None,
-    *, is_first: bool,
+    reasoning: Reasoning | None, *, is_first: bool,
 ) -> str:  # fmt: skip
     """Write the grammar of answers with and without calls."""
-    first, *rest = [f"<[{each}]>" if isinstance(each, int) else _literal(each) for each in opening] or [""]
-    end = " ".join(f"<[{each}]>" if isinstance(each, int) else _literal(each) for each in closing)
+    first, *rest = [_terminal(each) for each in opening] or [""]
+    end = " ".join(map(_terminal, closing))
     lines = [*lines, r"SPACE: /[ \n]{0,2}/"]
     inside = " ".join([*rest, "body", *(["SPACE", end] if end else [])])
     if content is not None:
-        lines += [f"start: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
+        thought, rules = ("", []) if reasoning is None else ("thought ", [*reasoning.rules, r"TEXT: /(.|\n)*/"])
+        lines += [
+            f"start: {thought}(content | ({first} {inside} SPACE)+)",
+            f"content: %json {json.dumps(content)}",
+            *rules,
+        ]
     elif is_first:
         lines += [f"start: TEXT | {first} {inside}", r"TEXT: /[ \n]*([^ \n{\[](.|\n)*)?/"]
     elif isinstance(opening[0], int):
@@ -115,18 +165,20 @@ def _answers(
     return "\n".join(lines)
 
 
-def of_regex(regex: str) -> str:
-    """Return the grammar of texts that match a regular expression as a whole.
+def of_regex(regex: str, reasoning: Reasoning | None = None) -> str:
+    """Return the grammar of texts that match a regular expression as a whole; reasoning: what may be in front.
 
     Raises:
       ValueError: it is invalid, matches only the empty text or nothing, or is too large.
     """
     _check_unicode("regex", regex)
-    return _checked("regex", _matcher().grammar_from_regex(regex))
+    alone = _checked("regex", _matcher().grammar_from_regex(regex))
+    written = re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), regex, flags=re.DOTALL)
+    return alone if reasoning is None else _behind("regex", reasoning, f"/{written}/")
 
 
-def of_choices(choices: Sequence[str]) -> str:
-    """Return the grammar of a few texts, one of which is the answer.
+def of_choices(choices: Sequence[str], reasoning: Reasoning | None = None) -> str:
+    """Return the grammar of a few texts, one of which is the answer; reasoning: what may be in front of it.
 
     Raises:
       ValueError: there is no text, or one is empty or not valid Unicode.
@@ -135,8 +187,9 @@ def of_choices(choices: Sequence[str]) -> str:
         raise ValueError(f"choice: {len(choices)} texts; wanted at least one, and none empty")
     for number, each in enumerate(choices):
         _check_unicode(f"choice.{number}", each)
-    lark = "start: " + " | ".join(map(_literal, choices))
-    return _checked("choice", _matcher().grammar_from_lark(lark))
+    rule = " | ".join(map(_literal, choices))
+    alone = _checked("choice", _matcher().grammar_from_lark(f"start: {rule}"))
+    return alone if reasoning is None else _behind("choice", reasoning, rule)
 
 
 def _matcher() -> Any:

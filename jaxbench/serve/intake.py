@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import secrets
 import time
@@ -12,7 +13,8 @@ from typing import Any
 import pydantic
 
 from jaxbench.generation import requests as texts
-from jaxbench.serve import marking, protocol, tools
+from jaxbench.pretrained import chat_template
+from jaxbench.serve import marking, protocol, reasoning, tools
 from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.request import Request
 from jaxbench.serve.service import Answer, Service
@@ -109,27 +111,30 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[list[
         raise Bad(str(error), param="prompt") from error
     messages = [message.for_template for message in body.messages]
     try:
-        text = texts.check_text(service.tokenizer.chat(messages, tools=body.shown_tools), "messages")
+        rendered = functools.partial(service.tokenizer.chat, variables=body.chat_template_kwargs)
+        text = texts.check_text(rendered(messages, tools=body.shown_tools), "messages")
         _check_characters(service, text, "messages")
-        _check_shown(service.tokenizer, messages, text, body.shown_tools)
+        _check_shown(rendered, messages, text, body.shown_tools)
         if body.is_call:
-            text += _prefill(service)
+            text += _prefill(service, body)
         return [service.tokenizer.encode(text, add_special=False)]
     except Bad:
         raise
+    except chat_template.UnknownVariable as error:
+        raise Bad(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
     except Exception as error:  # a template is third-party code, and may raise anything
         said = " ".join(str(error).split())[:200]
         said = f"messages: the model's template does not take them ({type(error).__name__}: {said})"
         raise Bad(said, param="messages") from error
 
 
-def _prefill(service: Service) -> str:
+def _prefill(service: Service, body: ChatBody) -> str:
     """Return what an answer begins with that has to be a call.
 
     Raises:
       Bad: the model's template does not tell.
     """
-    found = tools.learned(service.tokenizer)
+    found = tools.learned(service.tokenizer, body.chat_template_kwargs)
     if found is None or found.prefill is None:
         said = (
             "tool_choice: the model's template does not tell how an answer begins that is a call; wanted auto or none"
@@ -155,13 +160,13 @@ def _context(service: Service) -> int:
     return min(service.about["max_seq_len"], service.about["cache_tokens"])
 
 
-def _check_shown(tokenizer: Any, messages: list[dict[str, Any]], text: str, tools: Any) -> None:
-    """Check that the model's template shows tools and calls of tools to the model; text: what it made of them.
+def _check_shown(rendered: Callable[..., str], messages: list[dict[str, Any]], text: str, tools: Any) -> None:
+    """Check that the model's template, `rendered`, shows tools and calls to the model; text: what it made of them.
 
     Raises:
       Bad: it does not.
     """
-    if tools and text == tokenizer.chat(messages):
+    if tools and text == rendered(messages):
         said = f"tools: the model's template shows none of the {len(tools)} to the model; leave them out"
         raise Bad(said, param="tools")
     calling = [number for number, message in enumerate(messages) if "tool_calls" in message]
@@ -169,7 +174,7 @@ def _check_shown(tokenizer: Any, messages: list[dict[str, Any]], text: str, tool
         return
     without = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
     try:
-        is_same = text == tokenizer.chat(without, tools=tools)
+        is_same = text == rendered(without, tools=tools)
     except ValueError:  # what follows needs the calls
         return
     if is_same:
@@ -223,7 +228,7 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
         said = f"stop_token_ids has token {str(odd[0])[:40]}; wanted tokens from 0 to {vocabulary - 1}"
         raise Bad(said, param="stop_token_ids")
     how = {"end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
-    grammar = await _grammar(service, name, body)
+    grammar = await _grammar(service, name, body, prompts[0])
     try:
         made = []
         for ids, count in zip(prompts, new):
@@ -258,8 +263,10 @@ def _check_marks(service: Service, made: Sequence[Request]) -> None:
         raise Bad(str(error), param=str(error).partition(":")[0]) from error
 
 
-async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody) -> str | None:
+async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody, prompt: list[int]) -> str | None:
     """Return the grammar that an answer follows, if any; it is checked in a thread, so that streams continue.
+
+    prompt: the first, of messages the only one.
 
     Raises:
       Bad: it cannot be followed.
@@ -271,12 +278,15 @@ async def _grammar(service: Service, name: str, body: CompletionBody | ChatBody)
     if not service.about["grammars"]:
         said = f"model {name!r} follows no grammars: its tokenizer has no end token, or llguidance is not installed"
         raise Bad(said, param=param)
-    notation = tools.learned(service.tokenizer) if isinstance(body, ChatBody) and body.shown_tools else None
+    is_chat = isinstance(body, ChatBody)
+    notation = tools.learned(service.tokenizer, body.chat_template_kwargs) if is_chat and body.shown_tools else None
+    tags = reasoning.learned(service.tokenizer) if is_chat else None
+    thought = None if tags is None else tags.of_grammar(service.tokenizer, prompt)
     if "tools" in fields and notation is None:
         said = "tools: the model's template does not tell how it writes calls, and none can be strict; leave strict out"
         raise Bad(said, param="tools")
     try:
-        return await asyncio.to_thread(body.grammar, notation)
+        return await asyncio.to_thread(body.grammar, notation, thought)
     except ValueError as error:
         raise Bad(str(error), param=param) from error
 

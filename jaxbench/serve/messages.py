@@ -145,7 +145,8 @@ class Message(Body):
     @pydantic.field_validator("content", mode="before")
     @classmethod
     def _joined(cls, content: Any, info: pydantic.ValidationInfo) -> str:
-        if content is None and (info.data.get("tool_calls") or info.data.get("refusal") is not None):
+        stands_alone = any(info.data.get(name) is not None for name in ("refusal", *REASONING))
+        if content is None and (info.data.get("tool_calls") or stands_alone):
             return ""
         if isinstance(content, list) and content:
             content = "".join(map(_text_of, content))

@@ -2,8 +2,8 @@
 
 Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not supported is
 refused by name: an answer that ignores a field would look like one that follows it. Additional fields: top_k, min_p,
-repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload. Types
-are strict, as OpenAI's: neither the text "5" nor true is a number.
+repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload,
+chat_template_kwargs. Types are strict, as OpenAI's: neither the text "5" nor true is a number.
 """
 
 from __future__ import annotations
@@ -117,10 +117,12 @@ class _Asked(Body):
             raise ValueError(f"response_format.json_schema is missing, and type is {form.type!r}")
         return form.json_schema.schema_ or {}
 
-    def grammar(self, notation: tools.Notation | None = None) -> str | None:
+    def grammar(
+        self, notation: tools.Notation | None = None, reasoning: constraint.Reasoning | None = None
+    ) -> str | None:  # fmt: skip
         """Return the grammar that the answer follows, in constraint.py's form; None = no constraint.
 
-        notation: the model's, of calls; None = not known.
+        notation: the model's, of calls; None = not known. reasoning: what may be in front of the answer.
 
         Raises:
           ValueError: more than one constraint is given, or one that cannot be followed.
@@ -129,11 +131,11 @@ class _Asked(Body):
         if len(wanted) > 1:
             raise ValueError(f"{' and '.join(wanted)}: an answer follows one of them; leave the others out")
         if self.regex is not None:
-            return constraint.of_regex(self.regex)
+            return constraint.of_regex(self.regex, reasoning)
         if self.choice is not None:
-            return constraint.of_choices(self.choice)
+            return constraint.of_choices(self.choice, reasoning)
         schema = self.schema
-        return None if schema is None else constraint.of_schema(schema)
+        return None if schema is None else constraint.of_schema(schema, reasoning=reasoning)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -242,6 +244,7 @@ class ChatBody(_Asked):
     tools: list[Annotated[dict[str, Any], pydantic.AfterValidator(check_tool)]] | None = None
     tool_choice: Annotated[ToolChoice | None, pydantic.BeforeValidator(ToolChoice.of)] = None
     parallel_tool_calls: bool | None = None  # false: at most one call in an answer
+    chat_template_kwargs: dict[str, Any] = {}  # further variables of the model's template, by vLLM's name
     # accepted, as they change no answer
     store: Literal[False] | None = None
     metadata: dict[str, Any] | None = None
@@ -304,14 +307,16 @@ class ChatBody(_Asked):
         wanted = self.followed
         return bool(self.shown_tools and not self.is_call and wanted and {*wanted} <= {"response_format", "tools"})
 
-    def grammar(self, notation: tools.Notation | None = None) -> str | None:
+    def grammar(
+        self, notation: tools.Notation | None = None, reasoning: constraint.Reasoning | None = None
+    ) -> str | None:  # fmt: skip
         """Return the grammar that the answer follows, its calls included; see _Asked's."""
         if notation is not None and self.followed == ["tool_choice"]:
             return notation.grammar(self.functions, is_forced=True)
         if notation is not None and self.has_guided_calls:
             functions = [each if each.get("strict") else each | {"parameters": None} for each in self.functions]
-            return notation.grammar(functions, self.schema)
-        return super().grammar()
+            return notation.grammar(functions, self.schema, reasoning=reasoning)
+        return super().grammar(reasoning=reasoning)
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from jaxbench.serve import protocol, tools
+from jaxbench.serve import protocol, reasoning, tools
 from jaxbench.serve.request import TokenLogprobs
 from jaxbench.serve.service import Answer, Piece
 
@@ -50,8 +50,12 @@ class Form:
         """Return log-probabilities of an answer's next tokens, None where there are none; goes_on: see Answer."""
         raise NotImplementedError
 
+    def attend(self, answers: Sequence[Answer]) -> None:
+        """Get to know the answers before their text comes."""
+
     async def whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
         """Return the object with all answers, and the first error that one ended with, or None."""
+        self.attend(answers)
         found = [await _joined(answer) for answer in answers]
         error = next((each.error or "the engine failed" for each in found if each.ended == "error"), None)
         choices = [
@@ -62,6 +66,7 @@ class Form:
 
     async def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
         """Yield server-sent events of the answers as their tokens come."""
+        self.attend(answers)
         count = 0
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
@@ -200,10 +205,19 @@ class Chat(Form):
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         super().__init__(id, model, tokenizer, body)
-        self._notation = tools.learned(tokenizer) if body.shown_tools else None  # of calls, which are looked for
+        # of calls, which are looked for
+        self._notation = tools.learned(tokenizer, body.chat_template_kwargs) if body.shown_tools else None
         most = 1 if body.is_call or body.parallel_tool_calls is False else None
         self._how = {"names": {each["name"] for each in body.functions}, "most": most, "is_begun": body.is_call}
         self._finders: dict[int, tools.Finder] = {}  # of each answer
+        self._tags = None if body.is_call else reasoning.learned(tokenizer)
+        self._reasoning: list[reasoning.Finder] = []  # of each answer
+
+    def attend(self, answers: Sequence[Answer]) -> None:
+        """Find out whether the answers begin inside their reasoning."""
+        if self._tags is not None:
+            are_begun = [self._tags.are_open(self._tokenizer, answer.request.prompt) for answer in answers]
+            self._reasoning = [reasoning.Finder(self._tags, is_begun=each) for each in are_begun]
 
     def opening(self, number: int) -> dict[str, Any]:
         """Return the choice that gives the message's role."""
@@ -213,8 +227,8 @@ class Chat(Form):
         self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Return pieces of a message: its end behind a call, as OpenAI's client tells of no call that ends it."""
-        text, calls, ended = self._found(number, text, ended)
-        delta = {"content": text} if text else {}
+        thought, text, calls, ended = self._found(number, text, ended)
+        delta = ({"reasoning_content": thought} if thought else {}) | ({"content": text} if text else {})
         if calls:
             first = len(self._finders[number].calls) - len(calls)
             delta["tool_calls"] = [{"index": first + i} | call.shown for i, call in enumerate(calls)]
@@ -227,20 +241,25 @@ class Chat(Form):
 
     def choice(self, number: int, text: str, logprobs: dict[str, Any] | None, ended: str | None) -> dict[str, Any]:
         """Return a whole message."""
-        text, calls, ended = self._found(number, text, ended)
+        thought, text, calls, ended = self._found(number, text, ended)
         message = {"role": "assistant", "content": text}
+        if thought:
+            message |= {"content": text or None, "reasoning_content": thought}
         if calls:
             message |= {"content": text or None, "tool_calls": [call.shown for call in calls]}
         return {"index": number, "message": message, "logprobs": logprobs, **_ending(ended)}
 
-    def _found(self, number: int, text: str, ended: str | None) -> tuple[str, list[tools.Call], str | None]:
-        """Return the content and the calls that further text of an answer makes certain, and why it ended."""
+    def _found(self, number: int, text: str, ended: str | None) -> tuple[str, str, list[tools.Call], str | None]:
+        """Return reasoning, content and calls that further text of an answer makes certain, and why it ended."""
+        thought = ""
+        if self._reasoning:
+            thought, text = self._reasoning[number].update(text, is_whole=ended is not None)
         if self._notation is None:
-            return text, [], ended
+            return thought, text, [], ended
         finder = self._finders.setdefault(number, tools.Finder(self._notation, **self._how))
         text, calls = finder.update(text, is_whole=ended is not None)
         is_call = (ended == "stop" and finder.calls) or (ended == "length" and finder.is_full)  # nothing was cut off
-        return text, calls, "tool_calls" if is_call else ended
+        return thought, text, calls, "tool_calls" if is_call else ended
 
     def logprobs(
         self, number: int, tokens: Sequence[int], found: Sequence[TokenLogprobs], *, goes_on: bool

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxbench.generation.pieces import held_back
@@ -50,12 +50,13 @@ class Notation(NamedTuple):
     is_listed: bool = False  # calls are items of one list
 
     def grammar(
-        self, functions: Sequence[dict[str, Any]], content: dict[str, Any] | None = None, *, is_forced: bool = False
+        self, functions: Sequence[dict[str, Any]], content: dict[str, Any] | None = None, *, is_forced: bool = False,
+        reasoning: constraint.Reasoning | None = None,
     ) -> str:  # fmt: skip
         """Return the grammar of answers whose calls follow the schemas of some functions, described as requests do.
 
         content: the JSON schema of an answer without calls; None = any text. is_forced: the answer is one call, and the
-        prompt ends with what is in front of it.
+        prompt ends with what is in front of it. reasoning: what may be in front of calls or a content with a schema.
 
         Raises:
           ValueError: a schema cannot be followed.
@@ -63,7 +64,7 @@ class Notation(NamedTuple):
         how = {"opening": self.opening_parts, "closing": self.closing_parts, "is_listed": self.is_listed}
         calls = [self._of_function(each) for each in functions]
         return constraint.of_calls(
-            calls, "tools", **how, content=content, is_forced=is_forced, is_first=not self.opening
+            calls, "tools", **how, content=content, is_forced=is_forced, is_first=not self.opening, reasoning=reasoning
         )
 
     def _of_function(self, function: dict[str, Any]) -> tuple[str, str, dict[str, Any], str]:
@@ -94,12 +95,20 @@ class Call(NamedTuple):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+def learned(tokenizer: Any, variables: Mapping[str, Any] = {}) -> Notation | None:
+    """Return the notation of a tokenizer's template; None = its calls are no JSON objects, or it shows none.
+
+    variables: of the template; they may change how an answer begins.
+    """
+    return _learned(tokenizer, json.dumps(variables, sort_keys=True))
+
+
 @functools.lru_cache(maxsize=8)
-def learned(tokenizer: Any) -> Notation | None:
-    """Return the notation of a tokenizer's template; None = its calls are no JSON objects, or it shows none."""
+def _learned(tokenizer: Any, variables: str) -> Notation | None:
+    render = functools.partial(tokenizer.chat, tools=[_TOOL], variables=json.loads(variables))
     try:
-        prompt = tokenizer.chat([_USER], tools=[_TOOL])
-        one, plain = _rendered(tokenizer, 1), _rendered(tokenizer, 0)
+        prompt = render([_USER])
+        one, plain = _rendered(render, 1), _rendered(render, 0)
     except Exception:  # a template is third-party code, and may raise anything
         return None
     found = _object(one, _NAMES[0])
@@ -113,16 +122,17 @@ def learned(tokenizer: Any) -> Notation | None:
     opening, closing = before, after
     if is_listed:
         opening, closing = before.rstrip()[:-1], after.lstrip().removeprefix("]")
-    elif (between := _between(tokenizer)) is not None:
+    elif (between := _between(render)) is not None:
         closing = after[: _shared(after, between)]
         opening = before[len(before) - _shared(before[::-1], between[::-1], _BOUNDS_BEFORE) :]
-    parts = _parts(tokenizer, opening), [each for each in _parts(tokenizer, closing) if _is_visible(tokenizer, each)]
-    if parts[0] and isinstance(parts[0][-1], int) and _is_visible(tokenizer, parts[0][-1]):
-        parts = parts[0][-1:], parts[1]  # the last token suffices: reasoning may stand in front of it
-        opening = tokenizer.decode(parts[0])
+    opens = parts(tokenizer, opening)
+    closes = [each for each in parts(tokenizer, closing) if _is_visible(tokenizer, each)]
+    if opens and isinstance(opens[-1], int) and _is_visible(tokenizer, opens[-1]):
+        opens = opens[-1:]  # the last token suffices: reasoning may stand in front of it
+        opening = tokenizer.decode(opens)
     return Notation(
         keys, name, arguments, _visible(tokenizer, opening), _visible(tokenizer, closing),
-        front[len(prompt) :] if front.startswith(prompt) else None, tuple(parts[0]), tuple(parts[1]), is_listed,
+        front[len(prompt) :] if front.startswith(prompt) else None, tuple(opens), tuple(closes), is_listed,
     )  # fmt: skip
 
 
@@ -134,24 +144,24 @@ def _shared(text: str, other: str, bounds: str = r"[\s>\])}]") -> int:
     return max((each.end() for each in re.finditer(bounds, text[:length])), default=0)
 
 
-def _between(tokenizer: Any) -> str | None:
+def _between(render: Callable[..., str]) -> str | None:
     """Return what a template writes between two calls; None = it does not take two."""
     try:
-        two = _rendered(tokenizer, 2)
+        two = _rendered(render, 2)
         (_, end, *_), (start, *_) = _object(two, _NAMES[0]), _object(two, _NAMES[1])
     except Exception:  # see above
         return None
     return two[end:start]
 
 
-def _rendered(tokenizer: Any, count: int) -> str:
+def _rendered(render: Callable[..., str], count: int) -> str:
     """Render an answer of some calls; of none, one of a text."""
     calls = [
         {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
         for i, name in enumerate(_NAMES[:count])
     ]
     answer = {"role": "assistant", "content": ""} | ({"tool_calls": calls} if calls else {"content": _TEXT})
-    return tokenizer.chat([_USER, answer], tools=[_TOOL], add_generation_prompt=False)
+    return render([_USER, answer], add_generation_prompt=False)
 
 
 def _object(text: str, called: str) -> tuple[int, int, tuple[str, ...], str, str] | None:
@@ -174,7 +184,7 @@ def _visible(tokenizer: Any, text: str) -> str:
     return tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=True).strip()
 
 
-def _parts(tokenizer: Any, text: str) -> list[str | int]:
+def parts(tokenizer: Any, text: str) -> list[str | int]:
     """Cut a text into its added tokens and what is between them, without white space at its ends."""
     core = getattr(tokenizer, "core", None)
     added = {} if core is None else {token.content: id for id, token in core.get_added_tokens_decoder().items()}

@@ -49,6 +49,13 @@ CASES = [
     of("Hello", "'Hello' is not a flag"),
     of(f"{ONE}|--system=Be brief.", "--system='Be brief.'", "needs --chat"),
     of(f"{ONE}|--chat|--system=", "--system is empty"),
+    of(f"{ONE}|--chat_template_kwargs={{}}", "--chat_template_kwargs='{}' needs --chat"),
+    of(f"{ONE}|--chat|--chat_template_kwargs={{a", "--chat_template_kwargs='{a' is no JSON"),
+    of(f"{ONE}|--chat|--chat_template_kwargs=[]", "'[]' is a list, wanted a JSON object"),
+    of(
+        f'{ONE}|--chat|--chat_template_kwargs={{"enable_thinking":false}}', "--prompt: 'enable_thinking' is no variable"
+    ),
+    of(f'{MANY}|--chat_template_kwargs={{"a":1}}', "with a.jsonl: its 2 requests have no messages"),
     of(f"{ONE}|--new_tokens=0", "new_tokens", "0"),
     of(f"{ONE}|--new_tokens=many", "new_tokens", "many"),
     of(f"{ONE}|--new_tokens=9000", "--prompt has 1 tokens", "context of 8192", "--new_tokens=8191 or less"),

@@ -29,13 +29,13 @@ def has_native() -> bool:
     return library.is_available()
 
 
-def make(folder: Path, **changes: int) -> Path:
+def make(folder: Path, *, template: str = TEMPLATE, **changes: int) -> Path:
     """Write the model as a Hugging Face folder; changes: of its configuration."""
     config = CONFIG.model_copy(update=changes)
     params = initial.initial_params(config, 0, distinct=True)
     weights.save_checkpoint(folder, config, params, tokenizer=small_tokenizers.ByteTokenizer())
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     return folder
 
 

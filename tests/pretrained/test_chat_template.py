@@ -57,6 +57,21 @@ def test_templates_are_rendered_as_by_transformers(plain, tmp_path, template):
         assert tokenizer.load_tokenizer(folder).chat(CHAT, tools=tools) == _theirs(folder, tools)
 
 
+def test_a_template_gets_the_variables_that_it_reads_as_in_transformers_and_no_others(plain, tmp_path):
+    folder = _folder(
+        plain, tmp_path, chat_template="{% if enable_thinking is false %}no{% else %}{{effort}}{% endif %}"
+    )
+    read, theirs = tokenizer.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for variables in ({}, {"enable_thinking": False}, {"effort": "low"}, {"enable_thinking": True, "effort": "high"}):
+        rendered = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
+        assert read.chat(CHAT, variables=variables) == rendered
+    read.template_variables = {"effort": "low"}
+    assert (read.chat(CHAT), read.chat(CHAT, variables={"effort": "high"})) == ("low", "high")
+    for name in ("efort", "messages", "tools", "bos_token", "namespace"):
+        with pytest.raises(ValueError, match=f"'{name}' is no variable that .* reads; wanted one of effort, enable_th"):
+            read.chat(CHAT, variables={name: 1})
+
+
 def test_an_answers_reasoning_is_found_under_each_of_its_names(plain, tmp_path):
     folder = _folder(
         plain, tmp_path, chat_template="{% for m in messages %}{{m.reasoning_content}}{{m.thinking}}{% endfor %}"

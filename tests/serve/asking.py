@@ -25,7 +25,7 @@ class Bytes:
     def token_bytes(self, token):
         return bytes([token])
 
-    def chat(self, messages, *, tools=None):
+    def chat(self, messages, *, tools=None, **how):
         shown = [f"<{each['role']}>{each['content']}{each.get('tool_calls', '')}" for each in messages]
         return "".join(shown) + str(tools or "")
 

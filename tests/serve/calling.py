@@ -46,10 +46,13 @@ class Templated(Bytes):
             text = text.replace(each, "")
         return text
 
-    def chat(self, messages, *, tools=None, add_generation_prompt=True):
-        named = {"eos_token": "</s>"}
-        how = {"add_generation_prompt": add_generation_prompt, "tools": tools, "special_tokens": named}
-        return chat_template.render(self._template, messages, **how)
+    def chat(self, messages, *, tools=None, add_generation_prompt=True, variables=None):
+        how = {"add_generation_prompt": add_generation_prompt, "tools": tools, "variables": variables or {}}
+        return chat_template.render(self._template, messages, special_tokens={"eos_token": "</s>"}, **how)
+
+    @property
+    def chat_template(self):
+        return self._template
 
 
 FIND = {"type": "function", "function": {"name": "find"}}

@@ -33,7 +33,7 @@ def test_calls_of_earlier_answers_reach_the_template_as_objects(monkeypatch):
 
 
 def test_tools_that_the_template_does_not_show_are_refused(monkeypatch):
-    monkeypatch.setattr(Bytes, "chat", lambda self, messages, *, tools=None: f"{len(messages)} messages")
+    monkeypatch.setattr(Bytes, "chat", lambda self, messages, *, tools=None, **how: f"{len(messages)} messages")
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     error = asked(messages=MESSAGES, tools=tools)
     assert (error.status, error.param) == (400, "tools")
@@ -42,7 +42,9 @@ def test_tools_that_the_template_does_not_show_are_refused(monkeypatch):
 
 
 def test_calls_that_the_template_does_not_show_are_refused(monkeypatch):
-    monkeypatch.setattr(Bytes, "chat", lambda self, messages, *, tools=None: f"{len(messages)} messages{tools or ''}")
+    monkeypatch.setattr(
+        Bytes, "chat", lambda self, messages, *, tools=None, **how: f"{len(messages)} messages{tools or ''}"
+    )
     error = asked(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call("{}")]}])
     assert (error.status, error.param) == (400, "messages.1.tool_calls") and "does not show calls" in str(error)
 

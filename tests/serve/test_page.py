@@ -22,12 +22,15 @@ new MutationObserver((_, observer) => {
 }).observe(at('talk'), {childList: true, subtree: true, characterData: true});
 """
 
+# asked to think, this model begins inside its reasoning
+TEMPLATE = tiny.TEMPLATE + "{{ '<think>' if 'think' in messages[-1].content }}{# until </think> #}"
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Return a browser that shows the page of a server with a small model."""
     folder = tmp_path_factory.mktemp("page")
-    tiny.make(folder / "model", max_seq_len=2048)
+    tiny.make(folder / "model", template=TEMPLATE, max_seq_len=2048)
     server = Running(folder)
     try:
         browser = Browser()
@@ -61,6 +64,19 @@ def test_a_conversation_is_held_and_its_numbers_are_shown(page):
     assert page.run("talk.length") == 4
     page.wait("at('numbers').innerText.includes('prompt tokens from cache')")
     page.wait("[...at('numbers').children].every(each => !/undefined|NaN/.test(each.textContent))")
+
+
+def test_reasoning_is_shown_in_front_of_its_answer_and_kept_in_the_conversation(page):
+    page.run("at('clear').click()")
+    ask(page, "think", 20)
+    page.wait("document.querySelectorAll('.message.note').length === 1")
+    (thought,) = shown(page, "reasoning")
+    assert thought and shown(page, "assistant") == [""]
+    assert page.run("document.querySelector('.reasoning').nextSibling.className") == "message assistant"
+    assert page.run("talk[1]") == {"role": "assistant", "content": "", "reasoning_content": thought}
+    ask(page, "again", 5)
+    page.wait("document.querySelectorAll('.message.note').length === 2")
+    assert len(shown(page, "reasoning")) == 1 and shown(page, "assistant")[1]
 
 
 def test_an_answer_is_stopped_and_an_error_is_said(page):

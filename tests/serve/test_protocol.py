@@ -94,9 +94,9 @@ def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_fi
 def test_a_long_text_is_made_in_another_thread_wherever_it_is_in_the_body(monkeypatch, body):
     threads, chat = [], Bytes.chat
 
-    def noted(self, messages, *, tools=None):
+    def noted(self, messages, **how):
         threads.append(threading.current_thread())
-        return chat(self, messages, tools=tools)
+        return chat(self, messages, **how)
 
     monkeypatch.setattr(Bytes, "chat", noted)
     asked(messages=MESSAGES)

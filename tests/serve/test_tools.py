@@ -127,12 +127,12 @@ def form(**body):
     return stream.Chat("r", "tiny", Templated(CHATML.replace("@", "")), intake.checked(body, ChatBody))
 
 
-async def told(made, text, ended="stop"):
+async def told(made, text, ended="stop", prompt=(1,)):
     """Events of an answer that comes by characters, parsed."""
     pieces = asyncio.Queue()
     for number, letter in enumerate(text):
         pieces.put_nowait(Piece(letter, (number,), (), ended if number == len(text) - 1 else None))
-    request = SimpleNamespace(prompt=(1,))
+    request = SimpleNamespace(prompt=prompt)
     answer = SimpleNamespace(request=request, ids=[*text], num_cached=0, pieces=pieces, ended=None, goes_on=False)
     return [json.loads(each[6:]) for each in [event async for event in made.events([answer])][:-1]]
 
