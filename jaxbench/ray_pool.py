@@ -110,7 +110,7 @@ class _Actor:
     """One process of one thread."""
 
     def __init__(self, worker: Callable[[Any], Any]):
-        os.environ.update(worker_pool.ONE_THREAD)
+        os.environ.update(worker_pool.one_thread())
         self._worker = worker
 
     def started(self) -> None:

@@ -17,10 +17,15 @@ from typing import Any
 
 IN_FLIGHT = 3  # items per process, waiting or in progress
 KILLED = "a worker process was killed"  # jobs/work.py reruns a command that ends with this
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-}  # fmt: skip
+
+
+def one_thread() -> dict[str, str]:
+    """Return the environment variables of a process of one thread; further flags of XLA are kept."""
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"]
+    return {
+        "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "XLA_FLAGS": " ".join(filter(None, flags)),
+    }  # fmt: skip
 
 
 def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
@@ -33,7 +38,7 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
     """
     context = multiprocessing.get_context("spawn")
     with (
-        _environment(ONE_THREAD),  # the processes read it as they start
+        _environment(one_thread()),  # the processes read it as they start
         concurrent.futures.ProcessPoolExecutor(processes, context, _start, (worker, os.getpid())) as pool,
     ):
         try:

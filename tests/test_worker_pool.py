@@ -21,11 +21,15 @@ def setting(name):
 
 def test_results_come_from_other_processes_that_have_one_thread_each(monkeypatch):
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     names = ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"] * 4
     found = list(worker_pool.results(setting, names, processes=2))
     assert sorted(each[0] for each in found) == sorted(names)
     assert {each[1] for each in found} == {"1"} and os.getpid() not in {each[2] for each in found}
     assert "RAYON_NUM_THREADS" not in os.environ
+    flags = {each for _, each, _ in worker_pool.results(setting, ["XLA_FLAGS"], processes=1)}
+    own, one = "--xla_cpu_enable_fast_math=false", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    assert flags == {f"{own} {one}"}  # the user's are kept
 
 
 def test_an_error_of_a_worker_is_raised_here_and_no_process_is_left():

@@ -157,7 +157,7 @@ def cost(study: Study, name: str, *, num_sources: int) -> dict[str, Any]:
     settings = study.form(name)
     few = study._replace(sources=study.sources[:num_sources]).part(True)
     groups = extract.by_prompt(items(few), study.store(settings))
-    variables = process.environment("cpu", threads=1) | worker_pool.ONE_THREAD
+    variables = process.environment("cpu", threads=1) | worker_pool.one_thread()
     log = study.finished / "worker.log"
     with process.Worker(name, WORKER, environment=variables, log=log, timeout_s=7200) as worker:
         found = worker.request(
