@@ -29,14 +29,15 @@ class Timing(NamedTuple):
     """Tokens and times of one call, without compilation."""
 
     prompt_tokens: int
-    tokens: int  # generated
-    prompt_s: float  # to the first token
+    tokens: int  # of the texts, up to a stop string
+    prompt_s: float  # to the first tokens
     decode_s: float  # for all others
+    decoded: int  # tokens that decode_s computed: a stop string is found a few tokens late
 
     def line(self, decoder: Decoder) -> str:
         """One-line summary, with the kernels and number types that computed it."""
         choice = decoder.choice
-        rate = f", {(self.tokens - 1) / self.decode_s:.1f} tokens/s" if self.tokens > 1 and self.decode_s > 0 else ""
+        rate = f", {self.decoded / self.decode_s:.1f} tokens/s" if self.decoded and self.decode_s > 0 else ""
         kernels = f"{choice.kernels} kernels, weights {decoder.weights}"
         if choice.kernels == "native":
             kernels += f", cache {choice.cache}, activations {choice.activations}"
@@ -100,8 +101,9 @@ class Writer:
             limit = min(limit + step, most)
             state = self._generator.decode(state, limit)
         ended = time.perf_counter()
-        counts = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
-        return texts, Timing(*counts, first - started, ended - first)
+        asked, kept = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
+        decoded = int(lengths[: len(prompts)].sum()) - asked - len(prompts)  # the first of each row is prompt_s's
+        return texts, Timing(asked, kept, first - started, ended - first, decoded)
 
 
 def _host(x: Any) -> np.ndarray:

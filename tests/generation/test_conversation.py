@@ -21,7 +21,7 @@ class Echo:
         self.rows += rows
         answer = Text(self.tokenizer)
         answer.update(self.tokenizer.encode(f"answer {len(self.asked)}"), is_full=True)
-        return [answer], writer.Timing(len(prompts[0]), 1, 0.0, 0.0)
+        return [answer], writer.Timing(len(prompts[0]), 1, 0.0, 0.0, 0)
 
 
 @pytest.fixture

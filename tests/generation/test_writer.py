@@ -51,11 +51,13 @@ def test_one_new_token_is_the_first_of_many(flax, text, written):
 def test_a_stop_string_ends_its_row_alone(flax, text, written):
     whole = written[0][1].text
     word = next(whole[i : i + 2] for i in range(4, len(whole)) if "\ufffd" not in whole[i : i + 2])
-    rows, _ = writer.Writer(flax, text, DRAWN._replace(stop=(word,)))(encoded(text), [0, 1, 2])
+    rows, timing = writer.Writer(flax, text, DRAWN._replace(stop=(word,)))(encoded(text), [0, 1, 2])
     for row, before in zip(rows, written[0]):
         assert row.text == before.text.partition(word)[0]
         assert row.ids == before.ids[: len(row.ids)]
     assert rows[1].ended == "stop" and len(rows[1].ids) < len(written[0][1].ids)
+    decoded = sum(len(row.ids) - 1 for row in written[0])  # what is behind the stop string took its time too
+    assert timing.decoded == decoded > timing.tokens - 3
 
 
 def test_a_prompts_continuation_has_its_first_space_and_a_message_has_none(flax, text, written):
@@ -91,6 +93,6 @@ def test_a_prompt_that_does_not_fit_is_refused(flax, text):
 
 
 def test_the_line_of_a_run_says_what_was_computed(flax):
-    timing = writer.Timing(prompt_tokens=5, tokens=11, prompt_s=0.25, decode_s=2.0)
+    timing = writer.Timing(prompt_tokens=5, tokens=11, prompt_s=0.25, decode_s=2.0, decoded=10)
     wanted = "5 prompt tokens in 250 ms, 11 new tokens, 5.0 tokens/s; xla kernels, weights float32"
     assert timing.line(flax) == wanted
