@@ -29,6 +29,9 @@ SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 DIMENSIONS = re.compile(r"\[([\d,]*)\]")
 OPERAND = re.compile(r"%([\w.\-]+)")
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+PRODUCT = re.compile(r"\$matmul|gemm")  # in the names of libraries' matrix products, such as __cublas$lt$matmul
+CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions"?:\[)([^}\]]*)[}\]]')
 STRUCTURE = frozenset(("while", "body", "cond", "closed_call", "branch_0_fun", "branch_1_fun"))  # parts of op_name
 
 
@@ -165,7 +168,9 @@ def _flops(
         parts = [_flops(one, inside, computations) for one in inside.values() if one.opcode not in operations.FREE]
         return None if None in parts else sum(parts)
     if each.opcode == "custom-call":
-        return 2 * result * _contracted(each.line, first) if "$matmul" in each.line or "gemm" in each.line else None
+        target = TARGET.search(each.line)  # alone: scopes and functions of the line may have any name
+        is_product = target is not None and PRODUCT.search(target[1]) and CONTRACTED.search(each.line)
+        return 2 * result * _contracted(each.line, first) if is_product else None
     return 0
 
 
@@ -182,7 +187,7 @@ def _product_type(
 
 def _contracted(line: str, left: list[int]) -> int:
     """Return the product of a matrix product's contracted dimensions."""
-    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions"?:\[)([^}\]]*)[}\]]', line)
+    found = CONTRACTED.search(line)
     places = [int(place) for place in re.findall(r"\d+", found[1])] if found else []
     return math.prod(left[place] for place in places if place < len(left))
 

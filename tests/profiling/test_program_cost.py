@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxbench.profiling import events, program_cost, scopes, table
 
 TEXT = """HloModule jit_f, is_scheduled=true
@@ -51,6 +53,19 @@ def test_a_slice_of_a_large_operand_counts_alone():
 
 def test_foreign_code_has_unknown_flops():
     assert program_cost.read(TEXT).costs["foreign"] == (None, 4 * 4 + 2 * 4 * 16, "bf16")
+
+
+@pytest.mark.parametrize(
+    "rest, flops",
+    [
+        ('"own", metadata={op_name="jit(gemm)/gemm/own"}', None),  # the user's scopes are no library's product
+        ('"__onednn$matmul", metadata={op_name="jit(f)/dot_general"}', None),  # it does not say what is summed
+        ('"__cublas$gemm", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}', 2 * 4 * 16),
+    ],
+)
+def test_foreign_products_are_told_by_their_target_alone(rest, flops):
+    costs = program_cost.read(TEXT.replace('custom_call_target="own"', f"custom_call_target={rest}")).costs
+    assert costs["foreign"].flops == flops
 
 
 MANY = """HloModule jit_g, is_scheduled=true
