@@ -41,6 +41,13 @@ def test_a_clean_function_is_none():
     assert found.growth["python_bytes"].verdict == "no leak", found
 
 
+def test_names_in_pythons_cache_of_attributes_are_no_leak():
+    def look_up():  # by names that are made anew, as JAX's C++ does
+        return [getattr(1, "".join(("re", "al"))) for _ in range(9)]
+
+    assert leaks.find(look_up, repeats=20).growth["python_bytes"].verdict == "no leak"
+
+
 def test_arrays_that_are_kept_are_found_and_those_that_are_dropped_are_not():
     held = leaks.find(lambda: kept.append(jnp.zeros(100)), repeats=12)
     assert held.growth["array_bytes"] == (400.0, 400.0, 400.0, "leak")
