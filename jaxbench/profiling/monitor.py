@@ -59,7 +59,7 @@ class Watched:
         except (psutil.Error, OSError) as error:
             raise ValueError(f"--pid={pid}: no process of this number can be read ({error})") from error
         self._started = self._last = time.monotonic()
-        self._lines = {file: _count_lines(file) for file in self._files()}
+        self._ends = {file: _size(file) for file in self._files()}  # bytes whose lines do not count again
 
     def look(self) -> Look | None:
         """Return what happened since the last look; None once the process has ended."""
@@ -102,11 +102,10 @@ class Watched:
         rows, rates = {}, {}
         files, named = self._files(), self._named()
         for file, label in zip(files, labels(files), strict=True):
-            now = _count_lines(file)
-            before = self._lines.get(file, 0 if file in named else now)
-            self._lines[file] = now
-            rows[label] = max(now - before, 0) / passed
-            if now > before:
+            before = self._ends.get(file, 0 if file in named else _size(file))
+            new, self._ends[file] = _new_lines(file, before)
+            rows[label] = new / passed
+            if new:
                 rates |= rates_of(_last_line(file))
         return rows, rates
 
@@ -185,10 +184,25 @@ def _cpu_seconds(process: Any) -> float:
     return times.user + times.system
 
 
-def _count_lines(file: Path) -> int:
-    with contextlib.suppress(OSError), open(file, "rb") as opened:
-        return sum(block.count(b"\n") for block in iter(lambda: opened.read(2**20), b""))
+def _size(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        return file.stat().st_size
     return 0
+
+
+def _new_lines(file: Path, start: int) -> tuple[int, int]:
+    """Count the line ends from a byte on; return them and the file's end. A file that has become shorter has none.
+
+    What was there before is not read again: files may be of gigabytes.
+    """
+    count, end = 0, _size(file)
+    if end > start:
+        with contextlib.suppress(OSError), open(file, "rb") as opened:
+            opened.seek(start)
+            for block in iter(lambda: opened.read(2**20), b""):
+                count += block.count(b"\n")
+            end = opened.tell()
+    return count, end
 
 
 def _last_line(file: Path) -> str:

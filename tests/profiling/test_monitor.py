@@ -63,6 +63,20 @@ def test_what_an_earlier_run_wrote_into_a_file_is_no_rate(tmp_path):
         assert watched.look().rows_per_s["rows.jsonl"] > 0
 
 
+def test_a_look_reads_what_is_new_in_a_file_and_not_all_of_it(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n" * 10 + "{")
+    end = rows.stat().st_size
+    assert monitor._new_lines(rows, 0) == (10, end)
+    with open(rows, "r+b") as file:
+        file.write(b" " * 30)  # not read again
+        file.seek(end)
+        file.write(b"}\n{}\n")
+    assert monitor._new_lines(rows, end) == (2, end + 5)
+    rows.write_text("{}\n")
+    assert monitor._new_lines(rows, end) == (0, 3)
+
+
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
     files = [tmp_path / "a" / "rows.jsonl", tmp_path / "b" / "rows.jsonl"]
     for file in files:
