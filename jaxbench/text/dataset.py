@@ -200,12 +200,13 @@ def _kind(path: Path | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """True if a cache folder holds as many ids as its metadata says."""
+    """True if a cache folder holds as many ids as its metadata says, and documents up to the last of them."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         size = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
-        return (folder / IDS).stat().st_size == size and (folder / STARTS).is_file()
-    except (OSError, ValueError, KeyError):
+        starts = np.load(folder / STARTS, mmap_mode="r")
+        return (folder / IDS).stat().st_size == size and bool(starts[-1] == meta["num_tokens"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
         return False
 
 

@@ -72,13 +72,17 @@ def test_another_text_or_tokenizer_has_a_cache_of_its_own(tmp_path):
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_cache_that_lost_its_end_is_built_anew(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "left"), [("ids.bin", 3), ("ids.bin", 0), ("starts.npy", -8), ("starts.npy", 0), ("meta.json", 0)]
+)
+def test_a_cache_that_lost_its_end_is_built_anew(tmp_path, name, left):
     path, cache = tmp_path / "a.txt", tmp_path / "c"
     path.write_text("1 2 3")
     dataset.prepare(path, tokenizer=Words(), cache=cache)
-    ids = next(cache.rglob("ids.bin"))
-    ids.write_bytes(ids.read_bytes()[:3])
-    assert list(dataset.prepare(path, tokenizer=Words(), cache=cache).ids) == [1, 2, 3, 0]
+    file = next(cache.rglob(name))
+    file.write_bytes(file.read_bytes()[:left])
+    corpus = dataset.prepare(path, tokenizer=Words(), cache=cache)
+    assert list(corpus.ids) == [1, 2, 3, 0] and list(corpus.starts) == [0, 4]
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
