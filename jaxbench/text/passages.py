@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.text import packing
+from jaxbench.text.lines import has_surrogate
 
 
 class Passages(NamedTuple):
@@ -44,6 +45,11 @@ def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
             raise ValueError(f"passages: {path} entry {i} has no {key!r} string: {str(entry)[:60]}")
+        if has_surrogate(entry[key]):
+            raise ValueError(
+                f"passages: {path} entry {i}: {key!r} holds a lone surrogate, which is no Unicode text: "
+                f"{entry[key][:60]!a}"
+            )
     return [entry[key] for entry in entries]
 
 

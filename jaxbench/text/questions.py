@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxbench.text.lines import has_surrogate
+
 
 class Asked(NamedTuple):
     """A question, the passage that it is about, and right answers."""
@@ -55,4 +57,6 @@ def _asked(line: str, place: str) -> Asked:
         raise ValueError(f"questions: {place} has {texts}; wanted texts, and a list of answers")
     if wrong := [each for each in row["answers"] if not isinstance(each, str)]:
         raise ValueError(f"questions: {place} has the answer {str(wrong[0])[:60]}, wanted texts")
+    if broken := [each for each in (*texts, *row["answers"]) if has_surrogate(each)]:
+        raise ValueError(f"questions: {place} has a lone surrogate, which is no Unicode text: {broken[0][:60]!a}")
     return Asked(row["context"], row["question"], tuple(row["answers"]), row["title"])

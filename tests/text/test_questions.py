@@ -34,6 +34,8 @@ def test_a_question_is_its_fields(tmp_path):
         ("q.jsonl", row() + b"[" * 100_000, r"q\.jsonl line 2 is no JSON"),
         ("q.jsonl", row(answers=["a", ["b"]]), r"q\.jsonl line 1 has the answer \['b'\], wanted texts"),
         ("q.jsonl", row(answers=[None]), r"q\.jsonl line 1 has the answer None, wanted texts"),
+        ("q.jsonl", row() + row(context="\ud800 c"), r"q\.jsonl line 2 has a lone surrogate"),
+        ("q.jsonl", row(answers=["a", "\udfff"]), r"q\.jsonl line 1 has a lone surrogate"),
     ],
 )
 def test_what_is_no_question_is_one_error_with_its_place(tmp_path, name, content, message):

@@ -159,6 +159,9 @@ def test_json_lists_are_read_and_bad_entries_are_named(tmp_path):
     path.write_text('[{"text": "one"}, {"prompt": "two"}]')
     with pytest.raises(ValueError, match="entry 1 has no 'text' string"):
         passages.read_texts(path)
+    path.write_text('[{"text": "one"}, {"text": "\\ud800"}]')
+    with pytest.raises(ValueError, match="entry 1: 'text' holds a lone surrogate"):
+        passages.read_texts(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="cannot read .*texts.json as JSON"):
         passages.read_texts(path)
