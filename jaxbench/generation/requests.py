@@ -11,6 +11,7 @@ from jaxbench.pretrained.chat_template import REASONING
 
 WRITTEN = ("row", "run", "text", "ids", "prompt_tokens", "ended")  # keys that an output adds to a line's own
 ROLES = ("system", "developer", "user", "assistant", "tool")  # developer: a newer name of system, which templates miss
+MOST_DEPTH = 100  # of nested objects and lists: writing a row meets Python's recursion limit at some 500
 WANTED = '{"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -150,6 +151,8 @@ def _fields(line: bytes, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: JSON that cannot be read ({type(error).__name__}: {str(error)[:80]})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{place} holds a {type(fields).__name__}, wanted {WANTED}")
+    if _is_deep(fields):
+        raise ValueError(f"{place} has objects or lists nested more than {MOST_DEPTH} deep, too many to write again")
     given = [name for name in ("prompt", "messages") if name in fields]
     if len(given) != 1:
         raise ValueError(f"{place} has {' and '.join(given) or 'neither prompt nor messages'}, wanted {WANTED}")
@@ -157,6 +160,17 @@ def _fields(line: bytes, place: str) -> dict[str, Any]:
     if taken:
         raise ValueError(f"{place} has the key {taken[0]!r}, which the output writes; rename it")
     return fields
+
+
+def _is_deep(value: Any) -> bool:
+    """True for a JSON value that is nested more than MOST_DEPTH deep."""
+    layer = [value]
+    for _ in range(MOST_DEPTH + 1):
+        holders = [each for each in layer if isinstance(each, dict | list)]
+        layer = [inner for each in holders for inner in (each.values() if isinstance(each, dict) else each)]
+        if not holders:
+            return False
+    return True
 
 
 def _ids(tokenizer: Any, fields: dict[str, Any], place: str, *, chat: bool, system: str | None) -> list[int]:

@@ -71,6 +71,7 @@ def test_a_system_message_that_no_line_would_have_is_refused(tmp_path, text):
         ('{"prompt": ' + "[" * 50_000, "line 2: "),
         ('{"prompt": "a", "prompt": "b"}', "line 2 has the key 'prompt' twice, wanted once"),
         ('{"prompt": "a", "tag": [{"b": 1, "\\u0062": 1}]}', "line 2 has the key 'b' twice, wanted once"),
+        ('{"prompt": "a", "tag": ' + "[" * 100 + "]" * 100 + "}", "line 2 has objects or lists nested more than 100"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(line, wanted, tmp_path, text):
