@@ -14,6 +14,8 @@ import numpy as np
 from jaxbench.text import packing
 from jaxbench.text.lines import has_surrogate
 
+ENCODED = 64  # texts that are encoded together; those after the last passage are not
+
 
 class Passages(NamedTuple):
     """Passages of equal length, and which document each one is from."""
@@ -66,12 +68,14 @@ def cut(
     if num_tokens < 1 or max_passages < 1:
         raise ValueError(f"passages: num_tokens={num_tokens} and max_passages={max_passages} must be at least 1")
     rows, documents = [], []
-    for i, ids in enumerate(tokenizer.encode_batch(list(texts), add_special=False)):
-        count = min(len(ids) // num_tokens, per_text or len(ids))
-        rows += [ids[j * num_tokens : (j + 1) * num_tokens] for j in range(count)]
-        documents += [i] * count
+    for start in range(0, len(texts), ENCODED):
         if len(rows) >= max_passages:
             break
+        group = tokenizer.encode_batch(list(texts[start : start + ENCODED]), add_special=False)
+        for i, ids in enumerate(group, start):
+            count = min(len(ids) // num_tokens, per_text or len(ids))
+            rows += [ids[j * num_tokens : (j + 1) * num_tokens] for j in range(count)]
+            documents += [i] * count
     if not rows:
         raise ValueError(f"passages: none of {len(texts)} texts has {num_tokens} tokens; ask for fewer tokens")
     return Passages(np.array(rows[:max_passages], np.int32), np.array(documents[:max_passages], np.int32))

@@ -1,6 +1,7 @@
 """Calibration: the band's coverage, the randomised test's rejections, and the gate on human text."""
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -174,3 +175,16 @@ def test_passages_have_one_length_and_know_their_document():
     assert found.tokens.shape == (3, 2) and found.documents.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="none of 1 texts has 50 tokens"):
         passages.cut(tokenizer.load_tokenizer(), ["short"], num_tokens=50, max_passages=1)
+
+
+def test_texts_behind_the_last_passage_are_not_encoded():
+    encoded = []
+
+    def encode_batch(texts, add_special):
+        encoded.extend(texts)
+        return [[len(text)] * 2 for text in texts]
+
+    words = types.SimpleNamespace(encode_batch=encode_batch)
+    found = passages.cut(words, ["a" * n for n in range(300)], num_tokens=1, max_passages=139)
+    assert len(encoded) == 2 * passages.ENCODED
+    assert found.tokens[:, 0].tolist() == found.documents.tolist() == [n // 2 for n in range(139)]
