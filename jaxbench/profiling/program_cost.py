@@ -2,8 +2,9 @@
 
 An instruction is the unit that the profile times: a fusion counts everything fused into it. One multiply-add is two
 FLOPs; an elementwise operation is one per element of its result, a reduction one per element that it reads. Bytes are
-those of operands and results, each once, as if nothing were cached; if a fusion reads a slice of an operand, only the
-slice counts. FLOPs of custom calls are unknown (None), except for the libraries' matrix products on GPUs.
+those of operands and results, each once, as if nothing were cached; if a fusion reads a slice of an operand or updates
+it in place, only that part counts. FLOPs of custom calls are unknown (None), except for the libraries' matrix products
+on GPUs.
 
 Source: the rules of XLA's HloCostAnalysis (xla/service/hlo_cost_analysis.cc), without its cost of transcendentals,
 which are one FLOP here.
@@ -26,6 +27,7 @@ ELEMENTWISE = frozenset(
 )
 ID_FIELD = 5
 SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+UPDATES = frozenset(("dynamic-update-slice", "scatter"))  # in place
 HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 DIMENSIONS = re.compile(r"\[([\d,]*)\]")
 OPERAND = re.compile(r"%([\w.\-]+)")
@@ -203,6 +205,8 @@ def _bytes(
         return 2 * written + sum(sizes[1:])
     if each.opcode == "dynamic-update-slice":
         return 2 * sum(sizes[1:2])
+    if each.opcode == "scatter":  # it reads what it changes, and the indices
+        return 3 * _updated(each, around) + sizes[len(sizes) // 2]
     if each.opcode == "fusion":
         inside = computations.get(_called(each.line), {})
         sizes = [min(size, _read_of(place, size, inside)) for place, size in enumerate(sizes)]
@@ -214,22 +218,56 @@ def _bytes(
 
 
 def _read_of(place: int, size: int, inside: Mapping[str, Instruction]) -> int:
-    """Count the bytes that a fusion reads of the operand at `place`: only the slices if it reads nothing else."""
+    """Count the bytes that a fusion reads of the operand at `place`: only the parts if it reads nothing else."""
     own = [name for name, one in inside.items() if one.opcode == "parameter" and f"parameter({place})" in one.line]
-    users = [one for one in inside.values() if own and own[0] in one.operands]
-    if users and all(one.opcode in SLICES and one.operands[0] == own[0] for one in users):
-        return sum(sum(hlo.shape_bytes(one.shape)) for one in users)
-    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] == own[0] for one in users):
-        return 0  # written in place
-    return size
+    seen, read, is_used = set(own), 0, False  # the operand, also in other shapes
+    for name, one in inside.items():
+        if not seen.intersection(one.operands):
+            continue
+        is_root, is_used = one.line.lstrip().startswith("ROOT"), True
+        if one.opcode == "bitcast" and not is_root:
+            seen.add(name)
+        elif one.operands[0] not in seen or seen.intersection(one.operands[1:]):
+            return size
+        elif one.opcode in SLICES:
+            read += sum(hlo.shape_bytes(one.shape))
+        elif one.opcode == "scatter":
+            read += _updated(one, inside)
+        elif one.opcode != "dynamic-update-slice":  # which writes in place, and reads nothing
+            return size
+    return read if is_used else size
 
 
 def _written_of(inside: Mapping[str, Instruction], written: int) -> int:
-    """Count the bytes that a fusion writes: only the update if it updates an array in place."""
-    root = next((one for one in inside.values() if one.line.lstrip().startswith("ROOT")), None)
-    if root is not None and root.opcode == "dynamic-update-slice" and root.operands[1] in inside:
-        return sum(hlo.shape_bytes(inside[root.operands[1]].shape))
-    return written
+    """Count the bytes that a fusion writes: of an operand that it updates in place only the update."""
+    root = next((name for name, one in inside.items() if one.line.lstrip().startswith("ROOT")), None)
+    return written if root is None else _written(root, inside)
+
+
+def _written(name: str, inside: Mapping[str, Instruction]) -> int:
+    one, source = inside.get(name), _behind(name, inside)
+    if one is None or source is None:
+        return 0
+    if one.opcode == "tuple":
+        return sum(_written(each, inside) for each in one.operands)
+    target = _behind(source.operands[0], inside) if source.opcode in UPDATES else None
+    if target is not None and target.opcode == "parameter":
+        return _updated(source, inside)
+    return sum(hlo.shape_bytes(one.shape))
+
+
+def _behind(name: str, inside: Mapping[str, Instruction]) -> Instruction | None:
+    """Return the instruction whose result an instruction is, in whatever shape."""
+    one = inside.get(name)
+    while one is not None and one.opcode == "bitcast":
+        one = inside.get(one.operands[0])
+    return one
+
+
+def _updated(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Bytes of what a dynamic-update-slice or a scatter puts into its first operands."""
+    updates = one.operands[1:2] if one.opcode == "dynamic-update-slice" else one.operands[len(one.operands) // 2 + 1 :]
+    return sum(sum(hlo.shape_bytes(around[name].shape)) for name in updates if name in around)
 
 
 def _scope(line: str, tables: Mapping[str, Mapping[int, str]]) -> tuple[str, ...]:

@@ -68,6 +68,61 @@ def test_foreign_products_are_told_by_their_target_alone(rest, flops):
     assert costs["foreign"].flops == flops
 
 
+PARTS = """HloModule jit_h, is_scheduled=true
+
+%reshaped (param_0: f32[100,4,2], param_1: s32[]) -> f32[8] {
+  %param_0 = f32[100,4,2]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %flat = f32[100,8]{1,0} bitcast(%param_0)
+  %cut = f32[1,8]{1,0} dynamic-slice(%flat, %param_1, %param_1), dynamic_slice_sizes={1,8}
+  ROOT %row = f32[8]{0} bitcast(%cut)
+}
+
+%changed (param_0: f32[100,8], param_1: s32[]) -> (f32[100,8], f32[8]) {
+  %param_0 = f32[100,8]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %old = f32[1,8]{1,0} dynamic-slice(%param_0, %param_1, %param_1), dynamic_slice_sizes={1,8}
+  %put = f32[100,8]{1,0} dynamic-update-slice(%param_0, %old, %param_1, %param_1)
+  %flat = f32[8]{0} bitcast(%old)
+  ROOT %both = (f32[100,8]{1,0}, f32[8]{0}) tuple(%put, %flat)
+}
+
+%filled (param_0: f32[1,8], param_1: s32[]) -> f32[100,8] {
+  %param_0 = f32[1,8]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = f32[] constant(0)
+  %new = f32[100,8]{1,0} broadcast(%zero), dimensions={}
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%new, %param_0, %param_1, %param_1)
+}
+
+ENTRY %main (t: f32[100,4,2], u: f32[100,8], r: f32[1,8], i: s32[], j: s32[3,1], v: f32[3,8]) -> f32[100,8] {
+  %t = f32[100,4,2]{2,1,0} parameter(0)
+  %u = f32[100,8]{1,0} parameter(1)
+  %r = f32[1,8]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %j = s32[3,1]{1,0} parameter(4)
+  %v = f32[3,8]{1,0} parameter(5)
+  %read = f32[8]{0} fusion(%t, %i), kind=kLoop, calls=%reshaped
+  %kept = (f32[100,8]{1,0}, f32[8]{0}) fusion(%u, %i), kind=kLoop, calls=%changed
+  %made = f32[100,8]{1,0} fusion(%r, %i), kind=kLoop, calls=%filled
+  ROOT %spread = f32[100,8]{1,0} scatter(%made, %j, %v), update_window_dims={1}, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, moved",
+    [
+        ("read", 32 + 4 + 32),  # of 3,200, through another shape
+        ("kept", 32 + 4 + 32 + 32),  # a row read, written in place, and a second result
+        ("made", 32 + 4 + 3200),  # what is updated is no operand, so all of it is written
+        ("spread", 3 * 96 + 12),  # the rows before, the rows to add, the sums, the indices
+    ],
+)
+def test_parts_that_are_read_or_updated_in_place_count_alone(name, moved):
+    assert program_cost.read(PARTS).costs[name].bytes == moved
+
+
 MANY = """HloModule jit_g, is_scheduled=true
 
 ENTRY %main (a: f32[64]) -> f32[64] {
