@@ -87,6 +87,7 @@ class MemoryTrainConfig(TrainConfig):
             del content["memory"]
             return content
         content["step"]["optimizer"]["trained"] = self.step.optimizer.trained
+        del content["memory"]["max_documents"]  # rows of fewer documents mean the same: more steps may read other rows
         if (bank := content["memory"].get("bank")) is not None:
             bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
         return content

@@ -302,6 +302,14 @@ class PackedDataset:
         rows = [self._row(index) for index in range(first, first + count)]
         return Batch(*(np.stack(parts) for parts in zip(*rows, strict=True)))
 
+    def num_documents(self, count: int) -> Iterator[Int64[np.ndarray, " rows"]]:
+        """Yield the number of documents, cut ones included, in each of the first `count` rows, epoch by epoch."""
+        for first in range(0, count, self.rows_per_epoch):
+            _, ends, rows = self._epoch(first // self.rows_per_epoch)
+            starts = rows[: count - first].astype(np.int64) * self.seq_len
+            last = np.minimum(starts + self.seq_len, self.num_tokens) - 1
+            yield 1 + np.searchsorted(ends, last, side="right") - np.searchsorted(ends, starts, side="right")
+
     def _row(self, index: int) -> Batch:
         """One packed row, arrays [T]."""
         epoch, row = divmod(index, self.rows_per_epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,8 +43,8 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
     """Return the rows, decoder and initial parameters of a run.
 
     Raises:
-      ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit, by its
-        shape or by its tokenizer.
+      ValueError: bad data (see prepare_data, dataset.check), rows of more documents than the decoder tells apart, or a
+        checkpoint to start from that does not fit, by its shape or by its tokenizer.
     """
     data = prepare_data(settings, path)
     model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
@@ -60,7 +61,18 @@ def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, Trans
             f"train: the {settings.evaluation.batches} batches of {held_out} that evaluation.batches allows have no "
             "target; allow more"
         )
+    _check_documents(settings, data, model)
     return data, model, params
+
+
+def _check_documents(settings: TrainConfig, data: Data, model: TransformerConfig) -> None:
+    """Raise if a row that the run would read, at any step, has more documents than the decoder's layers tell apart."""
+    if model.layer_kind is None:
+        return
+    trained = data.train.num_documents(settings.steps * settings.batch_size)
+    held_out = data.held_out.num_documents(_num_evaluated(settings, data.held_out) * settings.batch_size)
+    for counts in itertools.chain(trained, held_out):
+        model.check_documents(np.stack([np.ones_like(counts), counts], axis=1))  # each row's first and last segment
 
 
 def _check_tokenizer(settings: TrainConfig, tokenizer: Any) -> None:
@@ -105,12 +117,17 @@ def _check_bytes(ids: np.ndarray, num_tokens: int, what: str) -> None:
 def evaluation_batches(settings: TrainConfig, data: Data) -> Iterator[dataset.Batch]:
     """Yield the batches of an evaluation: the same held-out rows every time, each once."""
     rows, size = data.held_out, settings.batch_size
-    count = -(-rows.rows_per_epoch // size)
-    for index in range(min(count, settings.evaluation.batches or count)):
+    for index in range(_num_evaluated(settings, rows)):
         batch = rows.batch(index, size)
         # The last batch may run into the next epoch; mask those rows.
         inside = np.arange(size) + index * size < rows.rows_per_epoch
         yield batch._replace(mask=batch.mask & inside[:, None])
+
+
+def _num_evaluated(settings: TrainConfig, rows: dataset.PackedDataset) -> int:
+    """Number of batches of an evaluation."""
+    count = -(-rows.rows_per_epoch // settings.batch_size)
+    return min(count, settings.evaluation.batches or count)
 
 
 def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:

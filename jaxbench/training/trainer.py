@@ -150,6 +150,7 @@ class _Trainer:
         """Raise if a checkpoint was made by another run."""
         ours, theirs = self.identity, meta["identity"]
         theirs["config"]["data"].pop("validation_path", None)  # in old identities
+        (theirs["config"].get("memory") or {}).pop("max_documents", None)  # likewise
         theirs.setdefault("tokenizer", ours["tokenizer"])  # not in them
         if listed := run_folder.differences(ours, theirs):
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
@@ -174,7 +175,6 @@ class _Trainer:
             upcoming = ahead.submit(own_rows, done)
             while done < s.steps and not early:
                 arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
-                self.model.check_documents(arrays.segments)
                 if done == first_traced and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
                     self.is_traced = True
@@ -268,7 +268,6 @@ class _Trainer:
         """Measure the held-out loss on the same rows every time; every process reads all of them, for their bytes."""
         s, total, count, size = self.settings, 0.0, 0, 0
         for batch in train_inputs.evaluation_batches(s, self.data):
-            self.model.check_documents(batch.segments)
             part, targets = self.engine.evaluate(batch)
             total, count = total + part, count + targets
             if self.data.byte_lengths is not None:

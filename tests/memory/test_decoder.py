@@ -1,6 +1,7 @@
 """Memory layers in the decoder: one decode state, documents apart, insertion as identity, training and sharding."""
 
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.memory.train_config import MemoryOptimizerConfig, MemoryTrainConfig
-from jaxbench.training import optimizers
+from jaxbench.training import optimizers, train_inputs
 from jaxbench.training.step_config import StepConfig
 from torch_ref import train as torch_train
 from torch_ref.memory import decoder as torch_decoder
@@ -315,6 +316,22 @@ def test_bad_memories_are_refused_with_their_values():
     PLAIN.check_documents(segments)
     with pytest.raises(ValueError, match="row 1 holds 3 documents, and memory.max_documents=2"):
         with_memory(PLAIN, memory("mag")).check_documents(segments)
+
+
+def test_rows_of_too_many_documents_are_refused_before_a_run_which_a_larger_limit_then_goes_on_with(tmp_path):
+    lengths = [40] * 40 + [2, 2, 2] + [40] * 10  # three short documents: some row of some epoch holds four
+    lines = [json.dumps({"text": "a" * length}) for length in lengths]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    base = {"model": PLAIN.model_dump() | {"vocab_size": None}, "data": {"seq_len": 16, "tokenizer": "byte"}}
+    base |= {"batch_size": 2, "learning_rate": 0.1, "evaluation": {"batches": 1}}
+    few, many = (base | {"memory": memory("mag", max_documents=most).model_dump()} for most in (2, 4))
+    prepare = functools.partial(train_inputs.prepare, path=str(tmp_path / "texts.jsonl"))
+    prepare(MemoryTrainConfig(**few, steps=1))  # a row that is never read does not count
+    with pytest.raises(ValueError, match="holds [34] documents, and memory.max_documents=2"):
+        prepare(MemoryTrainConfig(**few, steps=500))
+    longer = MemoryTrainConfig(**many, steps=500)
+    prepare(longer)
+    assert longer.identity() == MemoryTrainConfig(**few, steps=1).identity()
 
 
 def test_a_run_names_what_keeps_its_memory_from_training():

@@ -204,6 +204,13 @@ def test_positions_restart_with_every_segment_and_segments_are_documents():
         assert (np.diff(segments[segments > 0]) >= 0).all()
 
 
+@pytest.mark.parametrize(("seq_len", "count"), [(1, 9), (5, 40), (10, 3), (40, 2)])
+def test_documents_are_counted_without_packing_a_row(seq_len, count):
+    rows = dataset.PackedDataset(corpus_of(DOCUMENTS), seq_len, seed=3)
+    counts = np.concatenate(list(rows.num_documents(count)))
+    np.testing.assert_array_equal(counts, rows.rows(0, count).segments.max(axis=1))
+
+
 def test_without_shuffling_rows_are_the_text_in_order():
     rows = dataset.PackedDataset(corpus_of(DOCUMENTS, end=False), 6, seed=0, shuffle=False)
     np.testing.assert_array_equal(rows.rows(0, 4).tokens.reshape(-1)[:23], np.concatenate(DOCUMENTS))
