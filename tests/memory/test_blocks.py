@@ -12,7 +12,10 @@ from jaxbench.memory import block_config, blocks, sliding_window
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
+from torch_ref.memory import bank as torch_bank
 from torch_ref.memory import blocks as torch_blocks
+from torch_ref.memory import chunk as torch_chunk
+from torch_ref.memory import layout as torch_layout
 from torch_ref.memory import sliding_window as torch_window
 
 KINDS = ("mac", "mag", "mal", "lmm", "bank")
@@ -156,6 +159,32 @@ def test_twins_agree_from_any_state_and_padding(x64):
         call = runner(backend, "mac", "float64")
         results.append(call(x, call(x)[1], is_token))
     assert worst(*[(answer, state) for answer, state, _ in results]) < 1e-12
+
+
+def test_autocast_narrows_no_product_inside_a_memory_or_an_attention_of_its_own():
+    random = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=random)
+    heads, tokens = [draw(2, 8, 2, 4) for _ in range(3)], [draw(4, 8, 4) for _ in range(3)]
+    kernels = [draw(4, 4, 8).requires_grad_(), draw(4, 8, 4).requires_grad_()]
+    gates = torch.full((4, 8), 0.01), torch.full((4, 8), -0.7), torch.full((4, 8), -0.1)
+
+    def answers():
+        weights = torch_chunk.Weights(tuple(kernels), None)
+        rule = torch_chunk.Rule("gelu", 0.1, "token", None, 1e-5)
+        chunk = torch_chunk.Tokens(*tokens, *gates, None)
+        learned = torch_layout.rematerialised(lambda w, t: torch_chunk.learn(w, w, w, t, rule), weights, chunk)
+        attended = torch_bank.attend(*heads, torch.ones(2, 8, dtype=torch.bool), page=4)
+        windowed = torch_window.attend(*heads, torch.ones(2, 8, 8, dtype=torch.bool).tril())
+        recalled = torch_chunk.recall(weights, tokens[0], rule)
+        return [learned[0], *learned[1].kernels, recalled, *attended, windowed]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (tokens[0] @ kernels[0]).dtype == torch.bfloat16  # autocast is on
+        narrow = answers()
+    wide = answers()
+    gradients = [torch.autograd.grad(each[0].sum(), kernels) for each in (narrow, wide)]  # recomputes what autocast saw
+    for found, wanted in zip((*narrow, *gradients[0]), (*wide, *gradients[1]), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_attention_sees_exactly_its_window():

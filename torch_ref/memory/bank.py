@@ -18,6 +18,7 @@ from torch import Tensor
 from jaxbench.memory.bank_config import ROUNDING, BankConfig
 from torch_ref import functional, nn
 from torch_ref.memory import layout
+from torch_ref.memory.layout import _unnarrowed
 
 
 class BankState(NamedTuple):
@@ -42,6 +43,7 @@ class BankState(NamedTuple):
         return (self.slots,)
 
 
+@_unnarrowed
 def attend(
     query: Float[Tensor, "B T N H"],
     key: Float[Tensor, "B S N H"],

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from torch_ref.memory.layout import _unnarrowed
+
 GELU = (math.sqrt(2.0 / math.pi), 0.044715)  # of the tanh approximation (Hendrycks and Gimpel 2016)
 ROOT_HALF, ROOT_TAU = math.sqrt(0.5), math.sqrt(2.0 * math.pi)
 
@@ -63,6 +65,7 @@ class Coefficients(NamedTuple):
     e: Float[Tensor, "E T"]  # weight of token i's step in S_T of the last token
 
 
+@_unnarrowed
 def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
     """Compute coefficients beta, f, P, C and E of a chunk's tokens from their decay gates.
 
@@ -143,6 +146,7 @@ def _layer_norm(x: Float[Tensor, "E T H"], eps: float) -> tuple[Float[Tensor, "E
     return centred * inverse, inverse
 
 
+@_unnarrowed
 def recall(weights: Weights, query: Float[Tensor, "E T H"], rule: Rule) -> Float[Tensor, "E T H"]:
     """Read-out of memories with fixed weights, M_W(q) of each query (Titans, eq. 15); nothing is written."""
     hidden = query
@@ -191,6 +195,7 @@ def _squared_norm(x: Float[Tensor, "E T H"]) -> Float[Tensor, "E T"]:
     return torch.sum(x * x, dim=-1)
 
 
+@_unnarrowed
 def learn(
     anchor: Weights,
     weights: Weights,

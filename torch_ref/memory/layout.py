@@ -30,6 +30,20 @@ def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
     return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
 
 
+def _unnarrowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function whose products keep their operands' types: autocast would narrow them, as nothing in JAX."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(leaf.device.type for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+        if device == "meta":  # which autocast does not know
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def gathered(x: Shaped[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Shaped[Tensor, "B S ..."]:
     """Gather entries along axis 1, each row by its own indices."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]

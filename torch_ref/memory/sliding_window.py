@@ -18,6 +18,7 @@ from jaxbench import rotary
 from jaxbench.memory.block_config import BlockConfig
 from torch_ref import functional, nn
 from torch_ref.memory import layout
+from torch_ref.memory.layout import _unnarrowed
 
 
 class LocalState(NamedTuple):
@@ -31,6 +32,7 @@ class LocalState(NamedTuple):
     count: Int[Tensor, " B"]  # tokens in the current block, 0 to C - 1
 
 
+@_unnarrowed
 def attend(
     query: Float[Tensor, "B T N H"],
     key: Float[Tensor, "B S K H"],
