@@ -258,8 +258,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     """
     c = config
     if (name := _architecture(c)) is None or not c.is_causal:
-        keys = ("norm", "activation", "position", "qk_norm", "use_bias", "qkv_bias", "sliding_window", "num_heads")
-        keys += ("num_kv_heads", "head_dim", "is_causal", *GEMMA_ONLY)
+        keys = ("norm", "activation", "position", "qk_norm", "use_bias", "qkv_bias", "sliding_window", "d_model")
+        keys += ("num_heads", "num_kv_heads", "head_dim", "is_causal", *GEMMA_ONLY)
         parts = ", ".join(f"{key}={getattr(c, key)}" for key in keys)
         raise ValueError(f"model: no Hugging Face architecture has {parts}")
     model_type = {"GPT2": "gpt2", "Gemma3": "gemma3_text"}.get(name, name.lower())
@@ -293,11 +293,16 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
             | {"use_sliding_window": bool(c.sliding_window), "max_window_layers": 0}
             | ({"attention_bias": False} if c.qk_norm else {})
         )
-    return values | (window if c.sliding_window else {"attention_bias": c.use_bias, "mlp_bias": c.use_bias})
+    return values | (window if name == "Mistral" else {"attention_bias": c.use_bias, "mlp_bias": c.use_bias})
 
 
 def _architecture(c: TransformerConfig) -> str | None:
-    """Find the architecture that has exactly a decoder's parts, as transformers spells it; None if there is none."""
+    """Find the architecture that has exactly a decoder's parts, as transformers spells it; None if there is none.
+
+    transformers 5 refuses a Llama, Gemma 2 or Gemma 3 whose heads do not divide d_model, as after structured pruning. A
+    Mistral without a window computes what a Llama computes, and has no such limit.
+    """
+    are_heads_even = c.d_model % c.num_heads == 0
     plain = {key: TransformerConfig.model_fields[key].default for key in GEMMA_ONLY}
     is_plain = all(getattr(c, key) == value for key, value in plain.items())
     is_ungrouped = (c.num_kv_heads, c.num_heads * c.head_dim, c.sliding_window) == (c.num_heads, c.d_model, None)
@@ -309,7 +314,7 @@ def _architecture(c: TransformerConfig) -> str | None:
     if c.activation == "geglu" and biases == (False, False) and c.embedding_scale == c.d_model**0.5:
         if all(getattr(c, key) == plain[key] for key in GEMMA_ONLY if key != "embedding_scale"):
             return None if c.qk_norm or c.sliding_window else "Gemma"
-        if not c.post_norms or c.global_every is None:
+        if not c.post_norms or c.global_every is None or not are_heads_even:
             return None
         third = (c.qk_norm, c.local_rope_theta is not None, c.attention_softcap is None)
         return "Gemma3" if all(third) else None if any(third[:2]) else "Gemma2"
@@ -317,9 +322,10 @@ def _architecture(c: TransformerConfig) -> str | None:
         return None
     if c.qkv_bias:
         return None if c.use_bias or c.qk_norm else "Qwen2"
-    if c.use_bias and (c.sliding_window or c.qk_norm):
+    is_mistral = bool(c.sliding_window) or not are_heads_even
+    if c.use_bias and (is_mistral or c.qk_norm):
         return None
-    return "Qwen3" if c.qk_norm else "Mistral" if c.sliding_window else "Llama"
+    return "Qwen3" if c.qk_norm else "Mistral" if is_mistral else "Llama"
 
 
 def _gemma_to_hf(c: TransformerConfig, name: str) -> dict[str, Any]:

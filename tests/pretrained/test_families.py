@@ -317,6 +317,8 @@ def test_combination_without_an_architecture_is_refused():
         ("llama", {"activation": "geglu"}),
         ("qwen2", {"qk_norm": True}),
         ("gpt2", {"qkv_bias": True}),
+        ("gemma2", {"num_heads": 3, "num_kv_heads": 3}),  # transformers wants heads that divide the width
+        ("llama", {"num_heads": 3, "num_kv_heads": 3, "use_bias": True}),
     ],
 )
 def test_parts_of_one_family_in_another_are_refused(name, change):

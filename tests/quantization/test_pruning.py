@@ -230,12 +230,17 @@ def test_a_smaller_decoder_is_saved_and_read_again(tmp_path, config, heads):
     assert all(np.array_equal(read.params[name], found[name]) for name in found)
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["llama", "qwen2"])
-def test_transformers_computes_the_same_logits_of_a_smaller_decoder(tmp_path, config):
+UNGROUPED = LLAMA.model_copy(update={"num_kv_heads": 4})  # three of its heads do not divide its width
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"), [(LLAMA, 1), (QWEN2, 1), (UNGROUPED, 3)], ids=["llama", "qwen2", "three heads"]
+)
+def test_transformers_computes_the_same_logits_of_a_smaller_decoder(tmp_path, config, heads):
     import transformers
 
     with jax.enable_x64(True):
-        smaller, found = structured.keep_width(*structured.keep_heads(config, params_of(config), 1), 20)
+        smaller, found = structured.keep_width(*structured.keep_heads(config, params_of(config), heads), 20)
         mine = logits(smaller, found)
     folder = weights.save_checkpoint(tmp_path / "smaller", smaller, {k: v.astype(np.float32) for k, v in found.items()})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
