@@ -48,6 +48,10 @@ def block_sparse_attention(
         raise ValueError(
             f"block_sparse_attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}"
         )
+    if length == 0:
+        return jnp.zeros_like(query)
+    if spans.key_positions is None:
+        spans = spans._replace(key_positions=spans.query_positions)
     size, count = pattern.block_size, pattern.num_blocks(length)
     rows, columns = pattern.pairs(count)
     # [n, E, R, H], [n, E, H, C] and [n, E, C, H] with E = B * K: products then have two batch axes, P and E.

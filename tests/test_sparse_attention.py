@@ -45,7 +45,7 @@ def in_jax(pattern, case):
 
 
 def in_torch(pattern, case):
-    spans = torch_attention.Spans(*map(torch.tensor, case.spans))
+    spans = torch_attention.Spans(*(None if x is None else torch.tensor(x) for x in case.spans))
     tensors = map(torch.tensor, (case.query, case.key, case.value))
     return torch_sparse_attention.block_sparse_attention(*tensors, spans, pattern=pattern).numpy()
 
@@ -112,6 +112,17 @@ def test_a_pattern_that_sees_everything_is_plain_attention(x64, run):
 
 
 @BACKENDS
+def test_spans_without_key_positions_are_rows_without_padding_and_no_tokens_give_none(x64, run):
+    case, pattern = reference.inputs(0, length=LENGTH), PATTERNS[1]
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (len(case.query), 1))
+    plain, given = (case._replace(spans=(positions, keys, None, None)) for keys in (None, positions))
+    np.testing.assert_array_equal(run(pattern, plain), run(pattern, given))
+    no_spans = (positions[:, :0], positions[:, :0], None, None)
+    empty = case._replace(query=case.query[:, :0], key=case.key[..., :0], value=case.value[:, :, :0], spans=no_spans)
+    assert run(pattern, empty).shape == (len(case.query), 0, *case.query.shape[2:])
+
+
+@BACKENDS
 def test_padding_gets_zeros_and_reaches_nobody(x64, run):
     case, pattern = reference.inputs(1, length=LENGTH), PATTERNS[1]
     is_padding = case.spans[0] < 0
@@ -159,10 +170,6 @@ def test_shapes_that_are_no_whole_rows_are_refused():
             library(query[:, 1:], key, value, spans, pattern=pattern)
         with pytest.raises(ValueError, match="num_heads=3 is not a multiple of num_kv_heads=2"):
             library(query[:, :, :3], key, value, spans, pattern=pattern)
-    with pytest.raises(ValueError, match="key_positions=None"):
-        torch_sparse_attention.block_sparse_attention(
-            query, key, value, spans._replace(key_positions=None), pattern=pattern
-        )
 
 
 # The work

@@ -28,7 +28,7 @@ def block_sparse_attention(
     """Attention output, as jaxbench.sparse_attention.block_sparse_attention.
 
     Raises:
-      ValueError: the numbers of keys and queries differ, N is not a multiple of K, or spans have no key positions.
+      ValueError: the numbers of keys and queries differ, or N is not a multiple of K.
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -38,8 +38,10 @@ def block_sparse_attention(
         raise ValueError(
             f"block_sparse_attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}"
         )
+    if length == 0:
+        return torch.zeros_like(query)
     if spans.key_positions is None:
-        raise ValueError(f"block_sparse_attention: key_positions={spans.key_positions}, wanted those of {length} keys")
+        spans = spans._replace(key_positions=spans.query_positions)
     size, count = pattern.block_size, pattern.num_blocks(length)
     rows, columns = (torch.from_numpy(index).long().to(query.device) for index in pattern.pairs(count))
     queries = split_blocks(query.to(key.dtype).reshape(batch, length, num_kv_heads, -1, head_dim), size, axis=1)
