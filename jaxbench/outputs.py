@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import itertools
 import json
 import math
 import os
@@ -166,6 +167,13 @@ def save_tensors(
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run, if there is one, to NAME.1, .2, ..., the first name that is free."""
+    if path.exists():
+        names = (path.with_name(f"{path.stem}.{count}{path.suffix}") for count in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def write_text(path: str | Path, text: str) -> None:

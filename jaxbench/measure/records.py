@@ -7,7 +7,6 @@ interrupted and run again), the later line wins.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from typing import Literal
 
 import pydantic
 
-from jaxbench import store
+from jaxbench import outputs, store
 from jaxbench.config import Base
 
 RESULTS_NAME = "results.jsonl"
@@ -81,10 +80,7 @@ class RecordFile:
 
     def set_aside(self) -> None:
         """Rename the file of an earlier run to NAME.1, .2, ..., so that its launches do not mix with the new ones."""
-        if self.path.exists():
-            stem, suffix = self.path.stem, self.path.suffix
-            names = (self.path.with_name(f"{stem}.{count}{suffix}") for count in itertools.count(1))
-            self.path.rename(next(path for path in names if not path.exists()))
+        outputs.set_aside(self.path)
 
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk raises an OSError that says what was kept."""

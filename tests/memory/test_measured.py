@@ -132,7 +132,9 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
 def test_times_are_records_and_what_is_not_timed_says_so(tmp_path):
     settings = cost.Cost(layer=SHAPE, lengths=[SEGMENT], segment=SEGMENT, repeats=2, max_bytes=1.0)
     summary = cost.run(settings, tmp_path, PARTS)
-    cost.run(settings, tmp_path, PARTS)  # again, in the same folder: the first run's file is set aside
+    first = (tmp_path / "summary.json").read_bytes()
+    cost.run(settings, tmp_path, PARTS)  # again, in the same folder: the first run's files are set aside
+    assert (tmp_path / "summary.1.json").read_bytes() == first
     found = RecordFile(tmp_path / "results.jsonl").read()
     assert len(found) == len(summary["rows"]) == len(RecordFile(tmp_path / "results.1.jsonl").read())
     assert {(record.arm, record.status, record.value) for record in found} == {
@@ -188,6 +190,14 @@ def test_a_length_that_segments_do_not_fill_is_refused():
 
 
 # Stability
+
+
+def test_a_second_run_in_a_folder_keeps_the_figures_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(stability, "train", lambda settings, depth: {"depth": depth, "seed": settings.seed})
+    for seed in range(3):
+        stability.run(stability.Stability(memory=NEURAL, depths=[2], length=16, seed=seed), tmp_path)
+    kept = [json.loads((tmp_path / f"summary{part}.json").read_text()) for part in (".1", ".2", "")]
+    assert [summary["rows"] for summary in kept] == [[{"depth": 2, "seed": seed}] for seed in range(3)]
 
 
 def test_training_is_watched_and_a_number_that_is_none_is_seen():

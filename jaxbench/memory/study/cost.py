@@ -135,6 +135,7 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any], *, device
             print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
+    outputs.set_aside(workdir / "summary.json")  # of which the other files are drawn
     outputs.write_json(workdir / "summary.json", summary)
     outputs.write_csv(workdir / "cost.csv", rows)
     outputs.write_text(workdir / "cost.html", charts(rows))

@@ -112,6 +112,7 @@ def run(settings: Speed, workdir: str | Path, *, device: str = "cpu") -> dict[st
         "memory_ratios": _memory_ratios(memory),
         "slope": _slope(settings, workdir, device),
     }
+    outputs.set_aside(workdir / "summary.json")
     outputs.write_json(workdir / "summary.json", summary)
     return summary
 

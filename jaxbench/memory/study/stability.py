@@ -55,6 +55,7 @@ def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
     rows = [train(settings, depth) for depth in settings.depths]
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
+    outputs.set_aside(Path(workdir) / "summary.json")
     outputs.write_json(Path(workdir) / "summary.json", summary)
     return summary
 
