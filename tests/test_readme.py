@@ -1,4 +1,4 @@
-"""The documents' library snippets, run as they stand there, by a user whose shell sets nothing."""
+"""The documents' snippets and commands, as they stand there, by a user whose shell sets nothing."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def test_the_engines_snippet_answers_and_prints_nothing():
     done = run(snippet + '\nprint(sorted(events), len([e for e in events["a"] if e.token is not None]) > 1)')
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout == "['a', 'b'] True\n"
+
+
+def shell_lines(text: str) -> list[str]:
+    """Lines of a document's blocks for a shell, fenced or indented."""
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return "\n".join([*fenced, *re.findall(r"^    .*", rest, re.MULTILINE)]).splitlines()
+
+
+def test_notes_behind_commands_are_comments_of_the_shell():
+    # Without the # a copied line ends in "'does' is not a flag", an open quote, or a second command behind a semicolon.
+    for path in (ROOT / "README.md", ROOT / "WORKSPACE.md", *(ROOT / "docs").glob("*.md")):
+        for line in shell_lines(path.read_text(encoding="utf-8")):
+            if re.match(r"[\s$]*([A-Z_]+=\S+ )*(eval |\.venv/|tests/\w|python3? |make |bash |curl |docker )", line):
+                command = re.sub(r"\s#.*", "", line)
+                assert not re.search(r"\S\s{2,}\S", command), f"{path.name}: {line}"
