@@ -1,4 +1,4 @@
-"""Train a decoder on a text: resumable, measured, on any backend.
+"""Train a decoder on a text: resumable, measured, in Flax or PyTorch.
 
     python experiments/train.py --config=configs/lm/tiny.yaml                        seconds, a first look
     python experiments/train.py --config=configs/lm/shakespeare_char.yaml --data=input.txt

@@ -1,4 +1,4 @@
-"""A training run from configuration to exported model, on any backend (S file: neither JAX nor PyTorch).
+"""A training run from configuration to exported model, in Flax or PyTorch (S file: neither JAX nor PyTorch).
 
     result = run(config, make_engine, workdir="out/shakespeare", backend="flax")
 
