@@ -51,7 +51,7 @@ def main() -> int:
 
         from jaxbench.serve import app, head_limit
     except ImportError as error:
-        raise ValueError(f"serve: {error}; pip install 'jaxbench[serve]'") from error
+        raise ValueError(f"serve: {error}; pip install -e '.[serve]'") from error
     from jaxbench.pretrained import tokenizer
 
     _check(config)
@@ -198,7 +198,7 @@ def serve_fleet(config: Any) -> int:
 
         from jaxbench.serve import fleet
     except ImportError as error:
-        raise ValueError(f"replicas={VALUES.replicas}: {error}; pip install 'jaxbench[serve,ray]'") from error
+        raise ValueError(f"replicas={VALUES.replicas}: {error}; pip install -e '.[serve,ray]'") from error
     serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "ERROR"})
     made = fleet.application(config, _watermarks(config.engine), replicas=VALUES.replicas, cpus=threads)
     signal.signal(signal.SIGTERM, interrupt)  # Ray's own handler ends the process and its answers at once

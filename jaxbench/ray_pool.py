@@ -28,7 +28,7 @@ def start(processes: int) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
+        raise ValueError(f"engine: ray cannot be imported ({error}); pip install -e '.[ray]'") from error
     if not ray.is_initialized():
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         named = os.environ.get("TMPDIR")

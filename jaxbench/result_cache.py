@@ -110,7 +110,7 @@ class RedisCache:
         try:
             import redis
         except ImportError as error:
-            raise ValueError(f"result cache: a Redis is named, and {error}; pip install 'jaxbench[redis]'") from error
+            raise ValueError(f"result cache: a Redis is named, and {error}; pip install -e '.[redis]'") from error
         how = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
         how |= {"password": word} if (word := os.environ.get(PASSWORD_VARIABLE, "").strip()) else {}
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)  # a connection that the server closed meanwhile

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
-from tests.structure import ROOT
+from tests.structure import ROOT, sources
 from tests.test_cli import shell_environment
 
 
@@ -45,3 +47,12 @@ def test_notes_behind_commands_are_comments_of_the_shell():
             if re.match(r"[\s$]*([A-Z_]+=\S+ )*(eval |\.venv/|tests/\w|python3? |make |bash |curl |docker )", line):
                 command = re.sub(r"\s#.*", "", line)
                 assert not re.search(r"\S\s{2,}\S", command), f"{path.name}: {line}"
+
+
+def test_extras_are_installed_from_the_clone_and_exist():
+    # The project is on no index: "pip install 'jaxbench[serve]'" would fetch what somebody else put under that name.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    texts = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *sources("jaxbench", "experiments")]
+    found = re.findall(r"pip install (?:-\S+ )*'?([\w.]*)\[([a-z,]+)\]", "\n".join(map(Path.read_text, texts)))
+    assert len(found) > 15 and {name for name, _ in found} == {"."}
+    assert {extra for _, names in found for extra in names.split(",")} <= set(extras)

@@ -3,7 +3,7 @@
     python -m jaxbench.gpu.ahead --config=configs/lm/gpt2_124m.yaml --program=train --target=h200 [--set=K=V]
     python -m jaxbench.gpu.ahead --config=FILE --program=decode --batch=8 --prompt_tokens=64 --new_tokens=64
 
-It needs JAX with its CUDA plugin (`pip install 'jaxbench[gpu]'`), but no GPU and no driver. Programs are compiled from
+It needs JAX with its CUDA plugin (`pip install -e '.[gpu]'`), but no GPU and no driver. Programs are compiled from
 shapes: a model of 1 B parameters takes no memory, unless its matrices are quantised (--weights). kernels.py counts the
 bytes read and written. With a GPU, XLA times several kernels for each product; without one it takes a default, so
 products may run as other kernels on the GPU. Without a GPU, JAX_PLATFORMS=cpu must be set before JAX is imported; the
@@ -64,7 +64,7 @@ def unavailable() -> str:
     has_plugins = importlib.util.find_spec("jax_plugins") is not None
     if has_plugins and any(importlib.util.find_spec(f"jax_plugins.{name}") for name in PLUGINS):
         return ""
-    return "gpu: JAX's CUDA plugin is not installed; `pip install 'jaxbench[gpu]'` brings it (no GPU is needed)"
+    return "gpu: JAX's CUDA plugin is not installed; `pip install -e '.[gpu]'` brings it (no GPU is needed)"
 
 
 def device(target: str) -> Any:

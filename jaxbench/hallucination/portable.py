@@ -131,7 +131,7 @@ def check(
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
         except ImportError as error:
-            raise ValueError(f"--format=onnx: {error}; pip install 'jaxbench[export]'") from error
+            raise ValueError(f"--format=onnx: {error}; pip install -e '.[export]'") from error
     if kind == "safetensors" and window is not None:
         raise ValueError(f"--window={window} is of programs; a folder of --format={kind} reads any window")
     decoder = weights.read_config(model)

@@ -54,7 +54,7 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ValueError(f"detector: {folder} needs ONNX Runtime ({error}); pip install 'jaxbench[export]'") from error
+        raise ValueError(f"detector: {folder} needs ONNX Runtime ({error}); pip install -e '.[export]'") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     # ONNX Runtime ignores OMP_NUM_THREADS: a number, or several for nested regions. 0 = all cores

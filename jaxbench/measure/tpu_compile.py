@@ -63,7 +63,7 @@ class Compiled(NamedTuple):
 def unavailable() -> str:
     """Return why nothing can be compiled for TPUs here, or an empty string."""
     if importlib.util.find_spec("libtpu") is None:
-        return "tpu: libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
+        return "tpu: libtpu is not installed; `pip install -e '.[tpu]'` brings it (no TPU is needed)"
     return ""
 
 

@@ -181,7 +181,7 @@ def _apprise(channel: Apprise, alert: Told, reference: str, timeout_s: float) ->
     try:
         import apprise
     except ImportError as error:
-        raise Refused(f"apprise is not installed ({error}): pip install 'jaxbench[alerts]'") from error
+        raise Refused(f"apprise is not installed ({error}): pip install -e '.[alerts]'") from error
     subject, text = alert.message()
     service = apprise.Apprise()
     if not service.add(os.environ[channel.url_variable]):

@@ -196,7 +196,7 @@ def _matcher() -> Any:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise ValueError(f"constrained answers: {error}; pip install 'jaxbench[serve]'") from error
+        raise ValueError(f"constrained answers: {error}; pip install -e '.[serve]'") from error
     return LLMatcher
 
 

@@ -66,7 +66,7 @@ def test_unknown_topology_and_model_axis_are_refused_before_compiling():
 
 def test_missing_libtpu_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(tpu_compile.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxbench\[tpu\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[tpu\]'"):
         next(tpu.compile_topology(TINY, chips.parse_topology("v5e:2x2"), tpu.Settings()))
 
 

@@ -177,7 +177,7 @@ def test_an_unknown_target_names_the_known_ones():
 
 def test_without_the_plugin_the_error_says_what_brings_it(monkeypatch):
     monkeypatch.setattr(ahead, "PLUGINS", ("xla_cuda_of_no_version",))
-    with pytest.raises(ValueError, match=r"CUDA plugin is not installed; `pip install 'jaxbench\[gpu\]'`.*for h200"):
+    with pytest.raises(ValueError, match=r"CUDA plugin is not installed; `pip install -e '\.\[gpu\]'`.*for h200"):
         ahead.device("h200")
 
 

@@ -236,8 +236,8 @@ def test_an_export_replaces_another_one_alone_and_names_what_is_missing(made, fo
     with pytest.raises(ValueError, match="holds no export, and --overwrite replaces nothing else"):
         portable.check(tmp_path / "there", "safetensors", **how)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ValueError, match=r"--format=onnx: .*onnxscript.*pip install 'jaxbench\[export\]'"):
+    with pytest.raises(ValueError, match=r"--format=onnx: .*onnxscript.*pip install -e '\.\[export\]'"):
         portable.check(tmp_path / "new", "onnx", **how | {"window": 64})
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"onnx needs ONNX Runtime .*pip install 'jaxbench\[export\]'"):
+    with pytest.raises(ValueError, match=r"onnx needs ONNX Runtime .*pip install -e '\.\[export\]'"):
         _ = detect.HallucinationDetector(folders / "onnx").reader

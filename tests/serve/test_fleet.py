@@ -22,7 +22,7 @@ import pytest
 from jaxbench.native import library
 from tests.generation import tiny
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'jaxbench[ray]'")
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -e '.[ray]'")
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("name=tiny", "engine.cache_tokens=2048", "engine.limits.max_running=4", "engine.limits.max_batch_tokens=64",

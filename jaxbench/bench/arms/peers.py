@@ -167,7 +167,7 @@ class LlamaCppArm(contract.Arm):
     def start(self) -> str:
         """Check that llama_cpp is installed and the model is a GGUF file; `load` imports it."""
         if importlib.util.find_spec("llama_cpp") is None:
-            return "llama-cpp-python is not installed (pip install 'jaxbench[peers]')"
+            return "llama-cpp-python is not installed (pip install -e '.[peers]')"
         return "" if self.file.endswith(".gguf") else f"needs a GGUF file, the model is {self.file}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:

@@ -82,7 +82,7 @@ def dashboard(heat_map: HeatMap) -> int:
 
         from jaxbench.regress.site import serve
     except ImportError as error:
-        raise ValueError(f"dashboard needs {error.name}: pip install 'jaxbench[serve]'") from error
+        raise ValueError(f"dashboard needs {error.name}: pip install -e '.[serve]'") from error
 
     token = None
     if VALUES.token_variable is not None:

