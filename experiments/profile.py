@@ -221,7 +221,11 @@ def define_gpu() -> None:
 
 def gpu() -> int:
     """Run a command on a GPU with --profile."""
-    process_environment.check_attached("gpu")
+    try:
+        process_environment.check_attached("gpu")
+    except ValueError as error:  # its cure, --device=cpu, is no flag here
+        cure = "on a CPU give --profile=FOLDER to the command itself"
+        raise ValueError(f"profile.py gpu: {str(error).partition(';')[0]}; {cure}") from error
     words = _words()
     _wanted("output")
     trace.check_folder(VALUES.output, flag="--output")

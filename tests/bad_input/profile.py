@@ -63,7 +63,7 @@ CASES = [
     of("leaks", f"{SERVER}|--pid=1|--body=@none.json", "none.json is no file"),
     of("leaks", f"{SERVER}|--pid=1", "--url=http://127.0.0.1:9/x does not answer"),
     of("leaks", "--call=a.py:f|--device=tpu", "--device=tpu"),
-    of("gpu", SCRIPT, "--device=gpu, but this machine has none", a_py=""),
+    of("gpu", SCRIPT, "--device=gpu, but this machine has none", "--profile=FOLDER to the command", a_py=""),
     of("operations", "", "--trace= is empty"),
     of("operations", "--trace=none", "--trace=none is no folder"),
     of("operations", "--trace=configs", "--trace=configs holds no profile of JAX"),
