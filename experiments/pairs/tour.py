@@ -11,6 +11,9 @@ speed of both sides.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(globals().get("__file__", "experiments/pairs/tour.py")).resolve().parents[2]))
 
 import jax
 import numpy as np

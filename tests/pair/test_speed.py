@@ -152,8 +152,7 @@ def test_wrong_settings_are_named(settings):
 @pytest.mark.timeout(600)
 def test_the_tour_blames_the_planted_bug_proves_the_mended_port_and_times_it(tmp_path):
     line = [sys.executable, str(ROOT / "experiments" / "pairs" / "tour.py"), "--fast"]
-    environment = shell_environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(line, cwd=tmp_path, env=shell_environment(), capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
     blamed, proven, timed = (done.stdout.index(words) for words in (
         "likely: GELU of act: tanh form", "the same function: 12 gates passed", "first two calls",
