@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -123,6 +124,21 @@ def state_shardings(plan: Plan, state: Any) -> Any:
 def place_state(plan: Plan, state: State) -> State:
     """Copy the state, with every array placed as the plan says."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
+
+
+def new_state(
+    plan: Plan, init: Callable[[dict[str, Array]], State], params: Mapping[str, np.ndarray], shapes: State
+) -> State:
+    """Make the state before the first step where the plan says: no device ever holds what others are to keep.
+
+    Args:
+      init: initial values by name -> the state.
+      params: initial values; each process has all of them.
+      shapes: of the state; arrays that belong into pinned host memory have a sharding there.
+    """
+    stored = {name: distributed.place(np.asarray(params[name], leaf.dtype), plan.params[name])
+              for name, leaf in shapes.params.items()}  # fmt: skip
+    return jax.jit(init, out_shardings=state_shardings(plan, shapes))(stored)
 
 
 def place_batch(plan: Plan, batch: train.Batch) -> train.Batch:

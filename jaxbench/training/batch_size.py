@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -126,14 +126,21 @@ def abstract_state(
     """Shapes of a training state; no array is made. Offloaded moments carry the sharding `host` in pinned memory."""
     shapes = initial.parameter_shapes(config).items()
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes}
-    on_device = step_config.model_copy(update={"offload": OffloadConfig()})
-    decoder = functools.partial(transformer.Transformer, config, compute, extension.make_layer)
-    state = jax.eval_shape(lambda params: optimizer_step.init_state(decoder(), params, on_device), params)
+    state = jax.eval_shape(initialiser(config, compute, step_config, extension=extension), params)
     if not step_config.offload.optimizer:
         return state
     pinned = functools.partial(jax.ShapeDtypeStruct, sharding=offload.host_sharding(host))
     moments = jax.tree.map(lambda leaf: pinned(leaf.shape, leaf.dtype) if leaf.ndim else leaf, state.moments)
     return dataclasses.replace(state, moments=moments)
+
+
+def initialiser(
+    config: TransformerConfig, compute: Compute, step_config: StepConfig, *, extension: Extension
+) -> Callable[[Mapping[str, jax.Array]], optimizer_step.TrainState]:
+    """Make the function from initial values to the state before the first step, to be traced; it offloads nothing."""
+    on_device = step_config.model_copy(update={"offload": OffloadConfig()})
+    decoder = functools.partial(transformer.Transformer, config, compute, extension.make_layer)
+    return lambda params: optimizer_step.init_state(decoder(), params, on_device)
 
 
 def device_bytes() -> int:

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench import functional, parameters, prng, train, transformer
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import worker
 from jaxbench.mesh import ParallelConfig
 from jaxbench.native import products
 from jaxbench.parallel import distributed, mesh_plan, offload
-from jaxbench.training import optimizer_step, precision
+from jaxbench.training import batch_size, optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.train_config import TrainConfig
 
@@ -56,21 +56,24 @@ class Engine:
         if parallel is not None and settings.fused_projections:
             groups = mesh_plan.projection_groups(parallel, len(jax.devices()))
         compute = settings.compute(self.policy.compute, groups)
-        model = transformer.build(config, params, make_layer=extension.make_layer, **compute._asdict())
-        self.state = optimizer_step.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(settings.seed) if settings.has_dropout else None
         self.extension, self.plan, self.num_devices = extension, None, 1
         self.batch_size, self.rows = settings.batch_size, (0, settings.batch_size)
         shape = (settings.batch_size, settings.data.seq_len)
-        step = functools.partial(optimizer_step.train_step, step_config=step_config)
-        evaluate = functools.partial(optimizer_step.eval_step, graph=self.state.graph, step_config=step_config)
         if parallel is None and jax.process_count() > 1:
             raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
+        if parallel is None:
+            model = transformer.build(config, params, make_layer=extension.make_layer, **compute._asdict())
+            self.state = optimizer_step.init_state(model, params, step_config)
+            del model  # its values are not those that are trained
+        else:
+            self._place_on_mesh(config, compute, parallel, params, shape)
+        step = functools.partial(optimizer_step.train_step, step_config=step_config)
+        evaluate = functools.partial(optimizer_step.eval_step, graph=self.state.graph, step_config=step_config)
         if parallel is None:
             jitted = jax.jit(lambda state, batch, extras: step(state, batch, **extras), donate_argnums=0)
             self._eval = jax.jit(evaluate)
         else:
-            self._place_on_mesh(config, parallel, shape)
             jitted = mesh_plan.make_step(self.plan, self.state, step=step)
             self._eval = mesh_plan.make_evaluation(
                 self.plan, evaluate, loss_fn=optimizer_step.held_out_loss, accumulation=step_config.accumulation
@@ -85,8 +88,11 @@ class Engine:
         if extension.watch is not None:
             self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, step_config=step_config))
 
-    def _place_on_mesh(self, config: TransformerConfig, parallel: ParallelConfig, shape: tuple[int, int]) -> None:
-        """Plan the mesh for a step's batch of rows and tokens, and place the state."""
+    def _place_on_mesh(
+        self, config: TransformerConfig, compute: Compute, parallel: ParallelConfig, params: Mapping[str, np.ndarray],
+        shape: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """Plan the mesh for a step's batch of rows and tokens, and make the state on it."""
         micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full"):
@@ -95,7 +101,10 @@ class Engine:
                 f"gradient_type=full, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
                 f"gradient_type={parallel.gradient_type}"
             )
-        self.state, self.num_devices = mesh_plan.place_state(self.plan, self.state), self.plan.mesh.size
+        init = batch_size.initialiser(config, compute, self.step_config, extension=self.extension)
+        host = jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec())
+        shapes = batch_size.abstract_state(config, compute, self.step_config, host=host, extension=self.extension)
+        self.state, self.num_devices = mesh_plan.new_state(self.plan, init, params, shapes), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, shape)
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import jax
@@ -14,10 +15,11 @@ from flax import nnx
 from jaxbench import initial, remat, sharding, train, transformer
 from jaxbench.measure import hlo
 from jaxbench.mesh import MeshConfig, ParallelConfig
-from jaxbench.parallel import mesh_plan
+from jaxbench.parallel import distributed, mesh_plan
 from jaxbench.parallel.step_plan import Plan
 from jaxbench.parity import distance, memory_meshes, meshes
-from jaxbench.training import optimizer_step, precision
+from jaxbench.training import engine, optimizer_step, precision
+from jaxbench.training.train_config import TrainConfig
 
 LLAMA = meshes.LLAMA
 ENCODER = LLAMA.model_copy(update={"is_causal": False})
@@ -169,6 +171,31 @@ def test_the_state_is_used_up_and_stays_where_it_was():
     assert kernel.is_deleted()
     moved = after.params["layers.0.mlp.up_proj.kernel"]
     assert moved.sharding.shard_shape(moved.shape) == (4, 16)
+
+
+def test_no_device_ever_holds_what_others_keep_while_a_run_is_set_up(monkeypatch):
+    config = LLAMA.model_copy(update={"d_model": 64, "d_ff": 256})
+    run = TrainConfig(
+        model=config.model_dump() | {"vocab_size": None}, data={"seq_len": 8}, batch_size=8, steps=1,
+        learning_rate=1e-3, parallel={"mesh": {"data": 1, "fsdp": 8}},
+    )  # fmt: skip
+    held, place, stop = [], distributed.place, RuntimeError("before anything is compiled")
+    parts = lambda: (part for array in jax.live_arrays() for part in array.addressable_shards)
+    note = lambda: held.append(sum(part.data.nbytes for part in parts() if part.device == jax.devices()[0]))
+
+    def ready(plan, state, **settings):
+        note()
+        assert all(value.sharding.is_equivalent_to(plan.params[n], value.ndim) for n, value in state.params.items())
+        raise stop
+
+    gc.collect()
+    note()
+    monkeypatch.setattr(distributed, "place", lambda *given: (note(), place(*given))[1])
+    monkeypatch.setattr(mesh_plan, "make_step", ready)
+    with pytest.raises(RuntimeError, match=str(stop)):
+        engine.Engine(run, config, initial.initial_params(config, 0))
+    state = 3 * 4 * initial.num_parameters(config) / 8  # parameters and two moments
+    assert state <= held[-1] - held[0] <= max(held) - held[0] <= 1.5 * state
 
 
 def compiled_step(plan: Plan, config=LLAMA):
