@@ -71,6 +71,7 @@ def run(
     processes.check_alike(given | {"text_sha256": data.joined_sha256})
     with held(workdir, processes):
         engine = make_engine(settings, model, params)
+        del params  # the engine has its own, and in float64 these are twice their size
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
         try:
             return trainer.run(profile_steps or (-1, -1))

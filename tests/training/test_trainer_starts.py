@@ -1,8 +1,11 @@
 """A run that is started again: where its texts lie now, and what its best loss was."""
 
+import gc
 import hashlib
 import json
 import shutil
+import types
+import weakref
 
 import pytest
 import tokenizers
@@ -17,14 +20,16 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own
 SHAPE = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "max_seq_len": 8}
 
 
-def train(workdir, text, *, steps=4, validation_path=None, tokenizer="byte", save_every=250, **evaluation):
+def train(
+    workdir, text, *, steps=4, validation_path=None, tokenizer="byte", save_every=250, make=engine.Engine, **evaluation
+):
     data = {"seq_len": 8, "validation_path": validation_path, "tokenizer": tokenizer}
     run = TrainConfig(
         model=SHAPE, data=data, batch_size=2, steps=steps,
         learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation, schedule={"kind": "constant"},
         checkpoints={"export": False, "every_steps": save_every}, logging={"peak_tflops": 1.0},
     )  # fmt: skip
-    trainer.run(run, engine.Engine, workdir=workdir, backend="torch", data_path=str(text))
+    trainer.run(run, make, workdir=workdir, backend="torch", data_path=str(text))
     return json.loads((workdir / "summary.json").read_text())
 
 
@@ -123,3 +128,18 @@ def test_a_checkpoint_older_than_the_tokenizer_s_identity_is_gone_on_from(tmp_pa
         patched.setattr(checkpoint.Checkpoints, "save", older)
         train(tmp_path / "w", text, steps=1)
     assert train(tmp_path / "w", text, steps=2)["steps"] == 2
+
+
+def test_initial_values_are_let_go_once_the_engine_has_its_own(tmp_path, text):
+    kept: list[weakref.ref] = []
+
+    def make(settings, model, params):
+        kept.extend(weakref.ref(value) for value in params.values())
+        return types.SimpleNamespace(arrays=stop)
+
+    def stop():  # a run's first question, for the checkpoint that it goes on from
+        gc.collect()
+        raise RuntimeError(f"{sum(reference() is not None for reference in kept)} of {len(kept)} arrays are held")
+
+    with pytest.raises(RuntimeError, match=r"^0 of \d\d arrays are held"):
+        train(tmp_path / "run", text, make=make)
