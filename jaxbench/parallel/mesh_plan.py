@@ -274,6 +274,9 @@ def attend(
 
     Every device attends for its rows, heads and tokens, so any kernel runs as on one device. Devices of an axis that
     splits no heads share the rows, if their number allows. `sequence_attention` says how other tokens' keys arrive.
+
+    Raises:
+      ValueError: a platform's kernel is asked for, and a ring computes scores by itself.
     """
     out, width = (MODEL_Y, MODEL_X) if plan.config.mesh.is_2d else (MODEL, None)
     is_split = plan.config.heads == "split"
@@ -282,6 +285,12 @@ def attend(
     rows, heads = rows if query.shape[0] % count == 0 else ROWS, out if is_split else None
     is_ring = plan.mesh.shape[SEQUENCE] > 1 and plan.config.sequence_attention == "ring"
     keys_over = SEQUENCE if is_ring else None
+    if is_ring and implementation in attention.KERNELS:
+        raise ValueError(
+            f"parallel: implementation={implementation} with sequence_attention=ring over sequence="
+            f"{plan.mesh.shape[SEQUENCE]}: a ring computes block_size keys at a time and takes no kernel; use "
+            "implementation=blocked, or sequence_attention=gathered"
+        )
 
     def local(query: Array, key: Array, value: Array, spans: attention.Spans) -> Array:
         with sharding.activations({}):

@@ -300,6 +300,14 @@ def test_a_mesh_that_does_not_fit_is_an_error_with_values(settings, message):
         plan_of(**settings)
 
 
+@pytest.mark.parametrize("kernel", ["fused", "splash"])
+def test_a_ring_refuses_a_platforms_kernel_which_it_would_not_run(kernel):
+    plan = plan_of(sequence=4, data=2)
+    model = transformer.build(LLAMA, initial.initial_params(LLAMA, 0), implementation=kernel)
+    with pytest.raises(ValueError, match=f"implementation={kernel} with sequence_attention=ring over sequence=4"):
+        jax.eval_shape(mesh_plan.loss_on(plan), model, meshes.batch_of(0, LLAMA))
+
+
 def test_dropout_over_micro_batches_is_refused():
     with pytest.raises(ValueError, match="dropout=0.1 is not supported over micro-batches"):
         plan_of(LLAMA.model_copy(update={"dropout": 0.1}), stage=4, data=2, micro_batches=4)
