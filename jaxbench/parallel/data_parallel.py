@@ -82,7 +82,8 @@ def make_loss(
     Args:
       plan: of a mesh on which only data and fsdp are larger than 1; with ZeRO stage 3 parameters are gathered once per
         step.
-      loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken.
+      loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken. Each device calls
+        it with its rows, and never without a target.
       plain_loss: the same loss under jit's partitioner, for a caller that takes no gradient.
       scale: loss scale of the step, None = 1.
 
@@ -166,10 +167,14 @@ def _loss_and_gradients(
     def local(
         params: dict[str, Array], batch: train.Batch, num_targets: Array, scale: Array
     ) -> tuple[Array, dict[str, Array]]:
+        count = jnp.sum(batch.mask)
+        # A mean over no targets may be 0 / 0: any finite loss does, its share is 0.
+        counted = batch._replace(mask=batch.mask | (count == 0))
+
         def at(params: dict[str, Array]) -> tuple[Array, Array]:
             with sharding.activations({}):
-                mean = loss_fn(params, batch)
-            share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / num_targets.astype(mean.dtype))
+                mean = loss_fn(params, counted)
+            share = mean * (count.astype(mean.dtype) / num_targets.astype(mean.dtype))
             return share * scale.astype(share.dtype), share
 
         used = {name: whole(value, specs[name], (FSDP,)) for name, value in params.items()}
