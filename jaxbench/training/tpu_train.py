@@ -11,8 +11,8 @@ from counts, not a measurement.
 
 Compute counts what rematerialisation and a pipeline's stages do again; in a pipeline, a tick takes as long as its
 slowest stage (pipeline_schedule.timetable). Memory counts weights once per pass, the optimiser's 32 bytes per
-parameter, and logits four times in float32; activations are left out. Collectives are those of the compiled program;
-one inside a branch counts as executed in every iteration of its loop.
+trained parameter, and logits four times in float32; activations are left out. Collectives are those of the compiled
+program; one inside a branch counts as executed in every iteration of its loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from jaxbench import cli
+from jaxbench import cli, initial
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import chips, hlo, tpu_compile
@@ -36,7 +36,8 @@ from jaxbench.parallel.pipeline_schedule import timetable
 from jaxbench.training import observe, precision
 from jaxbench.training.train_config import TrainConfig
 
-OPTIMIZER_BYTES = 32  # per parameter: weight, gradient and two moments read in float32; all but the gradient written
+# Per trained parameter: weight, gradient and two moments read in float32; all but the gradient written
+OPTIMIZER_BYTES = 32
 
 
 class Lowered(NamedTuple):
@@ -44,7 +45,7 @@ class Lowered(NamedTuple):
 
     lowered: Any  # jax.stages.Lowered
     sizes: Mapping[str, int]  # of the mesh axes
-    stored: int  # parameters that one chip stores
+    trained: int  # parameters that one chip stores and updates
     used: int  # parameters that one chip computes with; in a pipeline its stage's, plus embedding and head
 
 
@@ -66,7 +67,9 @@ def model_of(settings: TrainConfig) -> TransformerConfig:
 
 
 def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> Lowered:
-    """Lower the configuration's step for every chip of a slice; extension: what a workload adds to its decoder.
+    """Lower the configuration's step for every chip of a slice.
+
+    extension: what a workload adds to its decoder; adapters (settings.lora) need none.
 
     Raises:
       ValueError: the configuration has no mesh, or it does not fit the slice or the model.
@@ -75,10 +78,12 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     import jax.numpy as jnp
 
     from jaxbench import prng, train
+    from jaxbench.lora import layers
     from jaxbench.native import products
     from jaxbench.parallel import mesh_plan
     from jaxbench.training import batch_size, optimizer_step
 
+    extension = extension if settings.lora is None else layers.extension(settings.lora)
     if settings.parallel is None:
         raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
     model = model_of(settings)
@@ -99,7 +104,12 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
     step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=step_config))
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
-    return Lowered(lowered, dict(plan.mesh.shape), *plan.elements_per_chip())
+    trained = sum(
+        math.prod(plan.params[name].shard_shape(param_shape))
+        for name, param_shape in initial.parameter_shapes(model).items()
+        if settings.step.optimizer.is_trained(name)
+    )
+    return Lowered(lowered, dict(plan.mesh.shape), trained, plan.elements_per_chip()[1])
 
 
 def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> list[Record]:
@@ -160,7 +170,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     micro = settings.parallel.micro_batches * settings.step.accumulation
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
     width = dtype_bytes(precision.POLICIES[settings.step.precision].compute)
-    traffic = repeats * micro * width * step.used + OPTIMIZER_BYTES * step.stored + logits
+    traffic = repeats * micro * width * step.used + OPTIMIZER_BYTES * step.trained + logits
     times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
     seconds = times[f"{bound}_s"]
     peak = chip.flops_per_s * seconds

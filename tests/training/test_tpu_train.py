@@ -27,6 +27,7 @@ STEPS = {
     "full": (*TINY, "step.remat.policy=offload", 'step.remat.names=["input"]'),
     "bfloat16": (*TINY, "parallel.gradient_type=bfloat16"),
     "optimizer": (*TINY, "step.offload.optimizer=true"),
+    "adapters": (*TINY, "lora.rank=4", "step.optimizer.trained=adapters", "model.num_layers=1"),
 }
 PROGRAM = """
 import sys
@@ -72,7 +73,7 @@ def test_bfloat16_halves_the_bytes_of_the_gradients_on_a_tpu(compiled):
 
 @needs_libtpu
 def test_a_tpu_keeps_exactly_the_moments_and_the_blocks_inputs_in_host_memory(compiled):
-    inputs, plain, moments = (compiled[name]["memory_bytes"].detail for name in STEPS)
+    inputs, plain, moments = (compiled[name]["memory_bytes"].detail for name in ("full", "bfloat16", "optimizer"))
     assert (plain["host_argument"], plain["host_temp"]) == (0, 0)
     assert (inputs["host_argument"], inputs["host_temp"]) == (0, LAYERS * (ROWS // 4) * LENGTH * WIDTH * 4)
     assert moments["host_argument"] == 2 * 4 * COUNT
@@ -92,6 +93,16 @@ def test_memory_flops_and_roofline_are_those_of_the_model(compiled):
     mfu = found["roofline_mfu"]
     assert mfu.value == pytest.approx(found["flops"].value / 197e12 / line.value)
     assert mfu.detail["causal"] / mfu.value == pytest.approx(1 - attention / 2 / (6 * multiplied + attention))
+
+
+@needs_libtpu
+def test_only_adapters_have_moments_where_they_alone_are_trained(compiled):
+    frozen = initial.num_parameters(config.load(CONFIG, STEPS["adapters"], TrainConfig).model.resolved(None))
+    adapters = 4 * (2 * WIDTH + WIDTH + WIDTH // 2)  # of q_proj and v_proj, whole on every chip
+    argument = compiled["adapters"]["memory_bytes"].detail["argument"]
+    assert 4 * frozen + 12 * adapters <= argument <= 4 * frozen + 12 * adapters + 2**16
+    logits, weights = 16 * ROWS * LENGTH // 4 * VOCABULARY, 2 * 4 * (frozen + adapters)
+    assert compiled["adapters"]["traffic_bytes"].value == logits + weights + 32 * adapters
 
 
 # Without a compiler
