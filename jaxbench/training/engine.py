@@ -145,10 +145,13 @@ class Engine:
         return {parameters.dotted(path): leaf for path, leaf in leaves}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load a checkpoint's state, onto whatever mesh this engine has."""
+        """Load a checkpoint's state, onto whatever mesh this engine has; the state before it is used up."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
-        # A copy that JAX owns: the step donates its state.
-        loaded = [distributed.place(jnp.array(arrays[parameters.dotted(path)]), leaf.sharding) for path, leaf in leaves]
+        loaded = []
+        for path, leaf in leaves:
+            # A copy that JAX owns: the step donates its state.
+            loaded.append(distributed.place(jnp.array(arrays[parameters.dotted(path)]), leaf.sharding))
+            leaf.delete()  # two whole states may need more memory than a step
         self.state = jax.tree_util.tree_unflatten(structure, loaded)
 
     def params(self) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxbench import initial, remat, sharding, train, transformer
 from jaxbench.measure import hlo
@@ -173,29 +175,48 @@ def test_the_state_is_used_up_and_stays_where_it_was():
     assert moved.sharding.shard_shape(moved.shape) == (4, 16)
 
 
+def noted(monkeypatch):
+    """List of the bytes on the first device: now, and before any array is placed from now on."""
+    held, place = [], distributed.place
+
+    def note():
+        there = [array for array in jax.live_arrays() if jax.devices()[0] in array.sharding.device_set]
+        held.append(sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in there))
+
+    gc.collect()
+    note()
+    monkeypatch.setattr(distributed, "place", lambda *given: (note(), place(*given))[1])
+    return held
+
+
 def test_no_device_ever_holds_what_others_keep_while_a_run_is_set_up(monkeypatch):
     config = LLAMA.model_copy(update={"d_model": 64, "d_ff": 256})
     run = TrainConfig(
         model=config.model_dump() | {"vocab_size": None}, data={"seq_len": 8}, batch_size=8, steps=1,
         learning_rate=1e-3, parallel={"mesh": {"data": 1, "fsdp": 8}},
     )  # fmt: skip
-    held, place, stop = [], distributed.place, RuntimeError("before anything is compiled")
-    parts = lambda: (part for array in jax.live_arrays() for part in array.addressable_shards)
-    note = lambda: held.append(sum(part.data.nbytes for part in parts() if part.device == jax.devices()[0]))
+    held, stop = noted(monkeypatch), RuntimeError("before anything is compiled")
 
     def ready(plan, state, **settings):
-        note()
+        distributed.place(0, NamedSharding(plan.mesh, PartitionSpec()))
         assert all(value.sharding.is_equivalent_to(plan.params[n], value.ndim) for n, value in state.params.items())
         raise stop
 
-    gc.collect()
-    note()
-    monkeypatch.setattr(distributed, "place", lambda *given: (note(), place(*given))[1])
     monkeypatch.setattr(mesh_plan, "make_step", ready)
     with pytest.raises(RuntimeError, match=str(stop)):
         engine.Engine(run, config, initial.initial_params(config, 0))
     state = 3 * 4 * initial.num_parameters(config) / 8  # parameters and two moments
     assert state <= held[-1] - held[0] <= max(held) - held[0] <= 1.5 * state
+
+
+def test_a_checkpoint_s_state_takes_the_place_of_the_one_before_array_by_array(monkeypatch):
+    run = types.SimpleNamespace(state=mesh_plan.place_state(plan_of(fsdp=8), meshes.initial_state(LLAMA, "float32")))
+    saved = {name: np.asarray(value) + 1 for name, value in engine.Engine.arrays(run).items()}
+    held = noted(monkeypatch)
+    engine.Engine.load(run, saved)
+    largest = max(value.nbytes for value in saved.values())  # whole, for a moment
+    assert len(held) == 1 + len(saved) and max(held) - held[0] <= largest
+    assert all(np.array_equal(value, saved[name]) for name, value in engine.Engine.arrays(run).items())
 
 
 def compiled_step(plan: Plan, config=LLAMA):
