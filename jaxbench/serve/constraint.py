@@ -29,21 +29,34 @@ class Unfollowed(ValueError):
 class Reasoning(NamedTuple):
     """Free text between two tags in front of an answer that follows a grammar."""
 
-    opening: str | int  # a text, or a token that stands for itself
-    closing: str | int
+    opening: str
+    closing: str
     is_begun: bool  # the prompt ends with the opening; else the reasoning may be left out
+    tokens: tuple[int | None, int | None] = (None, None)  # the tags that are tokens, which stand for themselves
 
     @property
     def rules(self) -> list[str]:
-        """The rule `thought`, and those that it needs beside SPACE and TEXT."""
-        lazy = "" if isinstance(self.closing, int) else "[lazy]"  # a text ends at the first closing
-        begun = "told SPACE" if self.is_begun else f"(SPACE {_terminal(self.opening)} told SPACE)?"
-        return [f"thought: {begun}", f"told{lazy}: TEXT {_terminal(self.closing)}"]
+        """The rule `thought`, which leaves nothing out, and those that it needs beside SPACE and TEXT."""
+        opens, closes = self.tokens
+        # one terminal with the space in front, as both may begin an answer, too, up to the tag's last character
+        opening = "[ \\n]{0,2}" + re.escape(self.opening)
+        begun = "OPENING" if opens is None else f"SPACE <[{opens}]>"
+        lines = [f"thought: {'' if self.is_begun else begun} told SPACE", f"OPENING: {_slashed(opening)}"]
+        if closes is None:  # the reasoning ends at the first closing
+            return [*lines, f"told[lazy]: TEXT {_literal(self.closing)}"]
+        # nor do other tokens spell the closing, where readers of the text would see the reasoning end
+        spelled = f"(.|\\n)*{re.escape(self.closing)}(.|\\n)*"
+        return [*lines, f"told: UNCLOSED <[{closes}]>", rf"UNCLOSED: /(.|\n)*/ & ~{_slashed(spelled)}"]
+
+    @property
+    def excluded(self) -> str:
+        """What is written behind a terminal that may not begin with the opening; "" = the prompt has it."""
+        return "" if self.is_begun else " & ~" + _slashed(f"\\s*{re.escape(self.opening)}(.|\\n)*")
 
     @property
     def as_text(self) -> Reasoning:
         """The same with texts in place of tokens, which no check knows."""
-        return self._replace(opening=_shown(self.opening), closing=_shown(self.closing))
+        return self._replace(tokens=(None, None))
 
 
 def told(error: str | None) -> str | None:
@@ -109,9 +122,10 @@ def _shown(part: str | int) -> str:
     return part if isinstance(part, str) else f"<{part}>"
 
 
-def _behind(name: str, reasoning: Reasoning, answer: str) -> str:
-    """Return the grammar of an answer, a rule's right side, behind its reasoning."""
-    fixed = ["start: thought answer", f"answer: {answer}", r"SPACE: /[ \n]{0,2}/", r"TEXT: /(.|\n)*/"]
+def _behind(name: str, reasoning: Reasoning, answer: str, *rules: str) -> str:
+    """Return the grammar of an answer behind its reasoning; answer: a rule's right side; rules: that it needs."""
+    start = "start: thought answer" + " | answer" * (not reasoning.is_begun)
+    fixed = [start, f"answer: {answer}", *rules, r"SPACE: /[ \n]{0,2}/", r"TEXT: /(.|\n)*/"]
     plain, made = ("\n".join([*fixed, *each.rules]) for each in (reasoning.as_text, reasoning))
     _checked(name, _matcher().grammar_from_lark(plain))
     return _matcher().grammar_from_lark(made)
@@ -134,6 +148,11 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _slashed(regex: str) -> str:
+    """Write a regular expression in Lark."""
+    return "/" + re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
+
+
 def _terminal(part: str | int) -> str:
     """Write a text, or a token that stands for itself, in Lark."""
     return f"<[{part}]>" if isinstance(part, int) else _literal(part)
@@ -146,35 +165,40 @@ def _answers(
     """Write the grammar of answers with and without calls."""
     first, *rest = [_terminal(each) for each in opening] or [""]
     end = " ".join(map(_terminal, closing))
-    lines = [*lines, r"SPACE: /[ \n]{0,2}/"]
     inside = " ".join([*rest, "body", *(["SPACE", end] if end else [])])
+    lines = [*lines, r"SPACE: /[ \n]{0,2}/", r"TEXT: /(.|\n)*/", *([] if reasoning is None else reasoning.rules)]
+    excluded = "" if reasoning is None else reasoning.excluded
     if content is not None:
-        thought, rules = ("", []) if reasoning is None else ("thought ", [*reasoning.rules, r"TEXT: /(.|\n)*/"])
-        lines += [
-            f"start: {thought}(content | ({first} {inside} SPACE)+)",
-            f"content: %json {json.dumps(content)}",
-            *rules,
-        ]
+        lines += [f"answer: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
+        fresh = "answer"
     elif is_first:
-        lines += [f"start: TEXT | {first} {inside}", r"TEXT: /[ \n]*([^ \n{\[](.|\n)*)?/"]
-    elif isinstance(opening[0], int):
-        lines += ["start: call* TEXT", f"call: TEXT {first} {inside}", r"TEXT: /(.|\n)*/"]
+        other = r"/[ \n]*([^ \n{\[](.|\n)*)?/"
+        lines += ["answer: OTHER | call", f"call: {first} {inside}", f"OTHER: {other}", f"FRESH: {other}{excluded}"]
+        fresh = "FRESH | call"
     else:
-        lines += ["start: call* tail", "tail: TEXT", f"head[lazy]: TEXT {first}", f"call: head {inside}"]
-        lines += [r"TEXT: /(.|\n)*/"]
-    return "\n".join(lines)
+        lazy = "" if isinstance(opening[0], int) else "[lazy]"
+        lines += ["answer: call* tail", "tail: TEXT", f"head{lazy}: TEXT {first}", f"call: head {inside}"]
+        lines += [rf"FRESH: /(.|\n)*/{excluded}", f"front{lazy}: FRESH {first}"]
+        fresh = f"front {inside} answer | FRESH"
+    if reasoning is None:
+        return "\n".join(["start: answer", *lines])
+    # an answer without reasoning begins with `fresh`: what begins with the opening has its calls behind the closing
+    return "\n".join(["start: thought answer" + f" | {fresh}" * (not reasoning.is_begun), *lines])
 
 
 def of_regex(regex: str, reasoning: Reasoning | None = None) -> str:
-    """Return the grammar of texts that match a regular expression as a whole; reasoning: what may be in front.
+    """Return the grammar of texts that match a regular expression as a whole.
+
+    reasoning: what may be in front; an expression that has its opening tag says itself what is there.
 
     Raises:
       ValueError: it is invalid, matches only the empty text or nothing, or is too large.
     """
     _check_unicode("regex", regex)
     alone = _checked("regex", _matcher().grammar_from_regex(regex))
-    written = re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), regex, flags=re.DOTALL)
-    return alone if reasoning is None else _behind("regex", reasoning, f"/{written}/")
+    if reasoning is None or (not reasoning.is_begun and reasoning.opening in regex):
+        return alone
+    return _behind("regex", reasoning, "ANSWER", f"ANSWER: {_slashed(regex)}{reasoning.excluded}")
 
 
 def of_choices(choices: Sequence[str], reasoning: Reasoning | None = None) -> str:

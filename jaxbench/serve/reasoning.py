@@ -34,7 +34,8 @@ class Tags(NamedTuple):
         if _ends_with(tokenizer, prompt, self.closing):
             return None
         parts = [tools.parts(tokenizer, tag)[0] for tag in self]
-        return constraint.Reasoning(*parts, is_begun=self.are_open(tokenizer, prompt))
+        tokens = tuple(part if isinstance(part, int) else None for part in parts)
+        return constraint.Reasoning(*self, self.are_open(tokenizer, prompt), tokens)
 
 
 def _ends_with(tokenizer: Any, prompt: Sequence[int], tag: str) -> bool:

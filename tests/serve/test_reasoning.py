@@ -15,7 +15,7 @@ from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.serve import constraint, intake, reasoning, stream, tools
 from jaxbench.serve.protocol import ChatBody
 from tests.serve.asking import MESSAGES, SERVICE, asked
-from tests.serve.calling import CHATML, LOOK, SEA, SPECIAL, Templated, Told, accepted
+from tests.serve.calling import BARE, CHATML, LOOK, SEA, SPECIAL, TAGGED, TAGS, Templated, Told, accepted
 from tests.serve.test_tools import told
 
 THINK = reasoning.Tags("<think>", "</think>")
@@ -133,9 +133,10 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "r
 
 @pytest.mark.parametrize(("body", "good", "bad"), [
     ({"response_format": SCHEMA}, '{"n": 3}', '{"m": 3}'), ({"regex": r"[a/\n]+\/\."}, "a/\n/.", "a/"),
-    ({"regex": "a\nb"}, "a\nb", "ab"), ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
+    ({"regex": "a\nb"}, "a\nb", "ab"), ({"regex": r"\s*<?[^/{<]+"}, "<so>", "{"),
+    ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
     ({"response_format": SCHEMA, "tools": [LOOK]}, f"<tool_call>{SEA}</tool_call>", "So"),
-], ids=["schema", "regex", "line", "choice", "calls"])  # fmt: skip
+], ids=["schema", "regex", "line", "any", "choice", "calls"])  # fmt: skip
 def test_a_grammar_holds_behind_the_reasoning(service, monkeypatch, body, good, bad):
     for variables, reasoned in (({}, True), (OFF, False)):
         follows = accepted(asked(messages=MESSAGES, chat_template_kwargs=variables, **body)[0].grammar)
@@ -148,13 +149,57 @@ def test_a_grammar_holds_behind_the_reasoning(service, monkeypatch, body, good, 
     assert follows(f"So {{\n</think>{good}") and not follows(good) and not follows(f"So</think>{bad}")
 
 
+def test_an_expression_that_has_the_opening_tag_says_itself_what_the_reasoning_is(service):
+    follows = accepted(asked(messages=MESSAGES, regex=r"<think>[^<]{0,9}</think>\n(yes|no)")[0].grammar)
+    assert follows("<think>So.</think>\nno") and not follows("<think>So.</think>\n<think>So.</think>\nno")
+
+
+STRICT = {"type": "function", "function": LOOK["function"] | {"strict": True}}
+
+
+@pytest.mark.parametrize("notation", [TAGGED, BARE], ids=["tagged", "bare"])
+@pytest.mark.parametrize("template", [SHOWN, BEGUN], ids=["shown", "begun"])
+def test_strict_calls_hold_behind_the_reasoning_in_which_there_is_none(service, monkeypatch, template, notation):
+    shown = template.replace("<|im_start|>", "{{ tools if tools }}<|im_start|>").replace(TAGGED, notation)
+    monkeypatch.setattr(SERVICE, "tokenizer", Told(shown))
+    follows = accepted(asked(messages=MESSAGES, tools=[STRICT])[0].grammar)
+    begin = "<think>" if template == SHOWN else ""
+    opening, closing, call = "<tool_call>", "</tool_call>", SEA
+    if notation == BARE:
+        opening, closing, call = "", "", SEA.replace("arguments", "parameters")
+    good, bad = (f"{opening}{each}{closing}" for each in (call, call.replace("sea", "moon")))
+    for thought in ("So", f"{{ I use {opening} or not.\n", good, bad):
+        for answer, holds in ((good, True), ("Yes.", True), ("", True), (bad, False)):
+            assert follows(f"{begin}{thought}</think>\n\n{answer}") is holds
+        assert not follows(f"{begin}{thought}") and not follows(f"{begin}{thought}{good}")
+    assert follows(good) is (template == SHOWN)
+
+
+def test_reasoning_and_strict_calls_whose_tags_are_tokens_are_written_with_them(tmp_path):
+    tokenizer = added(tmp_path, "<think>", "</think>", "<tool_call>", "</tool_call>")
+    notation = TAGS._replace(opening_parts=(259,), closing_parts=(260,))
+    for begun in (False, True):
+        thought = THINK.of_grammar(tokenizer, tokenizer.encode("a<think>" if begun else "a"))
+        grammar = notation.grammar([STRICT["function"]], reasoning=thought)
+        state = constraint.Grammars(tokenizer, 261).begin(grammar)
+        for token in tokenizer.encode("<think>I call.\n</think>\n\n")[begun:]:
+            state.accept(token)
+        assert np.isfinite(state.masked(np.zeros(261, np.float32)))[[0, 259]].all()  # text, or a call
+        for token in tokenizer.encode(f"<tool_call>\n{SEA}\n</tool_call>"):
+            state.accept(token)
+        state = constraint.Grammars(tokenizer, 261).begin(grammar)
+        for token in tokenizer.encode("<think>I call.")[begun:]:
+            state.accept(token)
+        assert np.isfinite(state.masked(np.zeros(261, np.float32)))[256:].tolist() == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize("name", ["<think>", "[THINK]"])
 def test_tags_that_are_tokens_of_the_model_are_followed_as_tokens(tmp_path, name):
     tokenizer = added(tmp_path, name, closing := name.replace("<", "</").replace("[", "[/"))
     tags = reasoning.Tags(name, closing)
     for begun in (False, True):
         thought = tags.of_grammar(tokenizer, tokenizer.encode(f"a{name}" if begun else "a"))
-        assert thought == constraint.Reasoning(257, 258, is_begun=begun)
+        assert thought == constraint.Reasoning(name, closing, begun, (257, 258))
         state = constraint.Grammars(tokenizer, 259).begin(constraint.of_choices(["yes"], thought))
         for token in tokenizer.encode(f"{'' if begun else name}So.{closing}\nyes"):
             assert not state.is_over
@@ -162,6 +207,10 @@ def test_tags_that_are_tokens_of_the_model_are_followed_as_tokens(tmp_path, name
         assert state.is_over
         state = constraint.Grammars(tokenizer, 259).begin(constraint.of_choices(["yes"], thought), [257][begun:])
         assert np.isfinite(state.masked(np.zeros(259, np.float32)))[:128].all()  # the reasoning is free
+        *front, last = closing.encode()  # as a text it would end the reasoning for readers, and not for the grammar
+        for token in front:
+            state.accept(token)
+        assert not np.isfinite(state.masked(np.zeros(259, np.float32))[last])
     assert tags.of_grammar(tokenizer, tokenizer.encode(f"a{name}\n\n{closing}\n\n")) is None
 
 
