@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,9 +100,55 @@ def _read_variables(template: str) -> frozenset[str]:
 
     environment = _sandbox()
     try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys())
+        tree = environment.parse(template)
+        undeclared = meta.find_undeclared_variables(tree) - environment.globals.keys()
+        return frozenset(undeclared & _unassigned(tree, set()))  # jinja2 also counts names that branches assign first
     except Exception as error:  # as in render
         raise ValueError(f"chat: the model's template failed: {' '.join(str(error).split())}") from error
+
+
+def _unassigned(node: Any, known: set[str]) -> set[str]:
+    """Return the names that a part of a template may read before it has assigned them.
+
+    known: names that are assigned in front of it; those that it assigns in every case are added.
+    """
+    from jinja2 import nodes
+
+    def of(parts: Iterable[Any], names: set[str]) -> set[str]:
+        return set().union(*[_unassigned(part, names) for part in parts if part is not None])
+
+    match node:
+        case nodes.Name(ctx="load") | nodes.NSRef():
+            return {node.name} - known
+        case nodes.Name():
+            known.add(node.name)
+            return set()
+        case nodes.Assign():
+            return of([node.node, node.target], known)
+        case nodes.AssignBlock():
+            return of(node.body, {*known}) | of([node.filter, node.target], known)
+        case nodes.If():
+            bodies = [node.body, *(each.body for each in node.elif_), node.else_]
+            ways = [{*known} for _ in bodies]
+            found = of([node.test, *(each.test for each in node.elif_)], {*known})
+            found = found.union(*map(of, bodies, ways))
+            known |= set.intersection(*ways)
+            return found
+        case nodes.For():
+            inside = of([node.target, node.test, *node.body], known | {"loop"})
+            return of([node.iter, *node.else_], {*known}) | inside
+        case nodes.With():
+            return of([*node.values, *node.targets, *node.body], {*known})
+        case nodes.Macro() | nodes.CallBlock():
+            front = [node.call] if isinstance(node, nodes.CallBlock) else []
+            found = of([*front, *node.defaults, *node.args, *node.body], {*known})
+            known.update([node.name] if isinstance(node, nodes.Macro) else [])
+            return found
+        case nodes.Block():  # sees the caller's variables
+            return of(node.body, set())
+        case nodes.FilterBlock() | nodes.Scope() | nodes.ScopedEvalContextModifier():
+            return of(node.iter_child_nodes(), {*known})
+    return of(node.iter_child_nodes(), known)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

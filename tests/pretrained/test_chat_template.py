@@ -72,6 +72,23 @@ def test_a_template_gets_the_variables_that_it_reads_as_in_transformers_and_no_o
             read.chat(CHAT, variables={name: 1})
 
 
+IS_SET = "{% if a %}{% set x = a %}{% elif b %}{% set x = b %}{% else %}{% set x = 1 %}{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "wanted"), [
+    (IS_SET + "{% for m in messages %}{% if x %}{{x}}{% set x = m %}{% endif %}{{x}}{% endfor %}", "a b"),
+    (IS_SET.replace("{% else %}{% set x = 1 %}", "") + "{{x}}", "a b x"),
+    ("{% for m in messages %}{% set x = m %}{{loop.index}}{% else %}{{a}}{% endfor %}{{x}}", "a x"),
+    ("{% if x is not defined %}{% set x = 1 %}{% endif %}{% set y = y | default(2) %}{{x}}{{y}}", "x y"),
+    ("{% macro f(x, y=a) %}{{x}}{{y}}{{b}}{% set z = 1 %}{% endmacro %}{{f(1)}}{{z}}", "a b z"),
+    ("{% with x = x %}{{x}}{% endwith %}{% set y %}{{b}}{% endset %}{{y}}", "b x"),
+    ("{% set n = namespace(x=1) %}{% set n.x = b %}{{n.x}}{% block q %}{{c}}{% endblock %}", "b c"),
+    ("{% generation %}{{a}}{% set b = 1 %}{% endgeneration %}{{b}}{{c if d is defined}}", "a b c d"),
+])  # fmt: skip
+def test_the_names_that_a_template_has_always_assigned_before_are_no_variables(template, wanted):
+    assert chat_template._read_variables(template) - {"messages"} == {*wanted.split()}
+
+
 def test_an_answers_reasoning_is_found_under_each_of_its_names(plain, tmp_path):
     folder = _folder(
         plain, tmp_path, chat_template="{% for m in messages %}{{m.reasoning_content}}{{m.thinking}}{% endfor %}"
