@@ -151,7 +151,7 @@ def _fields(line: bytes, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: JSON that cannot be read ({type(error).__name__}: {str(error)[:80]})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{place} holds a {type(fields).__name__}, wanted {WANTED}")
-    if _is_deep(fields):
+    if is_deep(fields):
         raise ValueError(f"{place} has objects or lists nested more than {MOST_DEPTH} deep, too many to write again")
     given = [name for name in ("prompt", "messages") if name in fields]
     if len(given) != 1:
@@ -162,7 +162,7 @@ def _fields(line: bytes, place: str) -> dict[str, Any]:
     return fields
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
     """True for a JSON value that is nested more than MOST_DEPTH deep."""
     layer = [value]
     for _ in range(MOST_DEPTH + 1):
@@ -200,6 +200,12 @@ def _messages(given: Any, place: str) -> list[dict[str, str]]:
                 check_text(message[name], f"{place}: {name} of message {number}")
         if message["role"] not in ROLES:
             raise ValueError(f"{place}: role of message {number} is {message['role'][:60]!r}, wanted one of {ROLES}")
+        for name in (name for name in REASONING if message.get(name) is not None):
+            if not isinstance(message[name], str) or message["role"] != "assistant":
+                said = f"a {type(message[name]).__name__}, in a message of role {message['role']}"
+                raise ValueError(f"{place}: {name} of message {number} is {said}; wanted a text in one of assistant")
+            if message[name]:
+                check_text(message[name], f"{place}: {name} of message {number}")
         odd = next((name for name in message if name not in ("role", "content", *REASONING)), None)
         if odd is not None:  # the template may not show it
             raise ValueError(f"{place}: message {number} has {odd[:60]!r}, which is not taken; wanted role and content")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from jaxbench.generation import requests as texts
 from jaxbench.serve import constraint, tools
 from jaxbench.serve.messages import Body, Message, ToolChoice, check_tool
 from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
@@ -276,6 +277,13 @@ class ChatBody(_Asked):
         if choice is not None and choice.name is not None and choice.name not in names:
             raise ValueError(f"function {choice.name[:60]!r}, which is not among the {len(names)} tools")
         return choice
+
+    @pydantic.field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_depth(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if texts.is_deep(variables):
+            raise ValueError(f"objects or lists nested more than {texts.MOST_DEPTH} deep")
+        return variables
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:

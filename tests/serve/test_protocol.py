@@ -1,6 +1,7 @@
 """OpenAI's interface without an engine: what is taken, how it is refused, and which answers an engine is asked for."""
 
 import asyncio
+import functools
 import json
 import threading
 from types import SimpleNamespace
@@ -75,6 +76,8 @@ def test_what_changes_no_answer_is_taken(body):
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"n": 33}, "n"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"unknown": 1}, "unknown"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"a": functools.reduce(lambda a, _: [a], range(100), [])}},
+         "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_field(body, param):
@@ -88,8 +91,9 @@ def test_what_is_of_another_type_or_would_change_the_answer_is_refused_by_its_fi
     [
         {"messages": [*MESSAGES, {"role": "user", "content": "a" * intake.LONG_TEXT}]},
         {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "a" * intake.LONG_TEXT}}]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"documents": ["a" * intake.LONG_TEXT]}},
     ],
-    ids=["a message", "tools"],
+    ids=["a message", "tools", "variables"],
 )
 def test_a_long_text_is_made_in_another_thread_wherever_it_is_in_the_body(monkeypatch, body):
     threads, chat = [], Bytes.chat

@@ -121,6 +121,15 @@ def test_variables_of_the_template_reach_it_and_others_are_refused(service):
     assert asked(messages=MESSAGES, chat_template_kwargs=[]).param == "chat_template_kwargs"
 
 
+def test_a_variable_that_only_the_template_for_tools_reads_is_taken_with_tools(service, monkeypatch, tmp_path):
+    tokenizer = added(tmp_path)
+    tokenizer.chat_template, tokenizer.tool_template = CHATML, SWITCHED.replace("<|im_start|>", "{{ tools }}")
+    monkeypatch.setattr(SERVICE, "tokenizer", tokenizer)
+    (off,) = asked(messages=MESSAGES, tools=[LOOK], chat_template_kwargs=OFF)
+    assert tokenizer.decode(off.prompt).endswith("</think>\n\n")
+    assert asked(messages=MESSAGES, chat_template_kwargs=OFF).param == "chat_template_kwargs"
+
+
 def test_an_answer_that_has_to_be_a_call_begins_as_the_template_writes_it_with_these_variables(service):
     for variables in ({}, OFF):
         (forced,) = asked(messages=MESSAGES, tools=[LOOK], tool_choice="required", chat_template_kwargs=variables)
