@@ -28,6 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
+class Silent:
+    """A tokenizer whose tokens have no text."""
+
+    core, end_ids = None, ()
+
+    def decode(self, ids, *, skip_special=False):
+        return ""
+
+
 def request(number, url=COMPLETION, **body):
     given = {"prompt": "abcd"} if url == COMPLETION else {"messages": [{"role": "user", "content": "hello"}]}
     body = given | {"max_tokens": 9, "temperature": 0} | body
@@ -107,7 +116,7 @@ def test_answers_come_in_the_files_order_each_with_its_status(folder):
 def test_an_answer_that_its_own_grammar_ends_is_the_requests_error_and_not_asked_for_again(
     error, status, kind, attempts, monkeypatch
 ):
-    tokenizer, asked = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), []
+    tokenizer, asked = Silent(), []
 
     async def submitted(service, name, id, body):
         asked.append(id)
@@ -125,7 +134,7 @@ def test_an_answer_that_its_own_grammar_ends_is_the_requests_error_and_not_asked
 
 @pytest.mark.parametrize("deadly", [{3}, {3, 9}, {0, 4, 5}], ids=str)
 def test_requests_that_the_engine_dies_of_cost_no_other(deadly, folder, monkeypatch):
-    tokenizer, here = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), {}
+    tokenizer, here = Silent(), {}
 
     def end(answer, ended, error=None):
         if here.pop(answer.request.id, None):
@@ -170,7 +179,7 @@ def test_what_was_interrupted_goes_on_and_ends_the_same(folder):
 
 
 def test_answers_that_finish_before_an_earlier_one_are_kept_and_not_asked_for_again(folder, monkeypatch):
-    tokenizer, asked = SimpleNamespace(core=None, decode=lambda ids, skip_special: "", end_ids=()), []
+    tokenizer, asked = Silent(), []
 
     async def submitted(service, name, id, body):
         asked.append(int(id.split("-")[1]))
