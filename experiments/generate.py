@@ -127,7 +127,7 @@ def template_variables() -> dict[str, Any]:
     """Return --chat_template_kwargs, parsed.
 
     Raises:
-      ValueError: it is no JSON object.
+      ValueError: it is no JSON object, or nested too deeply.
     """
     given = VALUES.chat_template_kwargs
     try:
@@ -136,6 +136,8 @@ def template_variables() -> dict[str, Any]:
         raise ValueError(f"--chat_template_kwargs={given[:60]!a} is no JSON: {str(error)[:80]}") from error
     if not isinstance(found, dict):
         raise ValueError(f"--chat_template_kwargs={given[:60]!a} is a {type(found).__name__}, wanted a JSON object")
+    if requests.is_deep(found):
+        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is nested more than {requests.MOST_DEPTH} deep")
     return found
 
 

@@ -52,6 +52,7 @@ CASES = [
     of(f"{ONE}|--chat_template_kwargs={{}}", "--chat_template_kwargs='{}' needs --chat"),
     of(f"{ONE}|--chat|--chat_template_kwargs={{a", "--chat_template_kwargs='{a' is no JSON"),
     of(f"{ONE}|--chat|--chat_template_kwargs=[]", "'[]' is a list, wanted a JSON object"),
+    of(f'{ONE}|--chat|--chat_template_kwargs={{"a":{"[" * 100}{"]" * 100}}}', "nested more than 100 deep"),
     of(
         f'{ONE}|--chat|--chat_template_kwargs={{"enable_thinking":false}}', "--prompt: 'enable_thinking' is no variable"
     ),
