@@ -115,6 +115,42 @@ def test_both_backends_read_the_same_sequence():
         assert len(times) == 2 and min(times) > 0
 
 
+@pytest.mark.parametrize("layer", ["blocked", "bank", "neural"])
+def test_a_timed_call_copies_nothing_to_the_device(layer, monkeypatch):
+    def timed(call, repeats):
+        call()
+        with jax.transfer_guard_host_to_device("disallow"):
+            call()
+        return {"seconds": [1.0]}
+
+    monkeypatch.setattr(cost_layer.worker, "timed", timed)
+    assert cost_layer.seconds(layer, SHAPE, 256, SEGMENT, 1) == [1.0]
+
+
+@pytest.mark.parametrize("layer", ["bank", "neural"])
+def test_a_timed_call_of_pytorch_starts_from_a_state_that_is_there_and_that_it_leaves_as_it_is(layer, monkeypatch):
+    model, states = torch_cost_layer.build(layer, SHAPE), []
+    init_state, forward = model.init_state, type(model).forward
+
+    def recorded(self, x, state):
+        states.append((state, [leaf.clone() for leaf in jax.tree.leaves(state)]))
+        return forward(self, x, state)
+
+    def timed(call, repeats):
+        call()
+        model.init_state = lambda batch_size: pytest.fail(f"a state of {batch_size} rows was made within the time")
+        call()
+        return {"seconds": [1.0]}
+
+    model.init_state = init_state
+    monkeypatch.setattr(type(model), "forward", recorded)
+    monkeypatch.setattr(torch_cost_layer, "build", lambda *_: model)
+    monkeypatch.setattr(torch_cost_layer.worker, "timed", timed)
+    assert torch_cost_layer.seconds(layer, SHAPE, 256, SEGMENT, 1) == [1.0]
+    first, again = states[0], states[2]
+    assert again[0] is first[0] and all(map(np.array_equal, first[1], again[1]))
+
+
 def test_the_page_has_a_line_for_each_layer_and_backend(table):
     rows = [
         {"backend": name, "layer": layer, "length": length, "temp_bytes": each.temp_bytes, "seconds": None,

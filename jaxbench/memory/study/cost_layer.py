@@ -61,20 +61,21 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int, device: str = "cpu") -> list[float]:
     """Measure the times in seconds of forward passes over a sequence, after one warm-up pass that is not counted.
 
+    The sequence and the initial state are on the device before the clock starts.
+
     Raises:
       ValueError: JAX's default platform is not the device.
     """
     devices.check_device(device)
     program, (params, *states), _ = _program(layer, shape, length, segment)
     x = np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32)
+    size = min(segment, length) if states else length
+    parts = jax.block_until_ready([jax.device_put(x[:, begin : begin + size]) for begin in range(0, length, size)])
 
     def forward() -> None:
-        if states:
-            (state,) = states
-            for begin in range(0, length, segment):
-                last, state = program(params, x[:, begin : begin + segment], state)
-        else:
-            last = program(params, x)
+        own = states
+        for part in parts:
+            last, *own = program(params, part, *own) if own else (program(params, part),)
         jax.block_until_ready(last)
 
     return worker.timed(forward, repeats)["seconds"]
