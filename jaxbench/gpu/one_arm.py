@@ -64,8 +64,10 @@ def train(settings: TrainConfig, config: TransformerConfig) -> list[Record]:
         Record(metric="compile_cold_s", value=engine.compile_seconds, unit="s"),
         Record(metric="device_peak_bytes", value=float(memory["step"]), unit="bytes"),
     ]
-    if peak := observe.peak_flops(engine.device_kind(), settings.step.precision):
-        used = observe.utilisation(config, seq_len, tokens_per_s=max(speeds), peak=peak)
+    peak = observe.peak_flops(engine.device_kind(), engine.product_type())
+    if peak and not engine.policy.is_float8:  # some of its products are of 8 bits, others not: there is no one peak
+        is_trained = settings.step.optimizer.is_trained
+        used = observe.utilisation(config, seq_len, tokens_per_s=max(speeds), peak=peak, is_trained=is_trained)
         found += [Record(metric=f"train_{name}", value=value, unit="ratio") for name, value in used.items()]
     return [record.model_copy(update={"workload": workload}) for record in found]
 

@@ -23,11 +23,12 @@ from jaxbench.measure import worker
 from jaxbench.mesh import ParallelConfig
 from jaxbench.native import products
 from jaxbench.parallel import distributed, mesh_plan, offload
-from jaxbench.training import batch_size, optimizer_step, precision
+from jaxbench.training import batch_size, observe, optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.train_config import TrainConfig
 
-GEMM_SIZE, GEMM_REPEATS = 1024, 4  # matrix product that measures the machine's rate if no table lists it
+GEMM_REPEATS = 4  # of the matrix product that measures the device's rate if no table lists it
+EXACT = ("highest", "float32", "F32_F32_F32")  # precisions in which a GPU's products of float32 are of float32
 
 
 class Engine:
@@ -173,9 +174,17 @@ class Engine:
 
     def matmul_rate(self) -> float:
         """Measure the rate of a square matrix product in the compute type, FLOP/s."""
-        x, product = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute), jax.jit(jnp.matmul)
+        size, product = observe.gemm_size(jax.default_backend()), jax.jit(jnp.matmul)
+        # Not ones: their products draw less power, so that a GPU clocks higher.
+        x = jnp.sin(jnp.arange(size**2, dtype=jnp.float32)).reshape(size, size).astype(self.policy.compute)
         times = worker.timed(lambda: product(x, x).block_until_ready(), GEMM_REPEATS)
-        return 2 * GEMM_SIZE**3 / min(times["seconds"])
+        return 2 * size**3 / min(times["seconds"])
+
+    def product_type(self) -> str:
+        """Type of the operands of products: the compute type, but tf32 where a GPU rounds float32 to that."""
+        is_exact = jax.config.jax_default_matmul_precision in EXACT
+        is_rounded = self.policy.compute == "float32" and jax.default_backend() == "gpu" and not is_exact
+        return "tf32" if is_rounded else self.policy.compute
 
     def diagnose(self, batch: Any, step: int) -> str:
         """Name the first non-finite value of a step: a parameter, a module's output, or a gradient.

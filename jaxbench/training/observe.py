@@ -21,14 +21,17 @@ from jaxbench.initial import parameter_shapes
 
 # Dense peak rates, TFLOP/s; the first name contained in a device's name applies, other devices are measured. Sources:
 # NVIDIA's data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their
-# namesakes.
+# namesakes, and a part of a GPU (MIG) is slower than the whole.
 PEAK_TFLOPS = {
-    "H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0},
+    "MIG ": {},
+    "H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "tf32": 378.0, "float32": 51.0},
     "NVL": {},
-    "A100": {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5},
-    "H100": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
-    "H200": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
+    "A100": {"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5},
+    "H100": {"bfloat16": 989.4, "float16": 989.4, "tf32": 494.7, "float32": 66.9},
+    "H200": {"bfloat16": 989.4, "float16": 989.4, "tf32": 494.7, "float32": 66.9},
 }
+# Rows of the square product that measures other devices: on an accelerator 1,024 take microseconds, less than starting.
+GEMM_SIZE, ACCELERATOR_GEMM_SIZE = 1024, 8192
 
 SCHEME = "jaxbench"  # prefix of the paths that tensorboardX opens through _BoardFiles
 
@@ -125,7 +128,7 @@ def utilisation(
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak rate of a device in FLOP/s; None if it is not known."""
+    """Dense peak rate of a device in FLOP/s for products of a type (Engine.product_type); None if it is not known."""
     rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
     return rates[dtype] * 1e12 if dtype in rates else None
 
@@ -134,7 +137,12 @@ def peak_of(engine: Any, peak_tflops: float | None) -> float:
     """Peak rate of an engine's device in FLOP/s: the one given, a data sheet's, or a measured product's."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
-    return peak_flops(engine.device_kind(), engine.policy.compute) or engine.matmul_rate()
+    return peak_flops(engine.device_kind(), engine.product_type()) or engine.matmul_rate()
+
+
+def gemm_size(device: str) -> int:
+    """Rows and columns of the product that measures a device's rate; device: cpu, or any other."""
+    return GEMM_SIZE if device == "cpu" else ACCELERATOR_GEMM_SIZE
 
 
 def host_bytes() -> int:

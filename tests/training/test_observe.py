@@ -2,14 +2,18 @@
 
 import resource
 import threading
+from types import SimpleNamespace
 
+import jax
 import pytest
+import torch
 
 from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.parity.cases import GPT2, LLAMA
-from jaxbench.training import observe
+from jaxbench.training import engine, observe, precision
 from jaxbench.training.step_config import OptimizerConfig
+from torch_ref.training import engine as torch_engine
 
 
 def test_throughput_counts_windows_only():
@@ -75,7 +79,35 @@ def test_known_devices_have_a_peak_and_others_none():
     assert observe.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
     assert observe.peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert observe.peak_flops("NVIDIA H100 NVL", "bfloat16") is None
+    assert observe.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
+    assert observe.peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
     assert observe.peak_flops("cpu", "float32") is None and observe.peak_flops("NVIDIA H200", "float64") is None
+
+
+def test_products_of_float32_on_a_gpu_are_held_against_the_peak_of_the_type_that_they_are_rounded_to(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    state = SimpleNamespace(policy=precision.POLICIES["float32"], device="cuda")
+    assert engine.Engine.product_type(state) == "tf32" and torch_engine.Engine.product_type(state) == "float32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with jax.default_matmul_precision("highest"):
+        assert engine.Engine.product_type(state) == "float32" and torch_engine.Engine.product_type(state) == "tf32"
+    state.policy = precision.POLICIES["bfloat16"]
+    assert engine.Engine.product_type(state) == torch_engine.Engine.product_type(state) == "bfloat16"
+
+
+def test_the_product_that_measures_an_unknown_accelerator_takes_far_longer_than_to_start(monkeypatch):
+    assert 2 * observe.gemm_size("gpu") ** 3 / observe.peak_flops("NVIDIA H200", "bfloat16") > 1e-3
+    assert observe.gemm_size("cpu") == 1024
+
+    def timed(call, repeats):
+        call()
+        return {"seconds": [2.0, 1.0]}
+
+    monkeypatch.setattr(observe, "gemm_size", lambda device: 8 if device == "cpu" else 0)
+    monkeypatch.setattr(engine.worker, "timed", timed)
+    state = SimpleNamespace(policy=precision.POLICIES["float32"], device="cpu")
+    rates = (each.matmul_rate(state) for each in (engine.Engine, torch_engine.Engine))
+    assert set(rates) == {2.0 * 8**3}
 
 
 def test_records_are_taken_back_and_a_line_that_was_cut_off_is_dropped(tmp_path):

@@ -20,13 +20,13 @@ from jaxbench import philox
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import worker
-from jaxbench.training import precision
+from jaxbench.training import observe, precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS
 from jaxbench.training.train_config import TrainConfig
 from torch_ref import functional, prng, remat, train, transformer
 from torch_ref.training import optimizer_step
 
-GEMM_SIZE, GEMM_REPEATS = 1024, 4  # matrix product that measures the machine's rate if no table lists it
+GEMM_REPEATS = 4  # of the matrix product that measures the device's rate if no table lists it
 
 
 class Engine:
@@ -147,9 +147,17 @@ class Engine:
 
     def matmul_rate(self) -> float:
         """Measure the rate of a square matrix product in the compute type, FLOP/s."""
-        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
-        times = worker.timed(lambda: (x @ x).sum().item(), GEMM_REPEATS)
-        return 2 * GEMM_SIZE**3 / min(times["seconds"])
+        size, dtype = observe.gemm_size(self.device), getattr(torch, self.policy.compute)
+        # Not ones: their products draw less power, so that a GPU clocks higher.
+        x = torch.sin(torch.arange(size**2, dtype=torch.float32, device=self.device)).reshape(size, size).to(dtype)
+        times = worker.timed(lambda: (x @ x)[0, 0].item(), GEMM_REPEATS)
+        return 2 * size**3 / min(times["seconds"])
+
+    def product_type(self) -> str:
+        """Type of the operands of products: the compute type, but tf32 where a GPU rounds float32 to that."""
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        is_rounded = self.policy.compute == "float32" and self.device != "cpu" and not is_exact
+        return "tf32" if is_rounded else self.policy.compute
 
     def diagnose(self, batch: Any, step: int) -> str:
         """Name the first non-finite value of a step: a parameter, a module's output, or a gradient.
