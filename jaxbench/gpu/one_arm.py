@@ -253,8 +253,8 @@ def main() -> int:
     limit = None if VALUES.memory_mib is None else VALUES.memory_mib * 2**20
     if VALUES.workload == "memory_ladder":
         how = {"steps": VALUES.steps, "device": VALUES.device, "limit": limit}
-        for record in train_memory.ladder(settings, config, random_batch(settings, config), **how):
-            keep(record.arm, [record])
+        batch = random_batch(settings, config)
+        train_memory.ladder(settings, config, batch, lambda record: keep(record.arm, [record]), **how)
         return cli.EXIT_OK
     if VALUES.workload == "largest_batch":
         settings, found = train_memory.largest(settings, config, limit=limit)

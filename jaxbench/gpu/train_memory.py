@@ -5,10 +5,11 @@ Bytes are the compiler's for the whole step, so that a form that does not fit gi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
+from jaxbench.gpu import rates
 from jaxbench.measure.records import Record, Workload
 from jaxbench.text.dataset import Batch
 from jaxbench.training.train_config import TrainConfig
@@ -17,30 +18,39 @@ LEFT = 0.95  # share of the device's memory that a step may take: fragmentation 
 
 
 def ladder(
-    settings: TrainConfig, config: TransformerConfig, batch: Batch, *, steps: int, device: str, limit: int | None
-) -> Iterator[Record]:
-    """Measure the bytes of a step, and its rate if it fits, in each form of memory_savings.SAVINGS.
+    settings: TrainConfig, config: TransformerConfig, batch: Batch, keep: Callable[[Record], None], *,
+    steps: int, device: str, limit: int | None,
+) -> None:  # fmt: skip
+    """Keep the bytes of a step, and its rate if it fits, in each form of memory_savings.SAVINGS.
 
     limit: bytes; None = the device's.
+
+    Raises:
+      GateFailed: a form could not be measured; the others are kept.
     """
     from jaxbench.training import memory_savings
     from jaxbench.training.engine import Engine
 
     params, limit = initial.initial_params(config, seed=settings.seed), limit or limit_bytes()
-    for row in memory_savings.measure(
-        settings, config, lambda run: Engine(run, config, params), [batch] * (steps + 1),
-        kernel="blocked" if device == "cpu" else "fused", limit_bytes=limit,
-    ):  # fmt: skip
-        figures = {
-            "device_peak_bytes": (float(row.step_bytes), "bytes"), "train_tokens_per_s": (row.tokens_per_s, "tokens/s"),
-            "train_mfu": (row.mfu, "ratio"), "train_mfu_causal": (row.mfu_causal, "ratio"),
-        }  # fmt: skip
-        for metric, (value, unit) in figures.items():
-            if value is not None:
-                yield Record(
-                    metric=metric, value=value, unit=unit, arm=row.name, workload=sizes(settings),
-                    detail={"fits": row.fits, "limit_bytes": limit},
-                )  # fmt: skip
+    lost: list[str] = []
+    for saving in memory_savings.SAVINGS:
+        absent = Record(metric="device_peak_bytes", arm=saving[0], workload=sizes(settings), unit="bytes")
+        with rates.apart(lost, saving[0], keep, absent):
+            (row,) = memory_savings.measure(
+                settings, config, lambda run: Engine(run, config, params), [batch] * (steps + 1),
+                kernel="blocked" if device == "cpu" else "fused", limit_bytes=limit, savings=(saving,),
+            )  # fmt: skip
+            figures = {
+                "device_peak_bytes": (float(row.step_bytes), "bytes"),
+                "train_tokens_per_s": (row.tokens_per_s, "tokens/s"),
+                "train_mfu": (row.mfu, "ratio"), "train_mfu_causal": (row.mfu_causal, "ratio"),
+            }  # fmt: skip
+            detail = {"fits": row.fits, "limit_bytes": limit}
+            for metric, (value, unit) in figures.items():
+                if value is not None:
+                    own = {"metric": metric, "value": value, "unit": unit, "detail": detail}
+                    keep(absent.model_copy(update=own))
+    rates.check_all(lost, len(memory_savings.SAVINGS))
 
 
 def largest(settings: TrainConfig, config: TransformerConfig, *, limit: int | None) -> tuple[TrainConfig, Record]:

@@ -46,8 +46,9 @@ def measure(
     *,
     kernel: str,
     limit_bytes: int,
+    savings: Sequence[tuple] = SAVINGS,
 ) -> Iterator[Row]:
-    """Yield the bytes and, if they fit, the rate of a training step with each of SAVINGS.
+    """Yield the bytes and, if they fit, the rate of a training step with each of `savings`.
 
     Args:
       settings: the run; its own implementation, step.remat and step.offload are replaced.
@@ -62,12 +63,13 @@ def measure(
     if len(batches) < 2:
         raise ValueError(f"memory ladder: {len(batches)} batches, wanted one to warm up and one to time at least")
     tokens = settings.batch_size * settings.data.seq_len
-    for name, is_flash, remat, offload in SAVINGS:
+    for name, is_flash, remat, offload in savings:
         step = settings.step.model_copy(update={"remat": remat, "offload": offload})
         implementation = kernel if is_flash else "dense"
         engine = make_engine(settings.model_copy(update={"implementation": implementation, "step": step}))
         step_bytes = engine.memory()["step"]
         if step_bytes > limit_bytes:
+            del engine  # before the next one's state is made
             yield Row(name, step_bytes, fits=False, tokens_per_s=None, mfu=None, mfu_causal=None)
             continue
         engine.fetch(engine.step(batches[0], settings.learning_rate))
@@ -80,7 +82,7 @@ def measure(
             model, settings.data.seq_len, tokens_per_s=rate, peak=peak, is_trained=settings.step.optimizer.is_trained
         )
         yield Row(name, step_bytes, True, rate, **shares)
-        del engine, metrics  # before the next one's state is made
+        del engine, metrics
 
 
 def table(rows: Sequence[Row], *, limit_bytes: int) -> str:

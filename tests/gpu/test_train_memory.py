@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from jaxbench import cli, config
+from jaxbench.gpu import train_memory
 from jaxbench.measure import records
-from jaxbench.training import memory_savings
+from jaxbench.training import engine, memory_savings
+from jaxbench.training.train_config import TrainConfig
 from tests.structure import ROOT
 
 MIB = 2**20
@@ -32,6 +36,21 @@ def test_a_ladder_has_the_bytes_of_every_form_and_a_rate_of_those_that_fit(tmp_p
     fits = memory_mib == 64
     assert {each.detail["fits"] for each in found} == {fits}
     assert [each.arm for each in found if each.metric == "train_tokens_per_s"] == (names if fits else [])
+
+
+def test_a_form_that_breaks_is_a_record_and_the_others_follow(monkeypatch):
+    def broken_if_dense(run, config, params):
+        if run.implementation == "dense":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return SimpleNamespace(memory=lambda: {"live": 0, "step": 2 * MIB})
+
+    monkeypatch.setattr(engine, "Engine", broken_if_dense)
+    settings, kept = config.load(ROOT / "configs/lm/tiny_shape.yaml", (), TrainConfig), []
+    with pytest.raises(cli.GateFailed, match="1 of 5 could not be measured, the first: naive: RuntimeError"):
+        shape = settings.decoder(settings.model.vocab_size)
+        train_memory.ladder(settings, shape, None, kept.append, steps=1, device="cpu", limit=MIB)
+    assert [each.arm for each in kept] == [name for name, *_ in memory_savings.SAVINGS]
+    assert [(each.status, each.value) for each in kept] == [("error", None)] + [("ok", 2 * MIB)] * 4
 
 
 def test_the_largest_batch_fits_its_limit_and_one_row_more_does_not(tmp_path):

@@ -1,5 +1,6 @@
 """Memory savings: which there are, what a row says, and one that does not fit."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,20 @@ def test_each_way_saves_more_than_the_one_before_and_changes_nothing_else():
     plain = {"implementation": "dense", "step": SETTINGS.step}
     same = [settings.model_copy(update=plain) for settings, _ in made]
     assert same == [SETTINGS] * 5 and {step.accumulation for step in steps} == {2}
+
+
+@pytest.mark.parametrize("needed", [101, 99], ids=["one that does not fit", "one that fits"])
+def test_no_state_is_on_the_device_while_the_next_is_made(needed):
+    made = []
+
+    def make(settings):
+        assert all(each() is None for each in made)
+        engine = Engine(needed)
+        made.append(weakref.ref(engine))
+        return engine
+
+    rows = memory_savings.measure(SETTINGS, MODEL, make, ["warm", "one"], kernel="blocked", limit_bytes=100)
+    assert [row.fits for row in rows] == [needed <= 100] * len(memory_savings.SAVINGS)
 
 
 def test_a_way_that_does_not_fit_is_a_row_without_a_rate_and_takes_no_step():
