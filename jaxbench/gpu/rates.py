@@ -4,7 +4,7 @@
     python -m jaxbench.gpu.rates --library=torch --output=results.jsonl
 
 Operands are random: on zeros or ones a product draws less power and a GPU clocks higher. A rate is that of the fastest
-of several calls, each with several products in sequence, so that launch overhead does not count.
+of several calls, each with several products or reads in sequence, so that launch overhead does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,12 @@ from jaxbench.measure import environment, roofline
 from jaxbench.measure.records import Record, RecordFile, Workload
 
 REPEATS = 5
-IN_A_ROW = 10  # products per call
+IN_A_ROW = 10  # products, or reads, per call
 DTYPES = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16", "float8": "float8_e4m3fn"}
+
+
+SAVED = "/jax/compilation_cache/compile_time_saved_sec"  # JAX's event of a program that came from its cache
+WARM = 0.1  # share of a compile time: less is saved where helpers of the program were known
 
 
 class Rate(NamedTuple):
@@ -75,6 +80,33 @@ def check_all(lost: Sequence[str], count: int) -> None:
         raise cli.GateFailed(f"{len(lost)} of {count} could not be measured, the first: {lost[0]}")
 
 
+def seconds_saved(library: str) -> Callable[[], float]:
+    """Return a function that sums the compile seconds that caches on disk have saved since this call.
+
+    library: flax (XLA's cache) or torch (Inductor's, which does not say them: infinite if it had a program).
+    """
+    if library == "flax":
+        import jax
+
+        found: list[float] = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, seconds, **_: found.append(seconds) if event == SAVED else None
+        )
+        return lambda: sum(found)
+    from torch._dynamo.utils import counters
+
+    def hits() -> int:
+        return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+    before = hits()
+    return lambda: math.inf if hits() > before else 0.0
+
+
+def compile_metric(seconds: float, saved: float) -> str:
+    """Return the metric of a compile time, which is warm if a cache saved more than WARM of the whole."""
+    return "compile_warm_s" if saved > WARM * (seconds + saved) or saved == math.inf else "compile_cold_s"
+
+
 def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate]:
     """Yield rates of XLA; names: keys of DTYPES."""
     import jax
@@ -82,7 +114,8 @@ def jax_rates(size: int, read_bytes: int, names: Sequence[str]) -> Iterator[Rate
 
     keys = jax.random.split(jax.random.key(0), 3)
     largest = functools.partial(jax.jit(jnp.max), jax.random.normal(keys[0], (read_bytes // 2,), jnp.bfloat16))
-    yield Rate("read", "bfloat16", read_bytes, timed(largest, jax.block_until_ready))
+    seconds = timed(lambda call=largest: [call() for _ in range(IN_A_ROW)], jax.block_until_ready)
+    yield Rate("read", "bfloat16", read_bytes * IN_A_ROW, seconds)
     del largest
     left, right = (jax.random.normal(key, (size, size)) for key in keys[1:])
     for name in names:
@@ -112,7 +145,8 @@ def torch_rates(size: int, read_bytes: int, device: str, names: Sequence[str]) -
     place = "cuda" if device == "gpu" else "cpu"
     wait = (lambda _: torch.cuda.synchronize()) if place == "cuda" else (lambda _: None)
     largest = torch.randn(read_bytes // 2, dtype=torch.bfloat16, device=place).max
-    yield Rate("read", "bfloat16", read_bytes, timed(largest, wait))
+    seconds = timed(lambda call=largest: [call() for _ in range(IN_A_ROW)], wait)
+    yield Rate("read", "bfloat16", read_bytes * IN_A_ROW, seconds)
     del largest
     left, right = (torch.randn(size, size, device=place) for _ in range(2))
     for name in names:

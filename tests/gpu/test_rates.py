@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import jax
 import pytest
+from torch._dynamo.utils import counters
 
 from jaxbench.gpu import rates
 from jaxbench.measure import records
@@ -30,14 +32,24 @@ def test_the_first_call_is_not_counted():
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])
-def test_a_rate_is_of_the_bytes_read_and_of_all_products_of_a_call(library):
+def test_a_rate_is_of_all_bytes_read_and_all_products_of_a_call(library):
     read, *products = measured(library, ["float32", "tf32", "bfloat16"])
-    assert (read.kind, read.dtype, read.work) == ("read", "bfloat16", BYTES)
+    assert (read.kind, read.dtype, read.work) == ("read", "bfloat16", BYTES * rates.IN_A_ROW)
     assert [(each.kind, each.dtype) for each in products] == [
         ("gemm", name) for name in ("float32", "tf32", "bfloat16")
     ]
     assert {each.work for each in products} == {2.0 * SIZE**3 * rates.IN_A_ROW}
     assert all(len(each.seconds) == rates.REPEATS and min(each.seconds) > 0 for each in (read, *products))
+
+
+def test_a_compile_time_is_cold_only_if_a_cache_saved_no_share_of_it():
+    flax, torch = rates.seconds_saved("flax"), rates.seconds_saved("torch")
+    assert flax() == torch() == 0 and rates.compile_metric(20.0, 0.0) == "compile_cold_s"
+    jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 7.0)
+    jax.monitoring.record_event_duration_secs("/jax/compilation_cache/compile_time_saved_sec", 19.0)
+    counters["inductor"]["fxgraph_cache_hit"] += 1
+    assert rates.compile_metric(1.0, flax()) == rates.compile_metric(1.0, torch()) == "compile_warm_s"
+    assert rates.compile_metric(20.0, 0.5) == "compile_cold_s"
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])

@@ -30,6 +30,11 @@ PLAIN_STEP = StepConfig(
 )
 
 
+def calls_in_a_row(device: str) -> int:
+    """Calls of a roofline loop per reading of the clock: an accelerator's take 1 ms, of which starting is a part."""
+    return 1 if device == "cpu" else 10
+
+
 class Arm:
     """Base class of all arms; a subclass implements the parts that need its library."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,24 @@ class TorchBase(contract.Arm):
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes."""
         array = self.torch.ones(size // 4, device=self.torch_device)
-        return worker.timed(lambda: float(array.sum()), repeats)["seconds"]
+        return self._seconds(array.sum, repeats)
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Times of one matrix product."""
         (m, k, n), place = shape, {"dtype": getattr(self.torch, dtype), "device": self.torch_device}
         left, right = self.torch.randn((m, k), **place), self.torch.randn((k, n), **place)
+        return self._seconds(lambda: self.torch.mm(left, right), repeats)
+
+    def _seconds(self, call: Callable[[], Any], repeats: int) -> list[float]:
+        """Seconds of a call, each the mean of several that run one after another."""
+        count = contract.calls_in_a_row(self.device)
 
         def run() -> None:
-            self.torch.mm(left, right)
+            for _ in range(count):
+                call()
             self.synchronize()
 
-        return worker.timed(run, repeats)["seconds"]
+        return [seconds / count for seconds in worker.timed(run, repeats)["seconds"]]
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a Chrome trace of one run."""

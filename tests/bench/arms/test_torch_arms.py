@@ -12,8 +12,8 @@ import torch
 
 from jaxbench import initial
 from jaxbench.bench import plan
-from jaxbench.bench.arms import arm_table, int4, jax_arms
-from jaxbench.measure import inductor
+from jaxbench.bench.arms import arm_table, int4, jax_arms, torch_arms
+from jaxbench.measure import inductor, worker
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
 
@@ -219,3 +219,19 @@ def test_the_compiled_arm_of_pytorch_s_4_bit_weights_generates_as_its_eager_mode
         assert arm.measure(prompt, INPUTS)["tokens"] == of_prompt
     arm.load("bfloat16", num_layers=1, train=None)
     assert arm.model is None
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", 1), ("gpu", 10)])
+@pytest.mark.parametrize("base", [jax_arms.JaxArm, torch_arms.TorchBase])
+def test_rates_of_an_accelerator_are_of_calls_in_a_row_that_are_waited_for_once(base, device, count, monkeypatch):
+    order = []
+    found = types.SimpleNamespace(block_until_ready=lambda: order.append("wait"))
+    arm = types.SimpleNamespace(device=device, synchronize=found.block_until_ready)
+
+    def timed(run, repeats):
+        run()
+        return {"seconds": [20.0] * repeats}
+
+    monkeypatch.setattr(worker, "timed", timed)
+    assert base._seconds(arm, lambda: order.append("call") or found, 3) == [20.0 / count] * 3
+    assert order == ["call"] * count + ["wait"]
