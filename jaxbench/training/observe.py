@@ -33,6 +33,8 @@ PEAK_TFLOPS = {
 # Rows of the square product that measures other devices: on an accelerator 1,024 take microseconds, less than starting.
 GEMM_SIZE, ACCELERATOR_GEMM_SIZE = 1024, 8192
 
+_MEASURED: dict[tuple[str, str, str], float] = {}  # peak_of's measured rates, FLOP/s
+
 SCHEME = "jaxbench"  # prefix of the paths that tensorboardX opens through _BoardFiles
 
 
@@ -134,10 +136,19 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def peak_of(engine: Any, peak_tflops: float | None) -> float:
-    """Peak rate of an engine's device in FLOP/s: the one given, a data sheet's, or a measured product's."""
+    """Peak rate of an engine's device in FLOP/s: the one given, a data sheet's, or a measured product's.
+
+    It is measured once per process, so that shares of several engines are of the same rate.
+    """
     if peak_tflops is not None:
         return peak_tflops * 1e12
-    return peak_flops(engine.device_kind(), engine.product_type()) or engine.matmul_rate()
+    device, product = engine.device_kind(), engine.product_type()
+    if known := peak_flops(device, product):
+        return known
+    key = type(engine).__module__, device, product  # libraries have rates of their own
+    if key not in _MEASURED:
+        _MEASURED[key] = engine.matmul_rate()
+    return _MEASURED[key]
 
 
 def gemm_size(device: str) -> int:

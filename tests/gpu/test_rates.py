@@ -7,8 +7,9 @@ import jax
 import pytest
 from torch._dynamo.utils import counters
 
-from jaxbench.gpu import rates
+from jaxbench.gpu import one_arm, rates
 from jaxbench.measure import records
+from jaxbench.parity.cases import GPT2, LLAMA
 from tests.structure import ROOT
 
 SIZE, BYTES = 16, 4096
@@ -50,6 +51,14 @@ def test_a_compile_time_is_cold_only_if_a_cache_saved_no_share_of_it():
     counters["inductor"]["fxgraph_cache_hit"] += 1
     assert rates.compile_metric(1.0, flax()) == rates.compile_metric(1.0, torch()) == "compile_warm_s"
     assert rates.compile_metric(20.0, 0.5) == "compile_cold_s"
+
+
+def test_a_decode_step_reads_all_weights_but_tables_in_which_it_looks_up_rows():
+    form = one_arm.Form("bfloat16", "dense")
+    untied = LLAMA.model_copy(update={"tie_embeddings": False})
+    assert one_arm.read_bytes(LLAMA, form, 10**6) == 10**6
+    assert one_arm.read_bytes(untied, form, 10**6) == 10**6 - 2 * LLAMA.vocab_size * LLAMA.d_model
+    assert one_arm.read_bytes(GPT2, form, 10**6) == 10**6 - 2 * GPT2.max_seq_len * GPT2.d_model
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])

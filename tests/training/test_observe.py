@@ -110,6 +110,16 @@ def test_the_product_that_measures_an_unknown_accelerator_takes_far_longer_than_
     assert set(rates) == {2.0 * 8**3}
 
 
+def test_the_peak_of_a_device_without_a_data_sheet_is_measured_once(monkeypatch):
+    monkeypatch.setattr(observe, "_MEASURED", {})
+    first, second = (
+        SimpleNamespace(device_kind=lambda: "cpu", product_type=lambda: "float32", matmul_rate=lambda rate=rate: rate)
+        for rate in (3.0, 7.0)
+    )
+    assert observe.peak_of(first, None) == observe.peak_of(second, None) == 3.0
+    assert observe.peak_of(second, 2.0) == 2e12
+
+
 def test_records_are_taken_back_and_a_line_that_was_cut_off_is_dropped(tmp_path):
     records = observe.Records(tmp_path / "r.jsonl")
     assert records.read() == []
