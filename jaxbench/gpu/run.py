@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs
-from jaxbench.gpu.stages import INTERRUPTED, Log, Stage, call, end_left
+from jaxbench.gpu.stages import FLAGS, INTERRUPTED, Log, Stage, call, end_left
 from jaxbench.measure import environment, records
 from jaxbench.measure.records import Record, RecordFile
 
@@ -132,8 +133,10 @@ def finished_stages(
 
 
 def machine() -> dict:
-    """Describe the machine, including its GPU and driver if nvidia-smi is available."""
+    """Describe the machine, including its GPU and driver if nvidia-smi is available, and the user's flags of XLA."""
     facts = environment.describe(threads=environment.usable_cores())
+    if flags := os.environ.get(FLAGS):
+        facts["xla_flags"] = flags
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit", "--format=csv"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -157,7 +160,7 @@ def write_machine(path: Path, facts: dict) -> None:
             old = json.loads(path.read_text(encoding="utf-8"))
             before = old.pop("earlier", [])
             earlier = [each for each in (*(before if isinstance(before, list) else ()), old) if isinstance(each, dict)]
-    same = ("host", "nvidia_smi", "versions", "commit")
+    same = ("host", "nvidia_smi", "versions", "commit", "xla_flags")
     earlier = [old for old in earlier if [old.get(name) for name in same] != [facts.get(name) for name in same]]
     outputs.write_json(path, facts | ({"earlier": earlier} if earlier else {}))
 

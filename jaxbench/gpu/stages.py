@@ -30,6 +30,7 @@ GRACE_S = 10.0  # between interrupting a stage and killing it
 LOOK_S = 5.0  # between two looks at what a stage has measured so far: the most that a killed call loses
 CLOCK_S = 2.0  # largest difference between two processes' readings of a third one's start time
 LOG_BYTES = 2**20  # of a stage's output that log.txt keeps: half from its start, half from its end
+FLAGS = "XLA_FLAGS"
 INTERRUPTED = "interrupted"  # reason of the stage that was interrupted
 
 # Packages whose import name differs from their own.
@@ -227,6 +228,8 @@ def call(
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     settings |= {"PYTHONUNBUFFERED": "1", process_environment.MARKER: ""} | dict(own)
+    if FLAGS in own and FLAGS in os.environ:  # the user's apply too; of a flag that stands twice, XLA takes the last
+        settings[FLAGS] = f"{os.environ[FLAGS]} {own[FLAGS]}"
     try:  # output goes to a file: a pipe would stay open as long as anything that the command has started
         process = subprocess.Popen(
             words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log.output, stderr=subprocess.STDOUT, env=settings,

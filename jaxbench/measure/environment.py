@@ -16,6 +16,9 @@ CODE = ("jaxbench", "torch_ref", "experiments")
 PACKAGES = (
     "jax", "jaxlib", "flax", "equinox", "optax", "torch", "transformers", "numpy", "scipy", "libtpu",
     "llama-cpp-python",
+    # With a GPU: what its kernels come from, by CUDA's major version.
+    "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12",
+    "nvidia-cublas", "triton",
 )  # fmt: skip
 
 

@@ -175,6 +175,14 @@ def test_a_stage_finds_jaxbench_and_its_own_settings(call):
     assert ended.reason == ""
 
 
+def test_the_users_flags_of_xla_apply_beside_a_stages_own_and_are_recorded(call, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine=1")
+    code = "import os; print(os.environ['XLA_FLAGS']); raise SystemExit(1)"
+    ended = call(stage("own", python(code), environment={"XLA_FLAGS": "--own=2"}), stage("none", python(code)))
+    assert [each.reason for each in ended] == ["exit code 1: --mine=1 --own=2", "exit code 1: --mine=1"]
+    assert json.loads((call.results / "environment.json").read_text())["xla_flags"] == "--mine=1"
+
+
 def test_a_rehearsal_runs_the_tiny_form(call):
     code = "import sys; assert sys.argv[1:] == ['cpu', 'tiny'], sys.argv"
     (ended,) = call(stage("first", python(code) + " {device}", rehearsal="tiny"))

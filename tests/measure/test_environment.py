@@ -46,3 +46,9 @@ def test_outside_git_the_sources_say_it(tree):
     assert first.startswith("sources-") and environment.commit() == first
     (tree / "jaxbench" / "a.py").write_text("a = 2\n")
     assert environment.commit() not in ("", first)
+
+
+def test_versions_name_what_a_gpus_kernels_come_from(monkeypatch):
+    monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: f"{name}!")
+    found = environment.versions()
+    assert {"jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "triton"} <= set(found)
