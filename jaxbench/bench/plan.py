@@ -84,9 +84,14 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
         check_shape(suite, shape, device)
         if suite.data is not None:
             raise ValueError(f"compare: --data={suite.data} needs a tokenizer, model {suite.model!r} has none")
+    text, text_sha256 = read_text(suite)  # before the model, which may have to be converted
     model = find_model(suite, workdir)
     check_shape(suite, model.config, device)
-    token_ids, text_sha256 = read_text(suite, model)
+    if model.tokenizer is None:
+        token_ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=tokens_wanted(suite))
+        text_sha256 = hashlib.sha256(token_ids.tobytes()).hexdigest()
+    else:
+        token_ids = encode(suite, model, text)
     config_id = jaxbench.bench.suite.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
     origin = {
         "configuration": config_id,
@@ -107,7 +112,6 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
         "text_sha256": text_sha256,
     }
     inputs = {workload: draw(token_ids, workload, seed=suite.seed) for workload in suite.workloads()}
-    convert(suite, model)
     return Plan(suite, model, device, threads, workdir, config_id, origin, run_id, text_sha256, inputs, common)
 
 
@@ -131,8 +135,8 @@ def random_decoder(model: str) -> TransformerConfig | None:
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
-    """Return the model as a Hugging Face folder; of a GGUF file the folder is in the cache, and convert writes it."""
-    from jaxbench.pretrained import weights
+    """Return the model as a Hugging Face folder; a GGUF file is converted once, into the cache."""
+    from jaxbench.pretrained import hf_config, weights
 
     if (shape := random_decoder(suite.model)) is not None:
         return _random_model(shape, workdir, distinct=suite.model == "tiny")
@@ -142,16 +146,12 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         return Model(checkpoint.config, path, checkpoint.sha256, checkpoint.tokenizer)
     sha256 = assets.sha256_file(path)
     folder = process_environment.cache_dir() / "checkpoints" / sha256[:16]
-    return Model(weights.read_config(suite.model), folder, sha256, path)
-
-
-def convert(suite: Suite, model: Model) -> None:
-    """Write a GGUF file's weights as the model's folder, once: seconds and 4 bytes a number, so last of all checks."""
-    from jaxbench.pretrained import weights
-
-    if not (model.folder / "config.json").exists():
+    if not (folder / "config.json").exists():
         checkpoint = weights.load_checkpoint(suite.model)
-        weights.save_checkpoint(model.folder, checkpoint.config, checkpoint.params)
+        weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
+        return Model(checkpoint.config, folder, sha256, path)
+    values = json.loads((folder / "config.json").read_text())
+    return Model(hf_config.config_from_hf(values, folder), folder, sha256, path)
 
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:
@@ -167,22 +167,26 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
     return Model(config, folder, digest.hexdigest(), None)
 
 
-def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
-    """Return the token ids that prompts are cut from, and the sha256 of the text."""
-    wanted = 4 * sum(workload.batch * (workload.prompt_tokens + 1) for workload in suite.workloads()) + 4096
-    if model.tokenizer is None:
-        ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
-        return ids, hashlib.sha256(ids.tobytes()).hexdigest()
+def read_text(suite: Suite) -> tuple[str, str]:
+    """Return the text that prompts are cut from, and its sha256."""
+    if suite.data is None:
+        return assets.default_text(), assets.TEXT_SHA256
+    from jaxbench.text import packing
+
+    return "\n\n".join(packing.load_text(suite.data)), assets.sha256_file(suite.data)
+
+
+def encode(suite: Suite, model: Model, text: str) -> Int[np.ndarray, " N"]:
+    """Return the token ids of a text, or of as much of it as the suite wants."""
     from jaxbench.pretrained import tokenizer
 
-    if suite.data is None:
-        text, sha256 = assets.default_text(), assets.TEXT_SHA256
-    else:
-        from jaxbench.text import packing
+    ids = tokenizer.load_tokenizer(model.tokenizer).encode(text[: 8 * tokens_wanted(suite)])
+    return np.asarray(ids, dtype=np.int64)
 
-        text, sha256 = "\n\n".join(packing.load_text(suite.data)), assets.sha256_file(suite.data)
-    ids = tokenizer.load_tokenizer(model.tokenizer).encode(text[: 8 * wanted])
-    return np.asarray(ids, dtype=np.int64), sha256
+
+def tokens_wanted(suite: Suite) -> int:
+    """Return a number of tokens that is enough for the prompts of all workloads at distinct places."""
+    return 4 * sum(workload.batch * (workload.prompt_tokens + 1) for workload in suite.workloads()) + 4096
 
 
 def draw(token_ids: Int[np.ndarray, " N"], workload: Workload, *, seed: int) -> list[list[int]]:

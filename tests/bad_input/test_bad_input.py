@@ -51,10 +51,15 @@ CASES = list(harness.cases(*MODULES))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported():
-    """Import what the commands import, so that a case pays for its own work only."""
+def prepared(tmp_path_factory):
+    """Import what the commands import, and convert the default model, so that a case pays for its own work only."""
     import flax.nnx  # noqa: F401
     import torch  # noqa: F401
+
+    from jaxbench.bench import plan
+    from jaxbench.bench.suite import Suite
+
+    plan.find_model(Suite(model="default"), tmp_path_factory.mktemp("work"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=harness.name)
