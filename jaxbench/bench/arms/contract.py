@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxbench import initial
+from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
@@ -28,11 +29,6 @@ PLAIN_STEP = StepConfig(
         b1=ADAMW["betas"][0], b2=ADAMW["betas"][1], eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"], decay="all"
     ),
 )
-
-
-def calls_in_a_row(device: str) -> int:
-    """Calls of a roofline loop per reading of the clock: an accelerator's take 1 ms, of which starting is a part."""
-    return 1 if device == "cpu" else 10
 
 
 class Arm:
@@ -135,6 +131,21 @@ def generate(
     width = workload.prompt_tokens
     generated = tokens[: workload.batch, width : width + new_tokens]
     return {"first_s": first - start, "rest_s": last - first, "tokens": generated.tolist()}
+
+
+def call_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, *, device: str) -> list[float]:
+    """Times of a roofline call; wait: for what the last call returned.
+
+    On an accelerator a call takes 1 ms, of which starting it is a part: a time is the mean of ten, one after another.
+    """
+    count = 1 if device == "cpu" else 10
+
+    def run() -> None:
+        for _ in range(count):
+            found = call()
+        wait(found)
+
+    return [seconds / count for seconds in worker.timed(run, repeats)["seconds"]]
 
 
 def token_seconds(

@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from jaxtyping import Float
 
 from jaxbench import outputs, prompts
 from jaxbench.bench.arms import contract, twin_arm
-from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 
 
@@ -132,7 +130,7 @@ class JaxArm(twin_arm.TwinArm):
         """Times of summing a float32 array of `size` bytes."""
         jnp = self.jax.numpy
         array, total = jnp.ones(size // 4, jnp.float32), self.jax.jit(jnp.sum)
-        return self._seconds(lambda: total(array), repeats)
+        return contract.call_seconds(lambda: total(array), self.jax.block_until_ready, repeats, device=self.device)
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Times of one matrix product; products of narrow types are accumulated in float32."""
@@ -141,18 +139,9 @@ class JaxArm(twin_arm.TwinArm):
         keys = self.jax.random.split(self.jax.random.key(0))
         left, right = (self.jax.random.normal(key, size).astype(dtype) for key, size in zip(keys, ((m, k), (k, n))))
         product = self.jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-        return self._seconds(lambda: product(left, right), repeats)
-
-    def _seconds(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Seconds of a call, each the mean of several that run one after another."""
-        count = contract.calls_in_a_row(self.device)
-
-        def run() -> None:
-            for _ in range(count):
-                found = call()
-            found.block_until_ready()
-
-        return [seconds / count for seconds in worker.timed(run, repeats)["seconds"]]
+        return contract.call_seconds(
+            lambda: product(left, right), self.jax.block_until_ready, repeats, device=self.device
+        )
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a trace that TensorBoard's profile plugin (xprof) opens."""

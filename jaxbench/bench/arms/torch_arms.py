@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from jaxbench.bench.arms import contract, twin_arm
-from jaxbench.measure import inductor, worker
+from jaxbench.measure import inductor
 from jaxbench.measure.records import Workload
 
 
@@ -66,24 +65,15 @@ class TorchBase(contract.Arm):
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes."""
         array = self.torch.ones(size // 4, device=self.torch_device)
-        return self._seconds(array.sum, repeats)
+        return contract.call_seconds(array.sum, lambda _: self.synchronize(), repeats, device=self.device)
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Times of one matrix product."""
         (m, k, n), place = shape, {"dtype": getattr(self.torch, dtype), "device": self.torch_device}
         left, right = self.torch.randn((m, k), **place), self.torch.randn((k, n), **place)
-        return self._seconds(lambda: self.torch.mm(left, right), repeats)
-
-    def _seconds(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Seconds of a call, each the mean of several that run one after another."""
-        count = contract.calls_in_a_row(self.device)
-
-        def run() -> None:
-            for _ in range(count):
-                call()
-            self.synchronize()
-
-        return [seconds / count for seconds in worker.timed(run, repeats)["seconds"]]
+        return contract.call_seconds(
+            lambda: self.torch.mm(left, right), lambda _: self.synchronize(), repeats, device=self.device
+        )
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a Chrome trace of one run."""

@@ -12,7 +12,7 @@ import torch
 
 from jaxbench import initial
 from jaxbench.bench import plan
-from jaxbench.bench.arms import arm_table, int4, jax_arms, torch_arms
+from jaxbench.bench.arms import arm_table, contract, int4, jax_arms, torch_arms
 from jaxbench.measure import inductor, worker
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
@@ -224,14 +224,19 @@ def test_the_compiled_arm_of_pytorch_s_4_bit_weights_generates_as_its_eager_mode
 @pytest.mark.parametrize(("device", "count"), [("cpu", 1), ("gpu", 10)])
 @pytest.mark.parametrize("base", [jax_arms.JaxArm, torch_arms.TorchBase])
 def test_rates_of_an_accelerator_are_of_calls_in_a_row_that_are_waited_for_once(base, device, count, monkeypatch):
-    order = []
-    found = types.SimpleNamespace(block_until_ready=lambda: order.append("wait"))
-    arm = types.SimpleNamespace(device=device, synchronize=found.block_until_ready)
+    waits = []
+    monkeypatch.setattr(jax, "block_until_ready", waits.append)
+    arm = types.SimpleNamespace(
+        device=device, jax=jax, torch=torch, torch_device="cpu", synchronize=lambda: waits.append(None)
+    )
 
     def timed(run, repeats):
         run()
         return {"seconds": [20.0] * repeats}
 
     monkeypatch.setattr(worker, "timed", timed)
-    assert base._seconds(arm, lambda: order.append("call") or found, 3) == [20.0 / count] * 3
+    assert base.read_seconds(arm, 64, 3) == base.gemm_seconds(arm, (2, 3, 4), "float32", 3) == [20.0 / count] * 3
+    assert len(waits) == 2
+    order = []
+    contract.call_seconds(lambda: order.append("call"), lambda _: order.append("wait"), 3, device=device)
     assert order == ["call"] * count + ["wait"]
