@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo import utils as torch_dynamo
+from torch._subclasses import fake_tensor
 
 from jaxbench import initial, parameters, prng, remat, train, transformer
 from jaxbench.parity import cases, distance, gates
@@ -335,6 +336,21 @@ def test_a_run_s_step_writes_parameters_and_moments_where_they_lay():
     runner.step(data(1), 1e-3)
     assert [x.data_ptr() for x in tensors] == places
     assert not any(torch.equal(x, old) for x, old in zip(tensors, values, strict=True))
+
+
+@pytest.mark.parametrize("how", [
+    StepConfig(clip_norm=1.0, nonfinite="stop"), StepConfig(precision="float16", accumulation=2),
+    StepConfig(optimizer=OptimizerConfig(kind="sgd")),
+], ids=["adamw", "float16", "sgd"])  # fmt: skip
+def test_a_step_in_pytorch_reads_no_value_from_the_device(how):
+    """Tensors without values: reading one, for which the host of a GPU would wait, is an error."""
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        runner = Torch(how)
+        key = torch_prng.key_from_seed(0)
+        for _ in range(2):
+            _, metrics = torch_update.train_step(runner.state, runner.batch(data()), 1e-3, key, step_config=how)
+        with pytest.raises(fake_tensor.DataDependentOutputException):
+            bool(metrics.is_finite)
 
 
 def test_the_twin_says_what_it_lacks():

@@ -112,10 +112,10 @@ class Engine:
             for kind, value in state.moments.state[parameter].items():
                 tensors[f"moments.{kind}.{name}"] = value
         scaler = state.scaler.state_dict()
-        counters = {"step": state.step, "skipped": state.skipped, "good_steps": scaler.get("_growth_tracker", 0)}
+        counters = {"step": state.step, "skipped": int(state.skipped), "good_steps": scaler.get("_growth_tracker", 0)}
         arrays = {name: value.detach().cpu().numpy().copy() for name, value in tensors.items()}
         arrays |= {name: np.array(value, np.int32) for name, value in counters.items()}
-        return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(state.is_halted)}
+        return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(bool(state.is_halted))}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load a checkpoint's state."""
@@ -128,8 +128,9 @@ class Engine:
         if state.scaler.is_enabled():
             values = {"scale": float(arrays["scale"]), "_growth_tracker": int(arrays["good_steps"])}
             state.scaler.load_state_dict(state.scaler.state_dict() | values)
-        state.step, state.skipped = int(arrays["step"]), int(arrays["skipped"])
-        state.is_halted = bool(arrays["is_halted"])
+        state.step = int(arrays["step"])
+        state.skipped.fill_(int(arrays["skipped"]))
+        state.is_halted.fill_(bool(arrays["is_halted"]))
 
     def params(self) -> dict[str, np.ndarray]:
         """Parameters by dotted name, in the policy's parameter type."""
@@ -225,7 +226,12 @@ class Engine:
         arrays = train.Batch(*batch)
         if not self._is_masked:
             arrays = arrays._replace(positions=None, segments=None)
-        return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in arrays))
+        return train.Batch(*(None if x is None else self._placed(x) for x in arrays))
+
+    def _placed(self, array: np.ndarray) -> Tensor:
+        """Tensor on the device; a GPU copies it while the host goes on, which takes memory that is not paged."""
+        value = torch.as_tensor(array)
+        return value if self.device == "cpu" else value.pin_memory().to(self.device, non_blocking=True)
 
 
 class _CompiledLoss:

@@ -1,8 +1,9 @@
 """One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
 
 Twin: jaxbench/training/optimizer_step.py.
-AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A non-finite step changes only
-counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
+AdamW and SGD only, both PyTorch's fused ones; narrow types by autocast, float16 with PyTorch's own GradScaler. A
+non-finite step changes only counters. A step does not wait for the device: whether it is taken is a tensor, which the
+fused optimisers read. Differs from the twin: autocast keeps the residual stream and norms in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from jaxbench.training import precision
 from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zeros
 from torch_ref import functional, nn, remat, train
 
-FUSED = ("cpu", "cuda")  # devices with a fused AdamW
 CLIP_EPS = 1e-6  # added to the norm in the denominator, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -37,15 +37,15 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass
 class TrainState:
-    """Everything that a step changes, in place."""
+    """Everything that a step changes, in place; what depends on values is on the device."""
 
     params: torch.nn.Module
     moments: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     policy: precision.Policy
+    skipped: Int[Tensor, ""]
+    is_halted: Bool[Tensor, ""]  # a step was not finite and the run must stop: nothing changes any more
     step: int = 0  # steps tried
-    skipped: int = 0
-    is_halted: bool = False  # a step was not finite and the run must stop: nothing changes any more
 
 
 def init_state(
@@ -84,7 +84,8 @@ def init_state(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
         growth_interval=rules.interval, enabled=policy.is_scaled,
     )  # fmt: skip
-    return TrainState(model, _optimizer(model, step_config), scaler, policy)
+    none, no = torch.zeros((), dtype=torch.int32, device=device), torch.zeros((), dtype=torch.bool, device=device)
+    return TrainState(model, _optimizer(model, step_config), scaler, policy, skipped=none, is_halted=no)
 
 
 def train_step(
@@ -98,7 +99,7 @@ def train_step(
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
     """Take one optimiser step; return the state after it, and its metrics. Arguments and errors are the twin's."""
-    scale = state.scaler.get_scale()
+    scale = state.scaler.scale(torch.ones((), device=state.skipped.device))
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
     state.scaler.unscale_(state.moments)
@@ -109,24 +110,25 @@ def train_step(
     has_norm = is_guarded or step_config.clip_norm is not None
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
     is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
-    is_taken = not is_guarded or (bool(is_finite) and not state.is_halted)
-    if is_taken:
-        if step_config.clip_norm is not None:
-            factor = torch.clamp(step_config.clip_norm / (norm + CLIP_EPS), max=1.0)
-            for parameter in parameters:
-                parameter.grad.mul_(factor)
-        for group in state.moments.param_groups:
-            group["lr"] = float(learning_rate) * group.get("rate_ratio", 1.0)
-        state.scaler.step(state.moments)
-        with torch.no_grad():
-            for parameter, is_zero in zeros:
-                parameter.masked_fill_(is_zero, 0.0)
+    if step_config.clip_norm is not None:
+        factor = torch.clamp(step_config.clip_norm / (norm + CLIP_EPS), max=1.0)
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
+    for group in state.moments.param_groups:
+        group["lr"] = float(learning_rate) * group.get("rate_ratio", 1.0)
+    if is_guarded:  # as GradScaler.step tells a fused optimiser, whose kernels then change nothing
+        is_left_out = ~is_finite | state.is_halted
+        state.moments.found_inf, state.skipped = is_left_out.to(torch.float32), state.skipped + is_left_out
+    state.moments.step()
+    with torch.no_grad():
+        for parameter, is_zero in zeros:
+            parameter.masked_fill_(is_zero, 0.0)
     state.scaler.update()
     # Loss scaling finds its scale by overflows, so with it only a non-finite loss is a reason to stop.
-    is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
-    state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
-    state.is_halted = state.is_halted or (is_broken and step_config.nonfinite == "stop")
-    return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
+    if is_guarded and step_config.nonfinite == "stop":
+        state.is_halted = state.is_halted | ~(torch.isfinite(loss) if state.policy.is_scaled else is_finite)
+    state.step += 1
+    return state, Metrics(loss, norm, is_finite, scale, state.skipped)
 
 
 def held_out_loss(model: Any, batch: Any, *, dropout: functional.DropoutStream | None = None) -> Float[Tensor, ""]:
@@ -211,9 +213,9 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:
-    """PyTorch's AdamW or SGD over the trained parameters, with its state created at once.
+    """PyTorch's fused AdamW or SGD over the trained parameters, with its state created at once.
 
-    AdamW is the fused one if PyTorch has it for the device: the others pass over memory some ten times a step.
+    Those that are not fused pass over memory some ten times a step, and cannot be told on the device to take no step.
     """
     o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
@@ -228,14 +230,12 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
     ]
     # PyTorch itself starts from zeros at the first step; made here, the state has the same structure from the start.
     if o.kind == "sgd":
-        optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)
+        optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum, fused=True), ("momentum_buffer",)
     else:
         betas, kinds = (o.b1, o.b2), ("exp_avg", "exp_avg_sq")
-        is_fused = trained[0].device.type in FUSED
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps, fused=is_fused)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps, fused=True)
     for parameter in trained if o.kind == "adamw" or o.momentum else ():
         optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
         if o.kind == "adamw":
-            # The fused kernel reads the count on the parameter's device, the others on the CPU.
-            optimizer.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device if is_fused else "cpu")
+            optimizer.state[parameter]["step"] = torch.tensor(0.0, device=parameter.device)  # where the kernel reads it
     return optimizer
