@@ -251,7 +251,7 @@ def rows(settings: writer.Settings) -> int:
     """Continue the requests of --input."""
     output = batch.check_output(VALUES.output, [VALUES.input, model()], overwrite=VALUES.overwrite)
     tokenizer = read_tokenizer()
-    variables = tokenizer.template_variables
+    variables, tokenizer.template_time = tokenizer.template_variables, batch.begun(output, overwrite=VALUES.overwrite)
     content = Path(VALUES.input).read_bytes()  # read once: a pipe can be read only once, and a file may change
     asked = requests.parsed(content, VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
     if variables and not any(request.is_chat for request in asked):
@@ -286,7 +286,7 @@ def write_rows(
             say(f"{output} has {done} of {len(asked)} rows, going on")
         moved = functools.partial(bar.update, bar.task_ids[0])
         batch.run(
-            asked, output, wanted, write, batch_size=VALUES.batch_size, done=done,
+            asked, output, wanted, write, batch_size=VALUES.batch_size, begun=tokenizer.template_time, done=done,
             progress=lambda count: moved(completed=count),
         )  # fmt: skip
     print(f"written: {output}", flush=True)

@@ -5,6 +5,7 @@ OUTPUT.run.json records what the rows were made with: a run with anything else d
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from jaxbench import outputs, store
 from jaxbench.generation import requests, writer
 
+BEGUN = "begun"  # in OUTPUT.run.json: the time at which the run began, whose date all of its chat templates write
 FORMAT = 2  # of the rows' texts: 2 = a prompt's continuation keeps the space before its first word with every tokenizer
 
 
@@ -47,6 +49,17 @@ def check_output(output: str | Path, read: Sequence[str | Path | None], *, overw
             "not; name another file, or pass --overwrite"
         )
     return output
+
+
+def begun(output: Path, *, overwrite: bool) -> datetime.datetime:
+    """Return the local time at which the run began whose rows a file has; now, if it has none or is overwritten."""
+    now = datetime.datetime.now().replace(microsecond=0)
+    if overwrite or not output.exists() or not output.stat().st_size:
+        return now
+    try:
+        return datetime.datetime.fromisoformat(outputs.read_json(_record(output))[BEGUN])
+    except (KeyError, TypeError, ValueError):  # of an earlier version, or no such record: `finished` judges it
+        return now
 
 
 def kept(output: str | Path, *, overwrite: bool) -> str:
@@ -94,10 +107,13 @@ def run(
     write: writer.Writer,
     *,
     batch_size: int,
+    begun: datetime.datetime,
     done: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> None:
     """Continue the requests after the first `done` and append one line each: its own keys, and requests.WRITTEN.
+
+    begun: the time whose date the requests' chat templates wrote.
 
     Raises:
       ValueError: a request does not fit the model's context; nothing was written.
@@ -110,7 +126,7 @@ def run(
         texts, _ = write(ids, rows, is_chat=[request.is_chat for request in batch])
         if start == 0:
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows with a wrong one
-            outputs.write_json(_record(output), wanted)
+            outputs.write_json(_record(output), wanted | {BEGUN: begun.isoformat()})
         store.append(output, [_row(request, text, wanted["run"]) for request, text in zip(batch, texts)])
         progress(start + len(batch))
 

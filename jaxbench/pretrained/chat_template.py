@@ -60,10 +60,13 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     special_tokens: Mapping[str, str],
     variables: Mapping[str, Any] = {},
+    now: datetime.datetime | None = None,
 ) -> str:
     """Render messages as text; the template gets special tokens by name, and no message keys whose value is None.
 
-    variables: further ones that the template reads, such as Qwen 3's enable_thinking.
+    Args:
+      variables: further ones that the template reads, such as Qwen 3's enable_thinking.
+      now: the time of which the template may write the date; None = the clock's.
 
     Raises:
       ValueError: the template is invalid, fails for these messages in any way, or (UnknownVariable) reads no given one.
@@ -72,6 +75,7 @@ def render(
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     chat = [_with_reasoning(message) for message in chat]
     about = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    about["strftime_now"] = (now or datetime.datetime.now()).strftime
     try:
         return _compiled(template).render(**{**about, **variables, **special_tokens, "messages": chat})
     except Exception as error:  # untrusted code: anything that Python raises, and jinja2's own errors
@@ -208,6 +212,5 @@ def _sandbox() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": raise_exception, "namespace": Namespace}
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     environment.filters["tojson"] = tojson
     return environment

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import re
@@ -64,6 +65,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.chat_template, self.tool_template = chat_template, tool_template
         self.template_variables: Mapping[str, Any] = {}
+        self.template_time: datetime.datetime | None = None  # whose date templates write; None = the clock's
         ids = {"bos_token": bos_id, "eos_token": eos_id}
         self._own_names = {name: core.id_to_token(i) for name, i in ids.items() if i is not None}
         self.special_tokens = self._own_names if special_tokens is None else dict(special_tokens)
@@ -132,6 +134,7 @@ class Tokenizer:
             tools=tools,
             special_tokens=self.special_tokens,
             variables={**self.template_variables, **variables},
+            now=self.template_time,
         )
 
     def save(self, folder: str | Path) -> None:

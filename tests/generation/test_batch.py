@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import functools
 import json
 import shutil
@@ -36,9 +38,11 @@ def run(source, output, write, text, *, settings=SETTINGS, batch_size=4, overwri
     output = batch.check_output(output, [source], overwrite=overwrite)
     content = source.read_bytes()
     wanted = batch.describe(settings, content, **more)
+    text = copy.copy(text)
+    text.template_time = batch.begun(output, overwrite=overwrite)
     done = 0 if overwrite else batch.finished(output, wanted)
     asked = requests.parsed(content, source, text)
-    batch.run(asked, output, wanted, write(settings), batch_size=batch_size, done=done)
+    batch.run(asked, output, wanted, write(settings), batch_size=batch_size, begun=text.template_time, done=done)
     return lines(output)
 
 
@@ -60,6 +64,25 @@ def test_a_run_that_was_stopped_goes_on_after_its_last_whole_line(source, tmp_pa
     assert run(source, path, write, text, batch_size=2) == whole
     before = path.stat().st_mtime_ns
     assert run(source, path, write, text) == whole and path.stat().st_mtime_ns == before
+
+
+def test_a_run_that_goes_on_another_day_writes_the_date_of_its_first_into_its_prompts(tmp_path, write, text):
+    """In words, so that prompts of other days have other lengths."""
+    text, source, first = copy.copy(text), tmp_path / "chat.jsonl", datetime.datetime(2024, 9, 25, 23, 59)
+    text.chat_template = "{{ strftime_now('%A %d %B') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": "a" * i}]}) + "\n" for i in (1, 2)))
+    path, record = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
+    run(source, path, write, text)
+    held = json.loads(record.read_text())
+    assert datetime.datetime.now() - datetime.datetime.fromisoformat(held[batch.BEGUN]) < datetime.timedelta(hours=1)
+    record.write_text(json.dumps(held | {batch.BEGUN: first.isoformat()}))
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    resumed = run(source, path, write, text)
+    assert resumed[1]["prompt_tokens"] == len(text.encode("Wednesday 25 Septemberaa", add_special=False))
+    assert json.loads(record.read_text())[batch.BEGUN] == first.isoformat()
+    assert batch.begun(path, overwrite=True) > first
+    path.unlink()
+    assert batch.begun(path, overwrite=False) > first
 
 
 def test_what_is_kept_says_the_command_that_goes_on():
