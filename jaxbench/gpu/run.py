@@ -33,6 +33,7 @@ from jaxbench.measure.records import Record, RecordFile
 STAGE = "stage"  # metric of the record that says how a stage ended
 LEAST_S = 15.0  # a stage is not started with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
+REHEARSED = "--xla_backend_optimization_level=0"  # XLA's flag in a rehearsal, which is mostly spent on compiling
 RUNNING = ".running"  # suffix after a stage's name: the file under `work` that names its command while it runs
 KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
 PART_BYTES = 15 * 2**20  # of a returned file: a lent machine returns files of at most 16 MiB
@@ -248,7 +249,9 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
     folder = keeper.folder
     folder.mkdir(parents=True, exist_ok=True)
     how = {"work": str(folder), "device": place.device, "data": place.data}
-    words = stage.words(**how, is_rehearsal=place.is_rehearsal, python=sys.executable)
+    words, own = stage.words(**how, is_rehearsal=place.is_rehearsal, python=sys.executable), stage.settings(**how)
+    if place.is_rehearsal:
+        own[FLAGS] = f"{own.get(FLAGS, '')} {REHEARSED}".strip()
     for name in KEPT:  # else files of an earlier call would be taken for this one's
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
@@ -258,7 +261,7 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
     try:
         with log, contextlib.suppress(KeyboardInterrupt):  # a second interrupt, while the command was being ended
             mark = place.work / f"{stage.name}{RUNNING}"
-            reason = call(words, stage.settings(**how), limit_s, log, keeper.look, mark)
+            reason = call(words, own, limit_s, log, keeper.look, mark)
     finally:
         seconds = time.monotonic() - begun
         unread = keeper.take()

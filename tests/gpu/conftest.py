@@ -11,9 +11,9 @@ from jaxbench.measure.records import RecordFile
 def call(tmp_path, monkeypatch):
     """Return a function that runs stages; their commit is `commit` of its keywords."""
 
-    def call(*stages, commit="abc", device="cpu", budget_s=3600.0, resume=False):
+    def call(*stages, commit="abc", device="cpu", budget_s=3600.0, resume=False, is_rehearsal=True):
         monkeypatch.setattr(run.environment, "commit", lambda: commit)
-        place = run.Place(device, True, tmp_path / "results", tmp_path / "work")
+        place = run.Place(device, is_rehearsal, tmp_path / "results", tmp_path / "work")
         return run.run(stages, place, budget_s=budget_s, resume=resume, say=said.append)
 
     said = call.said = []

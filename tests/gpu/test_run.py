@@ -179,8 +179,18 @@ def test_the_users_flags_of_xla_apply_beside_a_stages_own_and_are_recorded(call,
     monkeypatch.setenv("XLA_FLAGS", "--mine=1")
     code = "import os; print(os.environ['XLA_FLAGS']); raise SystemExit(1)"
     ended = call(stage("own", python(code), environment={"XLA_FLAGS": "--own=2"}), stage("none", python(code)))
-    assert [each.reason for each in ended] == ["exit code 1: --mine=1 --own=2", "exit code 1: --mine=1"]
+    assert [each.reason for each in ended] == [
+        f"exit code 1: --mine=1 --own=2 {run.REHEARSED}", f"exit code 1: --mine=1 {run.REHEARSED}",
+    ]  # fmt: skip
     assert json.loads((call.results / "environment.json").read_text())["xla_flags"] == "--mine=1"
+
+
+def test_only_a_rehearsal_is_compiled_without_optimisations(call):
+    code = "import os; print(os.environ.get('XLA_FLAGS', '')); raise SystemExit(1)"
+    own = stage("own", python(code), environment={"XLA_FLAGS": "--own=2"})
+    (measured,) = call(own, is_rehearsal=False)
+    (rehearsed,) = call(own, resume=True)
+    assert measured.reason.endswith("--own=2") and rehearsed.reason.endswith(f"--own=2 {run.REHEARSED}")
 
 
 def test_a_rehearsal_runs_the_tiny_form(call):
