@@ -21,6 +21,8 @@ from jaxbench.watermark.attack import character_level, document_level, word_leve
 from jaxbench.watermark.attack.random_draws import Draws
 
 SITE = "watermark/attack/"
+# fields that a name gives where they are not the default
+DETAILS = {"side": "{}", "temperature": "temperature {:g}", "block_words": "blocks of {} words"}
 
 
 class WordEdit(Base):
@@ -158,9 +160,16 @@ def rewrites(attack: Any) -> bool:
 
 
 def label(attack: Any) -> str:
-    """Return an attack's name in reports, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
+    """Return an attack's name in reports, e.g. `delete 30 %`, `copy paste, 25 % marked` or `truncate 50 %, start`."""
     if isinstance(attack, Chain):
         return " + ".join(label(step) for step in attack.steps)
+    return ", ".join([_short(attack), *_details(attack)])
+
+
+def _short(attack: Any) -> str:
+    """Return an attack's name without its details."""
+    if isinstance(attack, Chain):
+        return " + ".join(_short(step) for step in attack.steps)
     name = attack.attack.replace("_", " ")
     if isinstance(attack, CopyPaste):
         pieces = f" in {attack.spans} spans" if attack.spans > 1 else ""
@@ -168,6 +177,16 @@ def label(attack: Any) -> str:
     unit = " tokens" if getattr(attack, "unit", "word") == "token" else ""
     language = f" via {attack.pivot}" if name == "back translate" else ""
     return f"{name}{unit}{language} {100 * attack.strength:.3g} %"
+
+
+def _details(attack: Any) -> list[str]:
+    """Return what is unusual about an attack and not in its short name."""
+    found = []
+    for field, form in DETAILS.items():
+        kind = type(attack).model_fields.get(field)
+        if kind is not None and getattr(attack, field) != kind.default:
+            found.append(form.format(getattr(attack, field)))
+    return found
 
 
 def apply(
@@ -258,6 +277,11 @@ def _common(first: np.ndarray, second: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-def slug(attack: Any) -> str:
-    """Return an attack's name as part of a file name, e.g. `delete-30`."""
-    return re.sub(r"[^a-z0-9.]+", "-", label(attack).lower()).strip("-")
+def slugs(given: Sequence[Any]) -> list[str]:
+    """Return the attacks' names as parts of file names, e.g. `delete-30`; with details only where names coincide."""
+    short = [_slug(_short(attack)) for attack in given]
+    return [_slug(label(attack)) if short.count(name) > 1 else name for attack, name in zip(given, short)]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

@@ -82,10 +82,10 @@ class Evaluation:
         short = {arm: {CLEAN: self._short(texts[arm]["text"])} for arm in s.arms()}
         realised: dict[str, dict] = {name: {} for name in s.schemes}
         for name in s.schemes:
-            for attack in s.attacks:
-                edits = self._attacked(name, attack, short[name][CLEAN])
-                short[name][attacks.slug(attack)] = edits.pop("texts")
-                realised[name][attacks.slug(attack)] = edits
+            for slug, attack in s.named_attacks().items():
+                edits = self._attacked(f"attack/{name}/{slug}-", attack, short[name][CLEAN])
+                short[name][slug] = edits.pop("texts")
+                realised[name][slug] = edits
         arms: dict[str, dict[str, Any]] = {}
         for arm in [*s.schemes, UNMARKED]:
             arms[arm] = own = {}
@@ -146,7 +146,7 @@ class Evaluation:
         text = [self.parts.tokenizer.decode(own[:-1] if end else own) for own, end in zip(ids, ended)]
         return {"ids": ids, "text": text, "ended": ended}
 
-    def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
+    def _attacked(self, stage: str, attack: Any, texts: list[str]) -> dict[str, list]:
         """Return attacked texts and the realised edit rates of each."""
         tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
 
@@ -156,7 +156,7 @@ class Evaluation:
             return dict(zip(attacks.Attacked._fields, (changed, *(rate.tolist() for rate in rates))))
 
         size = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
-        return self.parts_of(f"attack/{arm}/{attacks.slug(attack)}-", size, len(texts), compute)
+        return self.parts_of(stage, size, len(texts), compute)
 
     def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
         """Return p-values of marked and unmarked texts by length, whole attacked texts, and human texts per key."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from jaxbench.config import Base
-from jaxbench.watermark.attack.attacks import Attack, parse_attack, slug
+from jaxbench.watermark.attack.attacks import Attack, parse_attack, slugs
 from jaxbench.watermark.config import Scheme, check_generates, parse_scheme
 
 UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms besides the schemes; the attack that does nothing
@@ -91,11 +91,15 @@ class Evaluate(Base):
         wrong = [name for name in self.schemes if not NAME.fullmatch(name) or name in (UNMARKED, HUMAN)]
         if wrong:
             raise ValueError(f"schemes: the name {wrong[0]!r} is taken or not made of a-z, 0-9, dot, dash, underscore")
-        slugs = [slug(attack) for attack in self.attacks]
-        twice = [name for name in slugs if slugs.count(name) > 1 or name == CLEAN]
+        names = slugs(self.attacks)
+        twice = [name for name in names if names.count(name) > 1 or name == CLEAN]
         if twice:
             raise ValueError(f"attacks: {twice[0]!r} is given twice")
         return self
+
+    def named_attacks(self) -> dict[str, Any]:
+        """Return the attacks by the name that their files and results have."""
+        return dict(zip(slugs(self.attacks), self.attacks))
 
     def arms(self) -> list[str]:
         """Return the generated arms: unmarked text first, then the schemes."""

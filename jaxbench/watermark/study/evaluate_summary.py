@@ -70,7 +70,7 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
     own = results["arms"][name]
     part = own["detect"]["attacks"][slug]
     p = present(array(part["p_values"])[:, -1])
-    attack = next((one for one in settings.attacks if attacks.slug(one) == slug), None)
+    attack = settings.named_attacks().get(slug)
     realised = results["realised"][name].get(slug, {})
     judged = own["quality"].get(slug)
     return {

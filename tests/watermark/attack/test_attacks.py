@@ -1,5 +1,7 @@
 """Attacks: the same every time, as strong as asked, undone by the canonical form where that is its work."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -175,6 +177,32 @@ def test_a_chain_runs_its_steps_in_order_with_streams_of_their_own():
     assert set(made.texts[0].lower().split()) <= set(once.texts[0].lower().split())
     assert attacks.label(chain) == "delete 20 % + delete 20 % + case 100 %"
     assert attacks.compose([chain, "typo:0.1"]).steps == (*chain.steps, attacks.parse_attack("typo:0.1"))
+
+
+def test_an_evaluation_takes_one_attack_at_two_sides_and_temperatures():
+    given = [
+        "truncate:0.5",
+        {"attack": "truncate", "strength": 0.5, "side": "start"},
+        {"attack": "truncate", "strength": 0.25, "side": "both"},
+        {"attack": "paraphrase", "block_words": 32},
+        {"attack": "paraphrase", "block_words": 32, "temperature": 0},
+    ]
+    settings = config.load("configs/watermark/evaluate-tiny.yaml", (f"attacks={json.dumps(given)}",), Evaluate)
+    names = settings.named_attacks()
+    assert list(names) == [
+        "truncate-50",
+        "truncate-50-start",
+        "truncate-25",  # alone: the name that files of earlier runs have
+        "paraphrase-100-blocks-of-32-words",
+        "paraphrase-100-temperature-0-blocks-of-32-words",
+    ]
+    assert [attacks.label(attack) for attack in names.values()] == [
+        "truncate 50 %",
+        "truncate 50 %, start",
+        "truncate 25 %, both",
+        "paraphrase 100 %, blocks of 32 words",
+        "paraphrase 100 %, temperature 0, blocks of 32 words",
+    ]
 
 
 def test_token_edits_go_through_the_tokenizer():
