@@ -14,8 +14,11 @@ import numpy as np
 from scipy import special
 
 FLOOR = float(np.finfo(np.float64).tiny)
-LATTICE_EXACT = 1e-10  # smaller tails suffer from the Fourier transform's rounding and use a Chernoff bound
+LATTICE_EXACT = 1e-10  # smaller tails suffer from the Fourier sum's rounding and use a Chernoff bound
 LATTICE_WIDTH = 19.0  # standard deviations that the Fourier grid spans; the mass beyond is below 1e-17
+LATTICE_TERM = 1e-20  # smaller values of the characteristic function change no tail in float64
+LATTICE_BLOCK = 2**20  # terms computed at once
+ROUNDING = 5e-16  # of a tail by a Fourier sum
 SERIES_WINDOW = 4096  # a longer series is summed only around its peak
 
 
@@ -74,12 +77,12 @@ def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float) -> Tail:
 def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> Tail:
     """Tail of sum_i weights[i] Binomial(trials, 1/2), all independent, at total [N] (integers).
 
-    Exact by a Fourier transform down to LATTICE_EXACT; below, the smaller of LATTICE_EXACT and the Chernoff bound
+    Exact by a Fourier sum down to LATTICE_EXACT; below, the smaller of LATTICE_EXACT and the Chernoff bound
     min_s exp(-s x) E[exp(s X)], which is valid but too large by a factor of about 10.
     """
 
     def pair(x: np.ndarray, n: np.ndarray) -> Tail:
-        upper, above = _number_by_number(functools.partial(_lattice_upper, weights=weights), x, n)
+        upper, above = _lattice_upper(x, n, weights), _lattice_upper(x + 1, n, weights)
         most = n * sum(weights)
         deep = (upper < LATTICE_EXACT) & (x <= most)
         if deep.any():
@@ -166,38 +169,46 @@ def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
 # Sums of weighted fair bits on an integer lattice
 
 
-@functools.lru_cache(maxsize=8)
-def _characteristic(weights: tuple[int, ...], size: int) -> np.ndarray:
-    """prod_i cos(weights[i] theta / 2) at theta = 2 pi k / size, k = 0..size / 2."""
-    theta = np.arange(size // 2 + 1) * (np.pi / size)
-    product = np.ones_like(theta)
-    for weight in weights:
-        product *= np.cos(weight * theta)
-    return product
+@functools.lru_cache(maxsize=64)
+def _frequencies(weights: tuple[int, ...], least: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """Return a grid's size M, the k that count, and sign and log of prod_i cos(pi weights[i] k / M) of each k.
+
+    The grid serves from `least` to 2 `least` - 1 trials: it holds the whole lattice, or LATTICE_WIDTH standard
+    deviations. Of its M / 2 frequencies a few dozen count for long texts; the others are below LATTICE_TERM.
+    """
+    most = 2 * least - 1
+    spread = LATTICE_WIDTH * 0.5 * np.sqrt(most * sum(w * w for w in weights))
+    size = int(min(most * sum(weights) + 3, spread + 2 * max(weights) + 64)) | 1  # odd: no frequency is its own mirror
+    k = np.arange(1, size // 2 + 1)
+    sign, log = np.ones(len(k)), np.zeros(len(k))
+    for weight in sorted(weights, reverse=True):
+        angle = (np.pi / size) * (weight * k % (2 * size))
+        with np.errstate(divide="ignore"):
+            log = log + 0.5 * np.log1p(-np.minimum(np.square(np.sin(angle)), 1.0))  # keeps digits where cos is near 1
+        sign = sign * np.sign(np.cos(angle))
+        kept = log * least >= np.log(LATTICE_TERM)  # further factors only make it smaller
+        k, sign, log = k[kept], sign[kept], log[kept]
+    return size, k, sign, log
 
 
-@functools.lru_cache(maxsize=256)
-def _lattice_null(number: int, weights: tuple[int, ...]) -> np.ndarray:
-    """P(X >= c + y) for y = 0, 1, .., c = floor(mean), as far as the grid reaches."""
-    squares, total = sum(w * w for w in weights), number * sum(weights)
-    spread = LATTICE_WIDTH * 0.5 * np.sqrt(number * squares)
-    size = 1 << int(np.ceil(np.log2(min(total + 2, spread + 2 * max(weights) + 64))))
-    values = _characteristic(weights, size) ** number
-    if total % 2:  # the mean lies half a step above c
-        values = values * np.exp(-1j * np.pi * np.arange(size // 2 + 1) / size)
-    mass = np.fft.irfft(values, size)[: size // 2]
-    if total + 2 <= size:  # the grid holds the whole distribution
-        mass = mass[: total - total // 2 + 1]
-    return np.cumsum(np.maximum(mass, 0.0)[::-1])[::-1]
+def _lattice_upper(x: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> np.ndarray:
+    """P(X >= x) for trials [N] >= 0; ROUNDING is added, so that what float64 loses does not make it too small.
 
-
-def _lattice_upper(x: np.ndarray, number: int, weights: tuple[int, ...]) -> np.ndarray:
-    """P(X >= x); the distribution is symmetric, so the half above the mean is enough."""
-    if number == 0:
-        return np.where(x <= 0, 1.0, 0.0)
-    total, null = number * sum(weights), _lattice_null(number, weights)
-    centre = total // 2
-    mirrored = total - x + 1  # P(X >= x) = 1 - P(X >= total - x + 1)
-    y = np.where(x >= centre, x, mirrored) - centre
-    upper = np.where(y < len(null), null[np.clip(y, 0, len(null) - 1)], 0.0)
-    return np.where(x >= centre, upper, 1.0 - upper)
+    X has the mean m and a symmetric distribution, so 1 - 2 P(X >= x) = P(|X - m| < d), d = x - 1/2 - m: a sum of the
+    lattice's masses, each a Fourier sum over the characteristic function, of which the inner sums have a closed form.
+    """
+    total = trials * sum(weights)
+    upper = np.where((x > total) | (trials == 0), (x <= 0) * 1.0, 1.0)
+    inside = np.flatnonzero((x > 0) & (x <= total))
+    least = 1 << np.floor(np.log2(trials[inside])).astype(np.int64)
+    for number in np.unique(least):
+        size, k, sign, log = _frequencies(weights, int(number))
+        rows = inside[least == number]
+        for part in np.array_split(rows, -(-len(rows) * max(1, len(k)) // LATTICE_BLOCK)):
+            d2 = (2 * x[part] - 1 - total[part])[:, None]  # twice d
+            power = np.where(trials[part, None] % 2, sign, 1.0) * np.exp(trials[part, None] * log)
+            terms = power * np.sin((np.pi / size) * (k * d2 % (2 * size)))
+            within = (d2[:, 0] + 2.0 * (terms / np.sin((np.pi / size) * k)).sum(axis=1)) / size
+            tail = np.minimum(np.maximum(0.5 - 0.5 * within, 0.0) + ROUNDING, 1.0)
+            upper[part] = np.where(np.abs(d2[:, 0]) < size, tail, d2[:, 0] < 0)  # beyond the grid: 0 or 1
+    return upper

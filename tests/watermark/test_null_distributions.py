@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from fractions import Fraction
 
 import mpmath
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from jaxbench.watermark import null_distributions
+from jaxbench.watermark.schemes import synthid
 
 
 def upper(masses: dict[int, Fraction], x: int) -> tuple[float, float]:
@@ -74,6 +76,25 @@ def test_lattice_of_equal_weights_is_the_binomial_distribution():
     assert (one.upper[~exact] >= other.upper[~exact]).all()  # the bound is valid
     assert (one.upper[~exact] <= null_distributions.LATTICE_EXACT).all()
     assert (np.diff(one.upper) <= 0).all()
+
+
+def test_lattice_tail_of_a_long_text_is_exact_to_the_last_digits_that_count():
+    n = np.full(60, 100_000)
+    x = 500_000 + np.arange(0, 3000, 50)
+    found = null_distributions.lattice(x, n, (1,) * 10).upper
+    wanted = null_distributions.binomial(x, 10 * n, 0.5).upper
+    np.testing.assert_allclose(found, wanted, atol=2e-14, rtol=0)
+    assert (found[wanted < 1e-6] >= wanted[wanted < 1e-6]).all() and wanted.min() < 1e-8
+
+
+def test_lattice_tails_of_texts_of_a_thousand_lengths_keep_no_distribution_of_each():
+    n = np.arange(20, 5020, 5)
+    weights = synthid.weights(30, "weighted")
+    tracemalloc.start()
+    null_distributions.lattice(n * sum(weights) // 2, n, weights)
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2**21 and most < 2**27, (kept, most)
 
 
 def test_chernoff_bound_is_above_the_tail_and_not_far():
