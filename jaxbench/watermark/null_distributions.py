@@ -20,6 +20,7 @@ LATTICE_TERM = 1e-20  # smaller values of the characteristic function change no 
 LATTICE_BLOCK = 2**20  # terms computed at once
 ROUNDING = 5e-16  # of a tail by a Fourier sum
 SERIES_WINDOW = 4096  # a longer series is summed only around its peak
+FACTORIALS = 2**20  # logarithms of smaller factorials are kept
 
 
 class Tail(NamedTuple):
@@ -152,18 +153,36 @@ def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
     mean, failure = x / light, 1.0 - light / heavy
     last = int(mean + 12.0 * np.sqrt(mean) + 60.0)
 
-    def terms(j: np.ndarray) -> np.ndarray:
-        poisson = np.exp(special.xlogy(j, mean) - mean - special.gammaln(j + 1.0))
-        return poisson * special.betainc(j - 2.0 * n + 1.0, float(n), failure)
+    def poisson(j: np.ndarray) -> np.ndarray:
+        return np.exp(special.xlogy(j, mean) - mean - _log_factorial(j))
+
+    def at_least(m: np.ndarray | int) -> np.ndarray:  # P(NegativeBinomial >= m)
+        return special.betainc(m, float(n), failure)
 
     start, stop = 2 * n, max(last, 2 * n)
     if stop - start > SERIES_WINDOW:  # terms are log-concave, their peak no wider than a Poisson's
-        grid = np.linspace(start, stop, 512).astype(np.int64).astype(np.float64)
-        peak, gap = grid[int(np.argmax(terms(grid)))], (stop - start) / 500
+        grid = np.linspace(start, stop, 512).astype(np.int64)
+        peak, gap = grid[int(np.argmax(poisson(grid) * at_least(grid - 2.0 * n + 1.0)))], (stop - start) / 500
         reach = gap + 12.0 * np.sqrt(peak)
         start, stop = max(start, int(peak - reach)), min(stop, int(peak + reach))
-    series = terms(np.arange(start, stop + 1, dtype=np.float64)).sum()
-    return float(min(1.0, special.gammaincc(2 * n, mean) + series))
+    j = np.arange(start, stop + 1)
+    m = j[:-1] - 2 * n + 1  # a sum of masses that runs is cheaper than an incomplete beta function for each term
+    masses = special.xlogy(m, failure) + n * np.log1p(-failure) + _log_factorial(m + n - 1) - _log_factorial(m)
+    masses = np.exp(masses - special.gammaln(n))
+    above = np.append(np.cumsum(masses[::-1])[::-1], 0.0) + at_least(stop - 2.0 * n + 1.0)
+    return float(min(1.0, special.gammaincc(2 * n, mean) + (poisson(j) * above).sum()))
+
+
+def _log_factorial(k: np.ndarray) -> np.ndarray:
+    """log k! of ascending whole numbers; from a table, unless they are large."""
+    if not len(k) or k[-1] >= FACTORIALS:
+        return special.gammaln(k + 1.0)
+    return _log_factorials(max(10, int(k[-1]).bit_length()))[k]
+
+
+@functools.cache
+def _log_factorials(bits: int) -> np.ndarray:
+    return special.gammaln(np.arange(1.0, 2.0**bits + 1.0))
 
 
 # Sums of weighted fair bits on an integer lattice

@@ -155,6 +155,18 @@ def test_long_series_of_a_dual_tail_agrees_with_its_window():
     assert wide == pytest.approx(whole, rel=1e-12)
 
 
+def test_a_dual_tail_computes_no_incomplete_beta_function_for_each_term(monkeypatch):
+    computed, betainc = [], special.betainc
+    monkeypatch.setattr(special, "betainc", lambda *args: computed.append(np.size(args[0])) or betainc(*args))
+    x = np.array([200.0, 700.0])
+    found = null_distributions.dual_gamma(x, np.array([200, 200]), 0.1).upper
+    assert sum(computed) <= 514, computed  # the second series is long: 512 places on the way to its peak
+    mean, failure = x / 0.1, 1 - 0.1 / 0.9
+    j = np.arange(400, 9000)[:, None]
+    terms = np.exp(special.xlogy(j, mean) - mean - special.gammaln(j + 1.0)) * betainc(j - 399.0, 200.0, failure)
+    np.testing.assert_allclose(found, special.gammaincc(400, mean) + terms.sum(axis=0), rtol=1e-10)
+
+
 def test_no_tail_underflows_to_zero_and_no_trials_give_one():
     assert null_distributions.gamma(np.array([5000.0]), np.array([10])).upper[0] == null_distributions.FLOOR
     assert null_distributions.binomial(np.array([5000]), np.array([5000]), 0.25).upper[0] == null_distributions.FLOOR
