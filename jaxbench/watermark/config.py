@@ -39,7 +39,11 @@ SCHEMES: dict[str, type[Base]] = {
     "kgw_markllm": MarkLlmKgw,
     "kgw_transformers": TransformersKgw,
 }
-Scheme = Annotated[functools.reduce(operator.or_, SCHEMES.values()), Field(discriminator="scheme")]
+Scheme = Annotated[
+    functools.reduce(operator.or_, SCHEMES.values()),
+    Field(discriminator="scheme"),
+    pydantic.BeforeValidator(lambda given: {"scheme": given} if isinstance(given, str) else given),  # a name alone
+]
 
 
 def parse_scheme(given: str | Mapping[str, Any] | Base) -> Any:

@@ -153,6 +153,8 @@ def test_a_scheme_is_a_name_or_a_file_with_changes(tmp_path):
     assert commands.read_scheme(str(path), ["depth=6"]).depth == 6
     path.write_text("marks: [{name: a, scheme: {scheme: dip, alpha: 0.4}}, {name: none}]\n")
     assert commands.read_scheme(str(path)).alpha == 0.4
+    path.write_text("marks: [{name: a, scheme: dip}, {name: none}]\n")
+    assert commands.read_scheme(str(path), ["alpha=0.3"]).alpha == 0.3
     path.write_text("marks: [{name: a, scheme: {scheme: dip}}, {name: b, scheme: {scheme: kgw}}]\n")
     with pytest.raises(ValueError, match="2 marked schemes, wanted one"):
         commands.read_scheme(str(path))

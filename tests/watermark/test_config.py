@@ -2,7 +2,9 @@
 
 import pytest
 
-from jaxbench.watermark import config, reference
+from jaxbench.config import load
+from jaxbench.watermark import config, generate, reference, serving
+from jaxbench.watermark.study import power
 
 
 def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
@@ -10,6 +12,17 @@ def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
     assert scheme == config.Kgw(gamma=0.5, context=reference.ContextRule(kind="min", width=4))
     assert config.parse_scheme("kgw") == config.Kgw() and config.parse_scheme(scheme) is scheme
     assert {name: config.parse_scheme(name).scheme for name in config.SCHEMES} == {n: n for n in config.SCHEMES}
+
+
+def test_a_configuration_takes_a_scheme_by_its_name_alone():
+    mark = "marks=[{name: a, key_file: x, scheme: gumbel}]"
+    made = load("configs/watermark/kgw.yaml", (mark,), generate.GenerateConfig)
+    assert made.marks[0].scheme == config.Gumbel()
+    measured = load("configs/watermark/power.yaml", ("schemes={row: dip}", "bars=[]"), power.Power)
+    assert measured.schemes == {"row": config.Dip()}
+    assert serving.WatermarkKey(scheme="unigram").scheme == config.Unigram()
+    with pytest.raises(ValueError, match="input tag 'gumble' found using 'scheme' .* 'kgw', 'unigram', 'gumbel'"):
+        load("configs/watermark/kgw.yaml", (mark.replace("gumbel", "gumble"),), generate.GenerateConfig)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +40,10 @@ def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
         ({"scheme": "synthid", "depth": 31}, "depth=31"),
         ({"scheme": "dip", "alpha": 0.6}, "alpha=0.6"),
         ({"scheme": "kgw", "context": {"width": 9}}, "context.width=9"),
-        ({"scheme": "gumbel", "context": {"kind": "self", "width": 4}}, "gumbel: context.kind=self is for kgw only"),
+        (
+            {"scheme": "gumbel", "context": {"kind": "self", "width": 4}},
+            "context.kind=self is for kgw and morphmark, wanted",
+        ),
         ({"scheme": "kgw", "delta": 1e6}, "delta=1000000.0: input should be less than or equal to 1000"),
         ({"scheme": "unigram", "delta": 1e39}, "delta=1e\\+39"),
         ({"scheme": "kgw_transformers", "bias": 1e6}, "bias=1000000.0"),

@@ -40,7 +40,7 @@ class Scheme(Base):
     def _check_context(self) -> Scheme:
         if self.draws and self.context.kind == "self":  # `self` needs a seed for each candidate token
             kind = self.context.kind
-            raise ValueError(f"{self.scheme}: context.kind={kind} is for kgw only, wanted left, skip or min")
+            raise ValueError(f"{self.scheme}: context.kind={kind} is for kgw and morphmark, wanted left, skip or min")
         return self
 
     @property
