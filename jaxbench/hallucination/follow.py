@@ -30,14 +30,14 @@ class Follower:
     def add(self, text: str) -> tuple[Sentence, ...]:
         """Append text to the answer; return the sentences that this completes, which are read together.
 
-        A sentence is complete once the space or line end after it has arrived.
+        A sentence is complete once the space or line end after it has arrived; without spaces, the next character.
 
         Raises:
           ValueError: context empty, or an answer longer than half of the reader's window.
         """
         self.text += text
         # the letter stands for what comes next, so that the last sentence is always the one that is still open
-        complete = sentences.sentences(self.text + "x")[:-1]
+        complete = [each for each in sentences.sentences(self.text + "x")[:-1] if each[1] < len(self.text)]
         return self._known(self.text[: complete[-1][1]] if complete else "", len(complete))
 
     def end(self) -> tuple[Sentence, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A sentence ends after its mark, or at the end of a line.
-END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)|\n+")
+# A sentence ends after its mark and a space, after a mark of scripts without spaces, or at the end of a line.
+END = re.compile(r"[.!?؟।]+[\"'”’)\]]*(?=\s)|[。！？｡]+[」』”’）)\]]*|\n+")
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Sr|Jr|Prof|Gen|Sen|Rep|Gov|Lt|Col|vs|etc|approx|No|Inc|Ltd|Co|Corp|Ave|Blvd|Rd|Ste|a\.m|p\.m|"
     r"e\.g|i\.e|U\.S|U\.K)|\b[A-Z]|(?:^|\n)\s*\d+)\.$"
@@ -33,7 +33,11 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def tokens_of(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """Index of the span [tokens] that holds each token's middle, or the one before; offsets: of characters [R 2]."""
+    """Index of the span [tokens] that holds each token's last character, or the one before; offsets: [R 2].
+
+    The last character: many tokenizers give a token the space before its word, and " I" belongs to the sentence that it
+    begins.
+    """
     starts = np.array([start for start, _ in spans])
-    middle = (offsets[:, 0] + np.maximum(offsets[:, 1], offsets[:, 0] + 1) - 1) // 2
-    return np.maximum(np.searchsorted(starts, middle, side="right") - 1, 0)
+    last = np.maximum(offsets[:, 1], offsets[:, 0] + 1) - 1
+    return np.maximum(np.searchsorted(starts, last, side="right") - 1, 0)

@@ -27,6 +27,14 @@ def test_sentences_come_once_when_they_are_complete_however_the_text_arrives(mad
     assert follower.verdict == detector.detect(CONTEXT, QUESTION, ANSWER) and follower.end() == ()
 
 
+def test_sentences_without_spaces_between_are_complete_with_the_next_character(made):
+    _, _, path, _, model = made
+    follower = detect.HallucinationDetector(path, model=model).follow(CONTEXT, QUESTION)
+    found = [[sentence.text for sentence in follower.add(letter)] for letter in "「本当？」はい。"]
+    assert found == [[], [], [], [], [], ["「本当？」"], [], []]
+    assert [sentence.text for sentence in follower.end()] == ["はい。"]
+
+
 def test_the_prompt_of_an_answer_is_read_once(made, monkeypatch):
     _, _, path, _, model = made
     detector = detect.HallucinationDetector(path, model=model)

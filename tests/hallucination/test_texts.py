@@ -113,6 +113,21 @@ def test_abbreviations_and_numbered_lines_end_no_sentence():
     ]  # fmt: skip
 
 
+def test_a_token_with_the_space_before_its_word_is_of_the_words_sentence():
+    text = "It burned. I saw. A cat ran.\n\n東京です。人です。"
+    tokens = [(0, 2), (2, 9), (9, 10), (10, 12), (12, 16), (16, 17), (17, 19), (19, 23), (23, 27), (27, 30)]
+    tokens += [(30, 32), (32, 34), (34, 35), (35, 36), (35, 36), (36, 39)]  # two tokens of one character
+    found = sentences.tokens_of(sentences.sentences(text), np.array(tokens))
+    assert found.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
+def test_sentences_end_at_the_marks_of_other_scripts():
+    text = "東京は大きい。「本当ですか？」人口は多い！！ 彼は言った。क्या है। हाँ"
+    assert [text[a:b] for a, b in sentences.sentences(text)] == [
+        "東京は大きい。", "「本当ですか？」", "人口は多い！！", "彼は言った。", "क्या है।", "हाँ",
+    ]  # fmt: skip
+
+
 def test_counts_see_new_words_numbers_and_names_and_forgive_endings():
     lexicon = lexical.Lexicon("The mills were built in 1820 by Jonas Reed.")
     mine = lexical.counts(lexical.tokens("The mill, built by Jonas Reed in 1820, burns."), lexicon)
