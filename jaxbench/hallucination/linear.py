@@ -9,6 +9,7 @@ import numpy as np
 from jaxbench.hallucination import metrics
 
 Array = np.ndarray
+CONSTANT = 1e-9  # deviation over mean up to which a column is constant: features are float16 or float32
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation that `choose` tries
 
 
@@ -25,6 +26,16 @@ class Linear(NamedTuple):
         return ((x - self.mean) / self.scale) @ self.weights + self.intercept
 
 
+def standard(x: Array) -> tuple[Array, Array]:
+    """Mean and deviation of each column; a column that is constant but for rounding has deviation 1.
+
+    The mean of equal numbers is often another number in the last bit: by a deviation of that size, any other value that
+    a new row has would be 1e14 deviations away.
+    """
+    mean, deviation = x.mean(0), x.std(0)
+    return mean, np.where(deviation > CONSTANT * np.abs(mean), deviation, 1.0)
+
+
 def fit(x: Array, labels: Array, *, strength: float) -> Linear:
     """Fit a regression of labels on columns.
 
@@ -38,8 +49,7 @@ def fit(x: Array, labels: Array, *, strength: float) -> Linear:
         raise ValueError(f"fit: column {int(np.argmax(bad))} of {x.shape[1]} is not finite")
     if labels.all() or not labels.any():
         raise ValueError(f"fit: {int(labels.sum())} of {len(labels)} rows are labelled; wanted both classes")
-    mean, scale = x.mean(0), x.std(0)
-    scale = np.where(scale > 0, scale, 1.0)
+    mean, scale = standard(x)
     made = LogisticRegression(C=strength, max_iter=500).fit((x - mean) / scale, labels)
     return Linear(mean, scale, made.coef_[0], np.array(made.intercept_[0]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import special
 
-from jaxbench.hallucination import detector, lexical
+from jaxbench.hallucination import detector, lexical, linear
 from jaxbench.hallucination.detector import Detector, Inputs, Member
 from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.pooled import SURPRISE
@@ -49,5 +49,4 @@ def _fixed(x: np.ndarray, inputs: Inputs, member: Member) -> Linear:
         else:
             mine[:] = -1.0 / len(mine)
         weights.append(mine)
-    deviation = x.std(0)
-    return Linear(x.mean(0), np.where(deviation > 0, deviation, 1.0), np.concatenate(weights), np.array(0.0))
+    return Linear(*linear.standard(x), np.concatenate(weights), np.array(0.0))

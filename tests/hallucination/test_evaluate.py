@@ -161,6 +161,17 @@ def test_features_that_are_not_finite_and_one_class_are_refused(change, match):
         linear.folds(np.array(list("aabbc")), 5, seed=0)
 
 
+@pytest.mark.parametrize("value", [np.log1p(3.0), 0.1, 0.0, -1 / 3])
+def test_a_column_that_is_the_same_in_all_rows_says_nothing_of_rows_where_it_is_not(value):
+    random = np.random.default_rng(0)
+    x = np.stack([np.full(391, value), random.standard_normal(391)], axis=1)  # whose mean is not `value` to the bit
+    for strength in linear.STRENGTHS:
+        fitted = linear.fit(x, x[:, 1] + random.standard_normal(391) > 0, strength=strength)
+        same, other = fitted.logit(np.array([[value, 0.5], [value + 1.0, 0.5]]))
+        assert abs(same - other) < 1e-6 and np.isfinite(same)
+    assert linear.standard(x)[1][0] == 1.0
+
+
 def test_no_pair_in_any_cell_is_no_figure_and_no_warning():
     seen = made(1.0, num=120)
     seen = seen._replace(generator=np.where(seen.labels.response, "one", "two"))
