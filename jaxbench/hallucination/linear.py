@@ -62,7 +62,9 @@ def folds(groups: Array, count: int, *, seed: int) -> Array:
     """
     names, inverse = np.unique(groups, return_inverse=True)
     if len(names) < count:
-        raise ValueError(f"folds: {len(names)} sources cannot be split into {count} folds")
+        raise ValueError(
+            f"folds: {len(names)} sources cannot be split into {count} folds (those with the same context are one)"
+        )
     return (np.random.default_rng(seed).permutation(len(names)) % count)[inverse]
 
 

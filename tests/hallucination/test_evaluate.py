@@ -107,6 +107,18 @@ def test_training_rows_of_a_judged_source_are_left_out():
     assert all((seen.split[test] == "dev").all() for _, test in watched)
 
 
+def test_two_questions_about_one_document_are_never_split(tmp_path):
+    folder = small.write(tmp_path)
+    lines = (folder / "sources.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    again = json.loads(lines[0]) | {"source_id": "s3", "question": "by whom"}
+    (folder / "sources.jsonl").write_text("".join(lines) + json.dumps(again), encoding="utf-8")
+    replies = (folder / "responses.jsonl").read_text(encoding="utf-8")
+    (folder / "responses.jsonl").write_text(replies.replace('"r3", "source_id": "s1"', '"r3", "source_id": "s3"'))
+    source = table.make(ragtruth.load(folder), None).labels.source
+    assert source.tolist() == ["s1", "s1", "s1", "s2"]
+    assert len({int(i) for i in linear.folds(source, 2, seed=0)[:3]}) == 1
+
+
 def test_sentences_become_a_response_that_one_of_them_is_wrong():
     inputs = detector.Inputs({"x": np.zeros((2, 1))}, {}, np.array([0, 0, 1]))
     found = detector.over_parts(np.array([0.5, 0.5, 0.1]), inputs)
@@ -207,7 +219,8 @@ def test_words_alone_are_judged_by_the_command(tmp_path):
     source, response = (json.loads((folder / f"{name}.jsonl").read_text().splitlines()[0]) for name in NAMES_OF)
     sources, responses = [], []
     for i in range(24):
-        sources.append(source | {"source_id": f"s{i}", "task": ragtruth.TASKS[i % 2]})
+        context = f"{source['context']} House {i}."
+        sources.append(source | {"source_id": f"s{i}", "task": ragtruth.TASKS[i % 2], "context": context})
         for j in range(2):
             wrong = bool(random.random() < 0.5)
             text = "It was built in 1850 by Anna." if wrong else "It was built in 1820."

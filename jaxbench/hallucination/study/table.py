@@ -37,10 +37,15 @@ class Table(NamedTuple):
 def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambda: None) -> Table:
     """Make the table of a folder; without a store, of lexical evidence alone.
 
+    Sources with the same context, such as questions about one document, are one source in the labels: no split divides
+    them.
+
     Raises:
       ValueError: a response's features are missing.
     """
     contexts = {name: lexical.Lexicon(source.context) for name, source in data.sources.items()}
+    first: dict[str, str] = {}  # context -> the first source that has it
+    same = {name: first.setdefault(source.context, name) for name, source in data.sources.items()}
     read, part_labels, tokens = [], [], []
     for response in data.responses:
         features = None if store is None else _features(data, response, store)
@@ -51,8 +56,8 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
         progress()
     rows, marks = data.responses, [[(label.start, label.end) for label in row.labels or ()] for row in data.responses]
     labels = Labels(
-        np.array([bool(row.labels) for row in rows]), np.array(part_labels), np.array([row.source_id for row in rows]),
-        tuple(each.labels(mine) for each, mine in zip(tokens, marks)),
+        np.array([bool(row.labels) for row in rows]), np.array(part_labels),
+        np.array([same[row.source_id] for row in rows]), tuple(each.labels(mine) for each, mine in zip(tokens, marks)),
     )  # fmt: skip
     tasks = np.array([data.source(row).task for row in rows])
     generators, splits = (np.array([getattr(row, name) for row in rows]) for name in ("model", "split"))
