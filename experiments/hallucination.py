@@ -131,10 +131,10 @@ def evaluate_rows() -> int:
         tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
         made = made._replace(inputs=made.inputs._replace(tuned=tuned_sources.said(lower, data, saved.detector.tuned)))
     evaluate.judged(made, settings)
-    wanted = rows.ROWS if VALUES.ablation else rows.SHORT
+    wanted, left_out = rows.ROWS if VALUES.ablation else rows.SHORT, {}
     with reader_table.status() as say:
         found = (
-            evaluate.run(made, settings, rows=wanted + rows.CURVE * VALUES.curve, say=say)
+            evaluate.run(made, settings, rows=wanted + rows.CURVE * VALUES.curve, say=say, left_out=left_out)
             if saved is None
             else evaluate.frozen(made, settings, saved.detector)
         )
@@ -143,12 +143,15 @@ def evaluate_rows() -> int:
     about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
     machine = environment.describe(threads=environment.usable_cores())
     name, lead = ("evaluation", report.FITTED) if saved is None else ("detector_evaluation", report.SAVED)
-    outputs.write_json(workdir / f"{name}.json", about | sums | judged | {"machine": machine, "rows": found})
+    content = about | sums | judged | {"machine": machine, "rows": found, "left_out": left_out}
+    outputs.write_json(workdir / f"{name}.json", content)
     report.write(found, workdir, name=name, lead=lead)
     terminal.console().print(reader_table.of_rows(found))
     print(f"{VALUES.data}: sha256 {sums['data_sha256']}")
     print(f"written: {workdir / name}.json, and .csv, .svg, .html beside it")
-    return cli.EXIT_OK
+    for row, reason in left_out.items():
+        print(f"left out: {row}: {reason}", file=sys.stderr)
+    return cli.EXIT_GATE if left_out else cli.EXIT_OK
 
 
 # The detector

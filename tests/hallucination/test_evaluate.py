@@ -192,6 +192,18 @@ def test_no_pair_in_any_cell_is_no_figure_and_no_warning():
     assert np.isnan(found["stratified"]).all() and np.isfinite(found["pooled"]).all()
 
 
+def test_a_share_of_too_few_sources_is_left_out_and_another_row_is_named():
+    seen, settings = made(1.0, num=60), evaluate.Evaluation(folds=2, draws=100)
+    curve = [row for row in rows.CURVE if row.name.startswith("the detector, 1/16")]
+    left_out = {}
+    found = evaluate.run(seen, settings, rows=[by_name(rows.BASELINE), *curve], left_out=left_out)
+    assert list(found) == [rows.BASELINE] and list(left_out) == [curve[0].name]
+    assert "1 sources cannot be split into 3 folds" in left_out[curve[0].name]
+    few = rows.Row("few", "fitted", curve[0].score)
+    with pytest.raises(ValueError, match="evaluate: few: folds: 1 sources cannot be split"):
+        evaluate.run(seen, settings, rows=[few], left_out=left_out)
+
+
 def test_labels_that_one_fold_holds_are_told_by_sources():
     seen = made(1.0, num=60)
     mine = seen.labels.source == seen.labels.source[np.argmax(seen.labels.response)]

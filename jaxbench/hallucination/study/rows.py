@@ -185,7 +185,8 @@ ROWS = (
     Row("the detector", "fitted", _with_tokens),
 )  # fmt: skip
 SHORT = tuple(row for row in ROWS if row.kind == "prior" or row.name in (BASELINE, "the detector"))
+CURVE_KIND = "curve"
 CURVE = tuple(
-    Row(f"the detector, 1/{part} of the sources", "curve", functools.partial(_share, 1 / part))
+    Row(f"the detector, 1/{part} of the sources", CURVE_KIND, functools.partial(_share, 1 / part))
     for part in (16, 8, 4, 2)
 )
