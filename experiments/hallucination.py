@@ -109,7 +109,7 @@ def evaluate_rows() -> int:
     if VALUES.reader or VALUES.detector:
         where.start()
         from jaxbench.hallucination import saved_detector
-        from jaxbench.pretrained import weights
+        from jaxbench.pretrained import assets, weights
 
         checksum = weights.checksum(reading.model)
         if VALUES.detector:
@@ -141,9 +141,12 @@ def evaluate_rows() -> int:
     judged = {"judged": evaluate.counts(made, settings)}
     sums = {"data_sha256": ragtruth.sha256(VALUES.data), "model_sha256": None if store is None else checksum}
     about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
+    if saved is not None:
+        about |= {"detector": str(VALUES.detector), "detector_sha256": assets.sha256_file(VALUES.detector)}
     machine = environment.describe(threads=environment.usable_cores())
     name, lead = ("evaluation", report.FITTED) if saved is None else ("detector_evaluation", report.SAVED)
     content = about | sums | judged | {"machine": machine, "rows": found, "left_out": left_out}
+    outputs.set_aside(workdir / f"{name}.json")  # of which the other files are drawn
     outputs.write_json(workdir / f"{name}.json", content)
     report.write(found, workdir, name=name, lead=lead)
     terminal.console().print(reader_table.of_rows(found))

@@ -1,6 +1,7 @@
 """A fitted detector in use: saved and read back, verdicts with sentences and passages."""
 
 import functools
+import hashlib
 import json
 import pickle
 
@@ -142,6 +143,8 @@ def test_evaluating_a_detector_refuses_settings_that_it_was_not_fitted_to_and_ta
     done = command(*words, "--set=lens_tokens=3")  # the default file's own values are nobody's wish
     assert done.returncode == 0 and "evaluation.json" in done.stdout, done.stderr
     told = json.loads((folder / "detector_evaluation.json").read_text())
+    assert told["detector"] == str(path)
+    assert told["detector_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (told["reader"]["lens_tokens"], told["reader"]["dtype"]) == (3, "float32")
 
 

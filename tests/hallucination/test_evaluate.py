@@ -261,6 +261,11 @@ def test_words_alone_are_judged_by_the_command(tmp_path):
     assert set(found) <= set(named) and named.index("the task alone") < named.index("number of novel words")
     page = (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
     assert "Probabilities and how often they come true" in page and rows.BASELINE in page
+    again = subprocess.run(
+        [*command, "--folds=2"], capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=240
+    )
+    assert again.returncode == 0 and json.loads((tmp_path / "out" / "evaluation.1.json").read_text()) == kept
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["settings"]["folds"] == 2
 
 
 def test_probabilities_that_come_true_lie_on_the_diagonal():
