@@ -194,7 +194,8 @@ def detect_all() -> int:
         for name in ("input", "output"):
             cli.require_flag(name, "a .jsonl or .parquet file")
         wanted = run.Outputs.of(**{name: VALUES[name].value for name in names})
-        part, total = run.check(VALUES.input, VALUES.detector, wanted, overwrite=VALUES.overwrite)
+        how = {"overwrite": VALUES.overwrite, "package": package, "device": place.device}
+        part, total = run.check(VALUES.input, VALUES.detector, wanted, **how)
     model = None if VALUES.model == "default" else VALUES.model
     made = detect.HallucinationDetector(VALUES.detector, model=model, package=package, where=place)
     if VALUES.follow:

@@ -52,10 +52,14 @@ class Outputs(NamedTuple):
         return " and ".join(str(path) for path in self if path is not None)
 
 
-def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = False) -> tuple[Path, int]:
+def check(
+    source: str, detector: str, wanted: Outputs, *, overwrite: bool = False, package: str = "jaxbench",
+    device: str = "cpu",
+) -> tuple[Path, int]:  # fmt: skip
     """Check a run before it starts; return the path of its part file and the number of rows.
 
-    The part file is named by the current input and detector, so that no other run's lines are resumed.
+    The part file is named by the current input and detector, so that no other run's lines are resumed; also by package
+    and device, which round differently.
 
     Raises:
       ValueError: the input is bad, or an output exists, is an input, is named twice or has an unknown suffix.
@@ -67,6 +71,7 @@ def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = Fals
             raise ValueError(f"{flag}={path} is no file")
     stats = [(Path(path).resolve(), Path(path).stat()) for path in inputs]
     identity = [FORMAT, GROUP_ROWS, *([str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats)]
+    identity += [each for each in (package, device) if each not in ("jaxbench", "cpu")]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
     part = wanted.output.with_name(f"{wanted.output.name}.{name}.part")
     paths = {name: path for name, path in wanted._asdict().items() if path is not None}

@@ -163,6 +163,17 @@ def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(made, judged, 
     assert output.read_bytes() == (folder / "verdicts.jsonl").read_bytes() and not part.exists()
 
 
+def test_a_run_of_one_backend_or_device_does_not_go_on_with_what_another_read(made, judged, tmp_path):
+    source, wanted = str(judged[0] / "rows.jsonl"), run.Outputs.of(output=str(tmp_path / "verdicts.jsonl"))
+    _, part = judge(made, judged[0] / "rows.jsonl", wanted.output, steps=2)
+    ways = [{}, {"package": "torch_ref"}, {"device": "gpu"}, {"package": "torch_ref", "device": "gpu"}]
+    parts = [run.check(source, str(made[2]), wanted, **way)[0] for way in ways]
+    assert parts[0] == part and len(set(parts)) == 4
+    words = ("hallucination.py", "detect", f"--detector={made[2]}", f"--model={made[4]}", f"--input={source}")
+    done = command(*words, f"--output={wanted.output}", "--backend=torch")
+    assert "(7 verdicts, 7 of them now;" in done.stdout, done.stderr
+
+
 def test_a_run_that_was_stopped_behind_its_first_group_keeps_it(made, judged, tmp_path):
     done, part = judge(made, judged[0] / "rows.jsonl", tmp_path / "verdicts.jsonl", steps=1)
     assert done == [3] and part.read_text().count("\n") == 1
