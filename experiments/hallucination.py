@@ -99,6 +99,12 @@ def evaluate_rows() -> int:
     cli.require_flag("data", "a folder of RAGTruth's format")
     reading = cli.load_config(reader_settings.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
+    if VALUES.curve and not VALUES.reader and not VALUES.detector:
+        raise ValueError(
+            f"--curve={VALUES.curve} is of the detector, which --noreader leaves out; leave one of them out"
+        )
+    if VALUES["processes"].present and not VALUES.detector:
+        raise ValueError(f"--processes={VALUES.processes} is of a --detector with a tuned reader; leave it out")
     if VALUES.detector:
         ignored = [name for name in ("reader", "ablation", "curve", "folds") if VALUES[name].present]
         if ignored:

@@ -40,6 +40,7 @@ class Label(_Row):
     start: int
     end: int
     label_type: Literal["Evident Conflict", "Subtle Conflict", "Evident Baseless Info", "Subtle Baseless Info"]
+    text: str | None = None  # these characters, where the data has them
 
 
 class Source(_Row):
@@ -87,6 +88,7 @@ class Response(_Row):
                 raise ValueError(
                     f"label {label.start}..{label.end} is outside the response of {len(self.response)} characters"
                 )
+            check_text(label.start, label.end, label.text, self.response)
         return self
 
 
@@ -114,6 +116,21 @@ def load(folder: str | Path) -> Data:
     read = (pair for file in files for pair in _rows(file, Response))
     responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources))
     return Data(sources=by_id, responses=tuple(responses.values()))
+
+
+def check_text(start: int, end: int, text: str | None, response: str) -> None:
+    """Check that a label's text, where it has one, is what a response has at its place.
+
+    It is not if places were counted in bytes or UTF-16 units, or in a response that was stripped since.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if text is not None and text != response[start:end]:
+        raise ValueError(
+            f"label {start}..{end} is on {response[start:end][:40]!r}, and its text is {str(text)[:40]!r}; wanted "
+            "places in characters (code points) of the response, or labels without text"
+        )
 
 
 def check_labels(data: Data, folder: str | Path) -> None:

@@ -15,6 +15,7 @@ from jaxbench.hallucination import detector, linear, metrics, ragtruth, token_in
 from jaxbench.hallucination.study import evaluate, rows, table
 from tests.hallucination import small
 from tests.structure import ROOT
+from tests.test_cli import command, refused
 
 SETTINGS = evaluate.Evaluation(draws=100)
 NAMES = ("external", "context_mass", "lookback", "states", "surprise")
@@ -117,6 +118,18 @@ def test_two_questions_about_one_document_are_never_split(tmp_path):
     source = table.make(ragtruth.load(folder), None).labels.source
     assert source.tolist() == ["s1", "s1", "s1", "s2"]
     assert len({int(i) for i in linear.folds(source, 2, seed=0)[:3]}) == 1
+
+
+def test_a_folder_of_training_responses_alone_says_so():
+    seen = made(1.0, num=60)
+    with pytest.raises(ValueError, match="all 60 responses have split='train', and are only fitted to"):
+        evaluate.judged(seen._replace(split=np.full(60, "train")), SETTINGS)
+
+
+def test_flags_that_would_be_ignored_are_refused(tmp_path):
+    words = ("hallucination.py", "evaluate", f"--data={small.write(tmp_path)}", f"--workdir={tmp_path}")
+    refused(command(*words, "--noreader", "--curve"), "--curve=True is of the detector, which --noreader leaves out")
+    refused(command(*words, "--noreader", "--processes=3"), "--processes=3 is of a --detector with a tuned reader")
 
 
 def test_sentences_become_a_response_that_one_of_them_is_wrong():

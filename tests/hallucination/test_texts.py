@@ -22,6 +22,9 @@ def test_a_folder_is_read_with_sources_and_spans(tmp_path):
     assert data.source(data.responses[0]).asked == "when was the mill built"
 
 
+EVIDENT = {"label_type": "Evident Conflict"}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
@@ -32,6 +35,11 @@ def test_a_folder_is_read_with_sources_and_spans(tmp_path):
         ),
         ("responses", {"labels": [{"start": 3, "end": 99, "label_type": "Evident Conflict"}]}, "3..99 is outside"),
         ("responses", {"labels": [{"start": 0, "end": 2, "label_type": "Lie"}]}, "labels.0.label_type"),
+        (
+            "responses",  # places of UTF-16 units: one behind, after a letter outside of the first plane
+            {"response": "\U0001f600 In 1850.", "labels": [{"start": 6, "end": 10, "text": "1850"} | EVIDENT]},
+            "line 1: .*label 6..10 is on '850.', and its text is '1850'; wanted places in characters",
+        ),
         ("responses", {"id": "r2"}, "id r2 is there twice"),
         ("responses", {"response": None}, "response: Input should be a valid string"),
         ("responses", {"response": "?! \u2026"}, "responses.jsonl line 1: response: .*has no letter and no digit"),

@@ -243,6 +243,18 @@ def test_rows_come_from_parquet_with_and_without_ids_and_labels(tmp_path):
     assert types.field("id").type == pa.int64() and "chunk_label" in types.names
 
 
+def test_a_label_whose_text_is_not_at_its_place_is_named(tmp_path):
+    row = {"context": "Built in 1820.", "question": "", "response": "In 1850.", "labels": [{"start": 3, "end": 7}]}
+    path = tmp_path / "rows.jsonl"
+    for text, is_good in (("1850", True), (None, True), ("In 1", False), (7, False)):
+        path.write_text(json.dumps(row | {"labels": [row["labels"][0] | {"text": text}]}))
+        if is_good:
+            assert score_files.of_file(path)[0].marks == ((3, 7),)
+            continue
+        with pytest.raises(ValueError, match="rows.jsonl line 1: label"):
+            score_files.of_file(path)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_keep_the_ids_of_their_sources_where_they_have_them(tmp_path, kind):
     row, path = {"context": "a", "question": "b", "response": "cd"}, tmp_path / f"rows.{kind}"

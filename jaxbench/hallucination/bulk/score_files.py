@@ -76,7 +76,7 @@ def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
     """Return the labelled characters of a row.
 
     Raises:
-      ValueError: they are not a list of objects with start and end inside the response.
+      ValueError: they are not a list of objects with start and end inside the response, or one has another text.
     """
     labels, length = row.get("labels"), len(row["response"])
     if labels is None:
@@ -91,6 +91,10 @@ def _marks(row: Any, place: str) -> tuple[tuple[int, int], ...] | None:
                 f"{place}: labels: {str(label)[:60]!r} is no part of the response's {length} characters, wanted start "
                 "and end"
             )
+        try:
+            ragtruth.check_text(start, end, label.get("text"), row["response"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
         found.append((start, end))
     return tuple(found)
 

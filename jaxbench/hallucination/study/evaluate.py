@@ -34,10 +34,15 @@ def judged(table: Table, settings: Evaluation) -> Array:
     """Indices of the judged responses: all but those of the training split.
 
     Raises:
-      ValueError: one class has none.
+      ValueError: one class has none, or all responses are of the training split.
     """
     every = np.arange(len(table.split))
     rows = every if settings.train_split is None else every[table.split != settings.train_split]
+    if not len(rows):
+        raise ValueError(
+            f"evaluate: all {len(every)} responses have split={settings.train_split!r}, and are only fitted to; give "
+            "those that are to be judged another split, or none"
+        )
     labels = table.labels.response[rows]
     if not 0 < labels.sum() < len(rows):
         raise ValueError(f"evaluate: {labels.sum()} of {len(rows)} judged responses are labelled; wanted both classes")
