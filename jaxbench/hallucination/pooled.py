@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbench.hallucination import lexical, sentences
-from jaxbench.hallucination.response_features import ResponseFeatures
+from jaxbench.hallucination.response_features import ResponseFeatures, finite_states
 
 HEADS = ("external", "context_mass", "lookback")
 SURPRISE = (
@@ -36,7 +36,7 @@ def pool(features: ResponseFeatures, response: str, lexicon: lexical.Lexicon, *,
         return summed / np.maximum(over, 1)[:, None]
 
     families = {name: mean(features[name].reshape(-1, len(part)).T.astype(np.float64)) for name in HEADS}
-    families["states"] = mean(features["states"].astype(np.float64))
+    families["states"] = mean(finite_states(features).astype(np.float64))
     lens = part[features["parametric_slots"]]
     lens_count = np.bincount(lens, minlength=len(spans)).astype(np.float64)
     parametric = mean(features["parametric"].astype(np.float64), lens, lens_count)

@@ -22,8 +22,8 @@ from jaxbench.pretrained import safetensors_files
 
 FORMAT = 4
 CODE = (
-    *extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py", "token_scoring.py",
-    "tuned_inputs.py", "tuned_reader.py", "tuned_reading.py", "lower_reader.py",
+    *extract.CODE, "response_features.py", "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py",
+    "token_scoring.py", "tuned_inputs.py", "tuned_reader.py", "tuned_reading.py", "lower_reader.py",
 )  # fmt: skip
 STACK, TUNED, WEIGHING = "stack", "tuned.", "tuned_weighing"
 

@@ -13,7 +13,7 @@ from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.hallucination import layout, lexical
 from jaxbench.hallucination.pooled import HEADS
-from jaxbench.hallucination.response_features import ResponseFeatures
+from jaxbench.hallucination.response_features import ResponseFeatures, finite_states
 
 Array = np.ndarray
 RESPONSE_WEIGHT = 0.3  # of the responses' loss, relative to the tokens'
@@ -90,7 +90,7 @@ def tokens(features: ResponseFeatures, response: str, lexicon: lexical.Lexicon) 
     scalars = [loss, entropy, without, entropy_without, without - loss, entropy_without - entropy, place]
     scalars.append(np.full(num_tokens, np.log(num_tokens)))
     kinds = _kinds(response, lexicon)[np.clip(features["offsets"][:, 1] - 1, 0, None)]
-    parts = [*heads, features["states"], np.stack(scalars, axis=1), kinds]
+    parts = [*heads, finite_states(features), np.stack(scalars, axis=1), kinds]
     return Tokens(np.concatenate([part.astype(np.float16) for part in parts], axis=1), features["offsets"])
 
 

@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxbench.hallucination import encoding, extract
-from jaxbench.pretrained import weights
+from jaxbench import initial
+from jaxbench.hallucination import encoding, extract, lexical, pooled, token_inputs
+from jaxbench.pretrained import small_tokenizers, weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
+from tests.generation import tiny
 from tests.hallucination import small
 from tests.structure import ROOT
 
@@ -94,6 +96,24 @@ def test_what_decides_features_is_part_of_their_name(place, tmp_path):
         names.add(store(place, tmp_path, **changes)[0].key(item))
     other = extract.Store(tmp_path, small.settings(place[1]), "another model")
     assert len(names | {other.key(item), store(place, tmp_path, row_tokens=64)[0].key(item)}) == 7
+
+
+@pytest.mark.parametrize("package", ["jaxbench", "torch_ref"])
+def test_a_residual_stream_beyond_float16_gives_finite_inputs(place, tmp_path, package):
+    params = initial.initial_params(tiny.CONFIG, 0, distinct=True)
+    params["layers.0.mlp.down_proj.kernel"] *= 1e7
+    model = weights.save_checkpoint(tmp_path / "m", tiny.CONFIG, params, tokenizer=small_tokenizers.ByteTokenizer())
+    settings = small.settings(model)
+    loaded, item = extract.load_reader(settings, package=package), small.items(place[0])[0]
+    group = extract.Group(item.context, item.question, (item.response,), ("",))
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        ((_, features),) = extract.read_group(group, *loaded, settings)
+    assert np.isinf(features["states"]).any()
+    lexicon = lexical.Lexicon(item.context)
+    for by_sentence in (False, True):
+        states = pooled.pool(features, item.response, lexicon, by_sentence=by_sentence).families["states"]
+        assert np.isfinite(states).all() and np.abs(states).max() > 1e4
+    assert np.isfinite(token_inputs.tokens(features, item.response, lexicon).columns).all()
 
 
 def test_a_damaged_file_is_named(place, tmp_path):
