@@ -316,7 +316,9 @@ def answer_rows(settings: Any, placed: list[tuple[str, dict[str, Any]]], output:
 def define_redeep() -> None:
     """Define the flags of redeep."""
     flags.DEFINE_string(
-        "scores", None, "chunk scores: .jsonl[.gz] with response, chunk_label, external, parametric, source_id if known"
+        "scores",
+        None,
+        "chunk scores: .jsonl[.gz] or .parquet with response, chunk_label, external, parametric, source_id if known",
     )
     flags.DEFINE_integer("top_n", 3, "heads", lower_bound=1)
     flags.DEFINE_integer("top_k", 4, "layers", lower_bound=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ Array = np.ndarray
 
 
 def load(path: str | Path) -> Units:
-    """Units of a .jsonl[.gz] file: rows with response, chunk_label, external {head: score}, parametric {layer: score}.
+    """Units of a file, .jsonl[.gz] or .parquet: rows with response, chunk_label, external {head: score}, parametric
+    {layer: score}.
 
     The scores may be lists as well, [layer][head] and [layer], as `hallucination.py scores --level=chunk` writes them.
     A response without source_id is its own source.
@@ -35,11 +37,8 @@ def load(path: str | Path) -> Units:
     if not path.is_file():
         raise ValueError(f"--scores={path} is no file")
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_row(line, f"{path} line {number}", rows[0] if rows else None))
+        for place, line in _parquet_lines(path) if path.suffix == ".parquet" else _lines(path):
+            rows.append(_row(line, place, rows[0] if rows else None))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read behind row {len(rows)} ({error}); is the file cut short?") from error
     if not rows:
@@ -55,6 +54,28 @@ def load(path: str | Path) -> Units:
     if not 0 < score_regression.response_labels(units).sum() < response.max() + 1:
         raise ValueError(f"--scores={path}: chunk_label is {rows[0]['chunk_label']} throughout; wanted both classes")
     return units
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that are not blank, each with where it is."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig") as file:
+        yield from ((f"{path} line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def _parquet_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a Parquet file as lines of JSON, each with where it is.
+
+    Raises:
+      ValueError: it is no Parquet file, is damaged, or has a column that is no JSON.
+    """
+    from jaxbench.hallucination.bulk import row_files
+
+    for place, row in row_files.numbered(path, texts=(), taken={}):
+        try:
+            yield place, json.dumps(row)
+        except TypeError as error:
+            raise ValueError(f"{place} cannot be a line of JSON ({error})") from None
 
 
 def source_id(value: Any, place: str) -> str | int:

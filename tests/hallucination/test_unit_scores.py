@@ -198,6 +198,12 @@ def test_chunks_of_a_labelled_folder_are_what_redeep_takes(model, tmp_path):
     np.testing.assert_array_equal(units.parametric, [line["parametric"] for line in found])
     np.testing.assert_array_equal(units.response, range(4))
     np.testing.assert_array_equal(units.source, [0, 0, 0, 1])
+    run(model, tmp_path, f"--data={folder}", f"--output={tmp_path / 'c.parquet'}", "--level=chunk")
+    for one, other in zip(stored_scores.load(tmp_path / "c.parquet"), units, strict=True):
+        np.testing.assert_array_equal(one, other)
+    (tmp_path / "bad.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="bad.parquet cannot be read as Parquet"):
+        stored_scores.load(tmp_path / "bad.parquet")
     point = score_regression.Point(2, 1, 0.6, 1.0)
     assert np.isfinite(score_regression.response_scores(score_regression.fit(units, point), units)).all()
 
