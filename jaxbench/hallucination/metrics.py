@@ -73,7 +73,8 @@ def best_threshold(labels: Array, scores: Array, weights: Array | None = None) -
     f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
     best = int(np.argmax(f1))
     below = thresholds[best + 1] if best + 1 < len(thresholds) else thresholds[best]
-    return float((thresholds[best] + below) / 2)
+    middle = (thresholds[best] + below) / 2
+    return float(middle if middle > below else thresholds[best])  # of neighbouring floats, the middle is one of them
 
 
 def f1(labels: Array, flagged: Array) -> tuple[float, float, float]:
@@ -84,7 +85,9 @@ def f1(labels: Array, flagged: Array) -> tuple[float, float, float]:
 
 
 def correlation(labels: Array, scores: Array) -> float:
-    """Pearson's correlation of scores and labels."""
+    """Pearson's correlation of scores and labels; NaN if either is the same throughout."""
+    if np.ptp(scores) == 0 or labels.all() or not labels.any():
+        return float("nan")
     return float(np.corrcoef(labels.astype(float), scores)[0, 1])
 
 

@@ -73,6 +73,19 @@ def test_average_precision_and_threshold_are_those_of_scikit_learn():
     assert metrics.correlation(labels, scores) == pytest.approx(np.corrcoef(labels, scores)[0, 1])
 
 
+def test_a_threshold_between_neighbouring_numbers_flags_the_upper_one_alone():
+    low, high = 0.5, np.nextafter(0.5, 1.0)
+    labels, scores = np.repeat([True, False], 5), np.repeat([high, low], 5)
+    assert metrics.best_threshold(labels, scores) == high and metrics.best_threshold(~labels, scores) == low
+
+
+@pytest.mark.parametrize("score", [0.5, 0.3, 0.1])
+def test_scores_that_are_the_same_throughout_have_no_correlation_and_no_warning(score):
+    labels = np.arange(21) % 3 == 0
+    assert np.isnan(metrics.correlation(labels, np.full(21, score)))
+    assert metrics.correlation(labels, labels * score) == pytest.approx(1.0)
+
+
 def test_knowing_the_cell_alone_is_worth_nothing_within_cells():
     cells = np.repeat(["easy", "hard"], 50)
     labels = np.concatenate([np.arange(50) < 5, np.arange(50) < 40])
