@@ -5,6 +5,8 @@ letters: reader.py. Everything is in at least float32.
 
 Sources: Sun et al. 2025, arXiv:2410.11414 (external context score, equations 2 and 3; parametric knowledge score,
 equation 5); Chuang et al. 2024, arXiv:2407.07071 (lookback ratio).
+Differs from Chuang et al.'s released code: there the context of the lookback ratio is the whole prompt before the
+answer's heading, with instruction, question and first token, and the heading counts as new.
 """
 
 from __future__ import annotations
