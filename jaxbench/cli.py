@@ -362,7 +362,7 @@ def explain(error: BaseException) -> str:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, MemoryError):
         return f"out of memory ({error or 'no details'}); lower the batch or the sequence length"
-    return str(error) or type(error).__name__
+    return config.said(error) or type(error).__name__
 
 
 # Help

@@ -303,6 +303,17 @@ def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> s
     return f"key {key!r} is {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
+def said(error: BaseException) -> str:
+    """Message of an error; of pydantic's, every problem with its field and value, without pydantic's own words."""
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error)
+    problems = []
+    for problem in error.errors(include_url=False):
+        place, message = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+        problems.append(f"{place}={shown(problem['input'])}: {message}" if place else message)
+    return "; ".join(problems)
+
+
 def shown(value: Any) -> str:
     """Text of a value for an error message, truncated: YAML aliases can make billions of items of a few lines."""
     short = reprlib.Repr()

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from jaxbench import cli
+from jaxbench.config import TransformerConfig
 from jaxbench.pretrained import assets
 from tests.bad_input import harness
 from tests.structure import ROOT
@@ -229,6 +230,18 @@ def test_every_kind_of_error_says_something_useful(error, words):
     assert [word for word in words if word not in cli.explain(error)] == []
 
 
+def test_a_configuration_made_by_a_command_is_refused_in_the_projects_own_words():
+    def problem(**values):
+        with pytest.raises(ValueError) as found:
+            TransformerConfig(**values)
+        return cli.explain(found.value)
+
+    sizes = {"vocab_size": 8, "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 3, "head_dim": 2}
+    both = [problem(**sizes, num_kv_heads=2, max_seq_len=8), problem(**sizes, num_kv_heads=3, max_seq_len=0)]
+    assert all("pydantic" not in each and "validation error" not in each for each in both)
+    assert both[0].startswith("model: num_heads=3") and both[1].startswith("max_seq_len=0: Input should be greater")
+
+
 @pytest.mark.parametrize("name", ["workdir", "output"])
 def test_only_a_flag_that_the_command_has_is_advised(name, monkeypatch):
     errors = OSError(28, "No space left on device", "x"), PermissionError(13, "Permission denied", "x")
@@ -286,6 +299,7 @@ CLOSED = """
 import os, subprocess, sys
 from pathlib import Path
 from jaxbench import cli
+from jaxbench.config import TransformerConfig
 def main():
     print("printed"), print("said", file=sys.stderr)
     Path("written.txt").write_text("whole")
