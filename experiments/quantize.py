@@ -195,6 +195,8 @@ def main() -> int:
     )
     if made is not None and made.needs_calibration:
         print(f"calibrated on {VALUES.rows} rows of {VALUES.length} tokens of the text with sha256 {text_sha256()}")
+    if VALUES.activations != "float":
+        print("commands here read its weights alone; quantization.folder_import.load reads its 8-bit inputs too")
     return cli.EXIT_OK
 
 

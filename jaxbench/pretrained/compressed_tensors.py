@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     grid: Grid  # its scale_dtype is that of the tensors
     format: str
-    activations: str  # float, dynamic or static
+    activations: str  # float, dynamic (by token), static, or other: 8 bits that only load_checkpoint leaves out
 
 
 def described(grid: Grid, activations: str) -> dict[str, Any]:
@@ -108,7 +108,12 @@ def layout(values: Mapping[str, Any], source: Path) -> Layout:
         return Layout(grid, values["format"], "float")
     if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type") != "int":
         raise refuse("input_activations", inputs, "integers of 8 bits, or null")
-    return Layout(grid, values["format"], "dynamic" if inputs.get("dynamic") else "static")
+    is_dynamic = inputs.get("dynamic", False)
+    strategy = "token" if is_dynamic is True else "tensor"
+    is_known = isinstance(is_dynamic, bool) and (inputs.get("strategy") or strategy) == strategy
+    if not is_known or inputs.get("symmetric", True) is not True:
+        return Layout(grid, values["format"], "other")
+    return Layout(grid, values["format"], "dynamic" if is_dynamic else "static")
 
 
 def stored(matrix: Quantized, format: str) -> dict[str, np.ndarray]:
@@ -238,6 +243,15 @@ def dequantized(matrix: Quantized, name: str, source: Path) -> np.ndarray:
     Raises:
       ValueError: its scales are not finite.
     """
+    check_scales(matrix, name, source)
+    return grids.dequantized(matrix)
+
+
+def check_scales(matrix: Quantized, name: str, source: Path) -> None:
+    """Check that a matrix's scales are finite.
+
+    Raises:
+      ValueError: they are not.
+    """
     if not np.isfinite(matrix.scales).all():
         raise ValueError(f"{source}: the scales of {name} have NaN or infinite values: {matrix.scales.min()}")
-    return grids.dequantized(matrix)

@@ -61,6 +61,8 @@ class Tensors(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]  # float32 or float64 values of one tensor; may be called from several threads
     matrices: Mapping[str, Callable[[], Quantized]] = {}  # a folder's quantised tensors, as stored
+    activations: str = "float"  # compressed_tensors.Layout's; only quantization.folder_import reads these two
+    input_ranges: Mapping[str, Callable[[], float]] = {}
 
 
 def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
@@ -242,12 +244,13 @@ def _weight_files(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:
 
 def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: Callable) -> Tensors:
     """The tensors of a folder; integer ones are reassembled as its quantization_config says."""
-    matrices = {}
+    matrices, activations, input_ranges = {}, "float", {}
     if quantization is not None:
         if not isinstance(quantization, dict):
             raise ValueError(f"{folder}: quantization_config is {shown(quantization)}, wanted an object")
         layout = compressed_tensors.layout(quantization, folder / "config.json")
-        shapes, matrices, _ = compressed_tensors.opened(shapes, types, read, layout, folder)
+        shapes, matrices, input_ranges = compressed_tensors.opened(shapes, types, read, layout, folder)
+        activations = layout.activations
     for name in shapes.keys() - matrices.keys():
         if types[name] not in ("F64", "F32", "F16", "BF16"):
             raise ValueError(f"{folder}: tensor {name} has type {types[name]}, wanted F64, F32, F16 or BF16")
@@ -258,7 +261,7 @@ def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: C
         value = read(name)
         return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
-    return Tensors(folder, shapes, floats, matrices)
+    return Tensors(folder, shapes, floats, matrices, activations, input_ranges)
 
 
 def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:

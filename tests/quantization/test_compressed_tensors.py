@@ -16,7 +16,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import checkpoint, library
 from jaxbench.native import model as native_model
 from jaxbench.pretrained import compressed_tensors, small_tokenizers, weights
-from jaxbench.quantization import folder_export, grids, quantize
+from jaxbench.quantization import folder_export, folder_import, grids, quantize
 from jaxbench.quantization.grids import Grid
 from jaxbench.quantization.recipe import Recipe, dequantized
 
@@ -230,3 +230,46 @@ def test_transformers_gives_a_folders_logits(tmp_path):
         found = theirs(torch.tensor(tokens)).logits.numpy()
     wanted = transformer.build(CONFIG, dequantized(made))(jnp.asarray(tokens), jnp.asarray(positions))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activations", ["float", "dynamic", "static"])
+def test_a_folder_is_read_as_the_model_that_was_written_with_its_eight_bit_inputs(activations, tmp_path):
+    from jaxbench.quantization import inputs, linear
+
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 16))
+    recipe = Recipe(**grids.NAMED["int8"]._asdict(), activations=activations, embedding_bits=None)
+    made = quantize.quantize(CONFIG, PARAMS, recipe, calibrator=inputs.LayerByLayer(CONFIG), tokens=tokens)
+    folder_export.save(tmp_path / "made", made, None, tokenizer=small_tokenizers.ByteTokenizer())
+    found = folder_import.load(tmp_path / "made")
+    assert found.activations == activations and found.config == made.config
+    assert found.input_ranges == pytest.approx(made.input_ranges, rel=1e-6)
+    for name, matrix in made.matrices.items():
+        np.testing.assert_array_equal(found.matrices[name].codes, matrix.codes, err_msg=name)
+        np.testing.assert_array_equal(found.matrices[name].scales, matrix.scales, err_msg=name)
+    positions = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+    ours, wanted = (linear.build(each)(jnp.asarray(tokens), positions) for each in (found, made))
+    np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
+    held = weights.load_checkpoint(tmp_path / "made")
+    floats = transformer.build(held.config, held.params)(jnp.asarray(tokens), positions)
+    assert np.allclose(floats, wanted, rtol=1e-5, atol=1e-5) == (activations == "float")
+
+
+def test_a_folder_of_floats_and_eight_bit_inputs_of_another_kind_are_refused(tmp_path):
+    weights.save_checkpoint(tmp_path / "floats", CONFIG, PARAMS)
+    with pytest.raises(ValueError, match="floats has no quantised matrix"):
+        folder_import.load(tmp_path / "floats")
+    _saved(tmp_path / "made", grids.NAMED["int8"], activations="dynamic")
+    path = tmp_path / "made" / "config.json"
+    values = json.loads(path.read_text())
+    group = values["quantization_config"]["config_groups"]["group_0"]
+    about = group["input_activations"]
+    for changes, words in (
+        ({"dynamic": False, "strategy": "tensor"}, "layers.0.self_attn.q_proj.input_scale is missing"),
+        ({"symmetric": False}, "input_activations are not symmetric"),
+        ({"dynamic": "local"}, "input_activations are not symmetric"),
+    ):
+        group["input_activations"] = about | changes
+        path.write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=words):
+            folder_import.load(tmp_path / "made")
+        assert weights.load_checkpoint(tmp_path / "made").params  # its weights alone
