@@ -233,7 +233,7 @@ class AutoCompressor:
 
     def result(self, made: Made, characters: int, tokens: int, seconds: float) -> CompressionResult:
         """Make the result of a text from its vectors and its numbers of characters and tokens."""
-        spans = np.stack([made.starts, np.append(made.starts[1:], characters)], axis=1)
+        spans = np.stack([made.starts, np.append(made.starts, characters)[1:]], axis=1)
         return CompressionResult(
             made.vectors, spans, made.positions, self.ratio, tokens, seconds, self.model_sha256, self.id
         )  # fmt: skip

@@ -54,10 +54,12 @@ def save(path: str | Path, result: CompressionResult, *, dtype: Dtype = "bfloat1
     """Write a compressed text atomically and return the file's size in bytes.
 
     Raises:
-      ValueError: dtype is not one of DTYPES.
+      ValueError: dtype is not one of DTYPES, or there are no vectors.
     """
     if dtype not in DTYPES:
         raise ValueError(f"compressed text: dtype={dtype}; wanted one of {', '.join(DTYPES)}")
+    if not len(result.vectors):
+        raise ValueError(f"compressed text: {len(result.vectors)} vectors; wanted one at least")
     tensors = {"positions": result.positions, **stored(result.vectors, dtype)}
     columns = {name: Column.of(value) for name, value in tensors.items()}
     columns["edges"] = edges(len(result.vectors), [result.spans[:, 0]], int(result.spans[-1, 1]))

@@ -102,6 +102,19 @@ def test_vectors_come_before_the_text_has_ended_and_no_text_is_refused(compresso
         auto.StreamingCompressor(compressor).finish()
 
 
+def test_a_stream_whose_vectors_were_all_taken_ends_with_none_and_saves_no_file_of_none(compressor, tmp_path):
+    stream = auto.StreamingCompressor(compressor)
+    stream.add_chunk(TEXT)
+    stream.close()
+    taken = stream.take()
+    rest = stream.finish()
+    assert len(taken.vectors) and rest.vectors.shape == (0, taken.vectors.shape[1]) and rest.spans.shape == (0, 2)
+    assert rest.original_length == stream.tokens
+    with pytest.raises(ValueError, match="compressed text: 0 vectors; wanted one at least"):
+        document.save(tmp_path / "none", rest)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_texts_together_have_the_vectors_of_each_alone(compressor, batch):
     texts = [TEXT * 2, "One.", TEXT[:40]]
