@@ -259,5 +259,12 @@ def by_document(values: Float[np.ndarray, " W"], documents: Sequence[int]) -> Fl
 
 
 def mean_interval(values: np.ndarray, documents: Sequence[int]) -> tuple[float, float, float]:
-    """Mean over documents with its 95 % interval."""
-    return interval(lambda mean: mean, by_document(values, documents))
+    """Mean over documents with its 95 % interval; of shares that are all 0 or all 1, Wilson's (1927) over documents.
+
+    Resamples of those have no spread, and six texts without a hit do not prove that there is none.
+    """
+    means = by_document(values, documents)
+    if len(means) > 1 and np.isin(means, (0.0, 1.0)).all() and (means == means[0]).all():
+        ends = scipy.stats.binomtest(int(means.sum()), len(means)).proportion_ci(0.95, method="wilson")
+        return float(means[0]), float(ends.low), float(ends.high)
+    return interval(lambda mean: mean, means)

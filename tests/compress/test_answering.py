@@ -226,5 +226,7 @@ def test_needles_stand_at_their_depth_and_are_counted_by_kind(compressor, side, 
     right = [each.kind == "name" and each.depth == 0.5 for each in drawn]
     table = needles.figures(drawn, np.array(right, float))
     assert [row["found"][0] for row in table] == [0, 0, 0, 0, 1, 0]
+    ends = [row["found"][1:] for row in table]  # Wilson's, of two texts
+    assert ends[4] == pytest.approx((0.342, 1), abs=1e-3) and ends[0] == pytest.approx((0, 0.658), abs=1e-3)
     with pytest.raises(ValueError, match="the longest text has 121 tokens; wanted 500"):
         needles.needles(texts, words, length=500, count=1, seed=0)
