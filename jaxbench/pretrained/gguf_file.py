@@ -81,7 +81,7 @@ def read(path: str | Path) -> GgufFile:
     """Parse a file's header and check that every tensor lies inside the file.
 
     Raises:
-      ValueError: not a GGUF file, an unknown version or type, or a file that ends early.
+      ValueError: not a GGUF file, one part of several, an unknown version or type, or a file that ends early.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -114,6 +114,12 @@ class _Parser:
         for _ in range(num_values):
             key = self.string()
             metadata[key] = self.value(self.unpack("I")[0])
+        parts = metadata.get("split.count", 1)
+        if isinstance(parts, int) and parts > 1:
+            raise ValueError(
+                f"{self.path}: one of {parts} parts of a model, wanted the whole in one file: "
+                "llama-gguf-split --merge FIRST_PART WHOLE"
+            )
         entries = [self.tensor_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

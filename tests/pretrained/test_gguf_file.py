@@ -397,3 +397,20 @@ def test_cut_gguf_file_is_one_error_and_the_folder_is_untouched(tmp_path):
     with pytest.raises(ValueError, match=r"cut.gguf: truncated GGUF file, tensor .* ends at byte"):
         weights.load_checkpoint(tmp_path / "cut.gguf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.gguf", "x.gguf"]
+
+
+def test_every_part_of_a_split_gguf_file_is_refused_with_the_command_that_joins_them(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) == 2
+    for part in parts:
+        with pytest.raises(ValueError, match=f"{part.name}: one of 2 parts of a model, .* llama-gguf-split --merge"):
+            gguf_file.read(part)
+        with pytest.raises(ValueError, match="one of 2 parts of a model"):
+            weights.load_checkpoint(part)
