@@ -129,6 +129,7 @@ def work() -> int:
 def list_jobs() -> int:
     """Print one line per job."""
     from rich.table import Table
+    from rich.text import Text
 
     jobs = held(is_written=False)
     ids, entries = jobs.ids(), jobs.entries()
@@ -139,7 +140,7 @@ def list_jobs() -> int:
     for entry in entries:
         table.add_row(
             entry.job.id, entry.progress.state, str(entry.progress.attempts), _time(entry),
-            entry.job.title or shlex.join(entry.job.words),
+            Text(entry.job.title or shlex.join(entry.job.words)),  # brackets in a command are no markup
         )  # fmt: skip
     for id in sorted({*ids}.intersection(jobs.ids()) - {entry.job.id for entry in entries}):  # not those removed
         table.add_row(id, "damaged", "", "", "its files cannot be read: `show` says why, `remove` removes it")

@@ -255,6 +255,14 @@ def test_the_command_line_runs_a_job_from_its_submission_to_its_removal(tmp_path
     assert call("list", place).endswith("holds no jobs\n")
 
 
+def test_brackets_in_a_command_or_a_title_are_listed_as_they_are(tmp_path):
+    place, words = f"--queue={tmp_path}", "experiments/generate.py '--stop=[/INST]' --prompt=:x:"
+    call("submit", place, f"--command={words}")
+    call("submit", place, f"--command={words}", "--title=for [red] and [/blue]")
+    listed = call("list", place)
+    assert words in listed and "for [red] and [/blue]" in listed
+
+
 READ_ONLY = """
 import errno, runpy, sys, tempfile
 
