@@ -209,8 +209,38 @@ def _calls(value: Any, notation: Notation, names: Collection[str]) -> list[tuple
             given = {}
         if not isinstance(name, str) or not isinstance(given, dict) or not (notation.opening or name in names):
             return []
-        found.append((name, json.dumps(given, ensure_ascii=False)))
+        if _has_surrogate(name):
+            return []
+        try:
+            found.append((name, _written(given)))
+        except RecursionError:  # deeper than Python writes, though not than it reads
+            return []
     return found
+
+
+def _written(value: Any) -> str:
+    """Write a call's arguments as JSON: their numbers as the model did, and half characters as escapes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_written(key)}: {_written(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if isinstance(value, _Number):
+        return value.text
+    # no answer can be sent with a lone surrogate, which a model can write as an escape
+    return json.dumps(value, ensure_ascii=isinstance(value, str) and _has_surrogate(value))
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+class _Number(float):
+    """A number that keeps its text: one that a float cannot hold would be rounded, or no number of JSON."""
+
+    def __new__(cls, text: str) -> _Number:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
 
 
 class Finder:
@@ -345,4 +375,5 @@ def _no_number(text: str) -> None:
 
 
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)  # not strict: line breaks in a string
+# not strict: line breaks in a string
+_DECODER = json.JSONDecoder(strict=False, parse_float=_Number, parse_constant=_no_number)

@@ -51,6 +51,28 @@ def test_an_answer_that_comes_in_many_pieces_is_not_parsed_anew_with_each_of_the
     assert (content, [(each.name, each.arguments) for each in finder.calls]) == split(text)
 
 
+def test_half_a_character_that_a_model_escapes_stays_an_escape_so_that_the_answer_can_be_sent():
+    half, whole = r'{"at": "\ud83d \u00e9"}', '{"at": "\N{SLIGHTLY SMILING FACE}"}'
+    written = [f'<tool_call>{{"name": "look", "arguments": {each}}}</tool_call>' for each in (half, whole)]
+    _, calls = split("".join(written))
+    assert [arguments for _, arguments in calls] == [half, whole]
+    assert "".join(arguments for _, arguments in calls).encode()
+    named = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+    assert split(named) == (named, [])
+
+
+def test_numbers_of_a_call_are_those_that_the_model_wrote_also_where_a_float_cannot_hold_them():
+    numbers = '{"at": [1e999, -1E+400, 0.10, 12345678901234567890.123456789, 7], "is": {"a": [], "b": null, "c": true}}'
+    assert split(f'<tool_call>{{"name": "look", "arguments": {numbers}}}</tool_call>') == ("", [("look", numbers)])
+
+
+@pytest.mark.parametrize("depth", [100, 600, 900, 5000])
+def test_arguments_that_are_too_deep_to_be_written_are_content(depth):
+    written = '<tool_call>{"name": "look", "arguments": {"at": ' + "[" * depth + "1.5" + "]" * depth + "}}</tool_call>"
+    content, calls = split(written)
+    assert (content, len(calls)) == (("", 1) if depth == 100 else (written, 0))
+
+
 class Item(pydantic.BaseModel):
     """One that refers to itself."""
 
