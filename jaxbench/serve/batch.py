@@ -29,7 +29,7 @@ URLS: dict[str, tuple[type, type[stream.Form]]] = {
     "/v1/chat/completions": (ChatBody, stream.Chat),
 }
 PREFIX = "batch-"  # of an answer's id; the number of its line follows
-FORMAT = 5  # version of the answers; a part file of another one is not resumed
+FORMAT = 6  # version of the answers; a part file of another one is not resumed
 ATTEMPTS = 3  # of a request whose engine died under it; the last one runs alone
 
 

@@ -91,8 +91,9 @@ class Replica:
         made = form(id, self._name, self._service.tokenizer, body)
         try:
             if body.stream:
+                events = made.events(answers)
                 yield 200, None
-                async for event in made.events(answers):
+                async for event in events:
                     yield 0, event
             else:
                 value, error = await made.whole(answers)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxbench.generation.pieces import Text
@@ -57,6 +57,8 @@ class Answer:
         self.ids: list[int] = []
         self.num_cached = 0
         self.ended: str | None = None
+        # takes each part of its text; True: it ends there, as if by a stop string, since what follows is not wanted
+        self.is_over: Callable[[str], bool] | None = None
         self.is_refused = False  # it ended with an error of the request, not of the server
         self.last: float | None = None  # when its last token came
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -79,6 +81,8 @@ class Answer:
             text = self._text.update(self.ids, is_full=event.ended is not None)
         ended = {"deadline": "timeout"}.get(event.ended, event.ended)
         if self._text.ended == "stop" and ended in (None, "length", "stop"):
+            ended = "stop"
+        if ended is None and self.is_over is not None and self.is_over(text):
             ended = "stop"
         of_grammar = constraint.told(event.error)
         self.ended, self.is_refused = ended, of_grammar is not None
@@ -169,7 +173,7 @@ class Service:
             ended = "refused" if answer.is_refused else answer.ended
             self.metrics.answered(ended, prompt, cached, now - answer.asked)
             self.watch.observe("answer_s", now - answer.asked, now)
-            if event.ended is None:  # a stop string, which the engine does not know
+            if event.ended is None:  # a stop string or the last call that is taken, which the engine does not know
                 self._supervisor.send("cancel", event.id)
 
     def check_ready(self) -> None:

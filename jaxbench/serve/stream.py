@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from jaxbench.serve import protocol, reasoning, tools
@@ -51,11 +52,14 @@ class Form:
         raise NotImplementedError
 
     def attend(self, answers: Sequence[Answer]) -> None:
-        """Get to know the answers before their text comes."""
+        """Get to know the answers before their text comes: no other task may run between their submission and this."""
 
-    async def whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
-        """Return the object with all answers, and the first error that one ended with, or None."""
-        self.attend(answers)
+    def whole(self, answers: Sequence[Answer]) -> Coroutine[Any, Any, tuple[dict[str, Any], str | None]]:
+        """Return the object with all answers, to be awaited, and the first error that one ended with, or None."""
+        self.attend(answers)  # here, as what is returned may run later
+        return self._whole(answers)
+
+    async def _whole(self, answers: Sequence[Answer]) -> tuple[dict[str, Any], str | None]:
         found = [await _joined(answer) for answer in answers]
         error = next((each.error or "the engine failed" for each in found if each.ended == "error"), None)
         choices = [
@@ -64,9 +68,12 @@ class Form:
         ]
         return protocol.envelope(self._id, self.kind, self._model, choices, usage=self._usage(answers)), error
 
-    async def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
-        """Yield server-sent events of the answers as their tokens come."""
+    def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
+        """Return the server-sent events of the answers, which come as their tokens do."""
         self.attend(answers)
+        return self._events(answers)
+
+    async def _events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
         count = 0
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
@@ -214,10 +221,19 @@ class Chat(Form):
         self._reasoning: list[reasoning.Finder] = []  # of each answer
 
     def attend(self, answers: Sequence[Answer]) -> None:
-        """Find out whether the answers begin inside their reasoning."""
-        if self._tags is not None:
-            are_begun = [self._tags.are_open(self._tokenizer, answer.request.prompt) for answer in answers]
-            self._reasoning = [reasoning.Finder(self._tags, is_begun=each) for each in are_begun]
+        """Find out whether the answers begin inside their reasoning; let them end where all else would be dropped."""
+        self._reasoning = [reasoning.Finder(self._tags, is_begun=each) for each in self._are_begun(answers)]
+        if self._notation is None or self._how["most"] is None:
+            return
+        thoughts = [reasoning.Finder(self._tags, is_begun=each) for each in self._are_begun(answers)]
+        for number, answer in enumerate(answers):
+            own = tools.Finder(self._notation, **self._how), thoughts[number] if thoughts else None
+            answer.is_over = functools.partial(_is_full, *own)
+
+    def _are_begun(self, answers: Sequence[Answer]) -> list[bool]:
+        """Return of each answer whether it begins inside its reasoning; [] = no reasoning is known."""
+        tags = self._tags
+        return [] if tags is None else [tags.are_open(self._tokenizer, answer.request.prompt) for answer in answers]
 
     def opening(self, number: int) -> dict[str, Any]:
         """Return the choice that gives the message's role."""
@@ -275,6 +291,14 @@ class Chat(Form):
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
         return {"token": self._name(token), "logprob": value, "bytes": list(self._bytes_of(token))}
+
+
+def _is_full(calls: tools.Finder, thought: reasoning.Finder | None, text: str) -> bool:
+    """Take further text of an answer; return whether it has all calls that are taken. thought: of its reasoning."""
+    if thought is not None:
+        _, text = thought.update(text, is_whole=False)
+    calls.update(text, is_whole=False)
+    return calls.is_full
 
 
 def _ending(ended: str | None) -> dict[str, Any]:

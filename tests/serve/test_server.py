@@ -136,6 +136,24 @@ def test_answers_are_marked_under_the_key_that_a_request_names_and_found_again(s
         assert "watermark two" in text or field.startswith("watermark")
 
 
+def test_an_answer_ends_with_the_only_call_that_is_taken_as_what_follows_would_be_dropped(server):
+    call = '<call>{"name": "look", "arguments": {"at": "sea"}}'
+    asked = {
+        "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1500, "temperature": 0,
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "extra_body": {"choice": ["So. " + call + "</call>" + "and so on " * 100]}, "parallel_tool_calls": False,
+    }  # fmt: skip
+    for _ in range(2):
+        whole = server.client.chat.completions.create(**asked, n=2, logprobs=True)
+        for each in whole.choices:
+            assert (each.finish_reason, each.message.content, len(each.message.tool_calls)) == ("tool_calls", "So.", 1)
+            assert len(each.logprobs.content) == len("So. " + call)
+        assert whole.usage.completion_tokens == 2 * len("So. " + call)  # a token is a byte
+    *_, last = server.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens == len("So. " + call)
+    eventually(server.idle)
+
+
 def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = server.client.completions.create(**asked).choices[0].text
