@@ -17,6 +17,8 @@ EXACT_ROWS, ROW_STEP = 8, 4
 # Float32 resolves logits to about a millionth of their size: below this a draw is the most probable token anyway, and
 # far below, logits / temperature overflows and the token is meaningless.
 MIN_TEMPERATURE = 1e-6
+# Far outside this range a float32 logit that is divided or multiplied overflows too.
+PENALTIES = 1e-6, 1e6
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
 
@@ -29,7 +31,7 @@ class SamplingParams(NamedTuple):
     top_k: int = 0  # keep this many most probable tokens; 0 = all
     top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
     min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
-    repetition_penalty: float = 1.0  # > 0; 1 = none
+    repetition_penalty: float = 1.0  # in PENALTIES; 1 = none
 
 
 class Bucket(NamedTuple):
@@ -217,7 +219,10 @@ def check_sampling(sampling: SamplingParams) -> None:
         "top_k": (sampling.top_k >= 0, "at least 0 (0 = all tokens)"),
         "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
         "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
-        "repetition_penalty": (sampling.repetition_penalty > 0, "above 0"),
+        "repetition_penalty": (
+            PENALTIES[0] <= sampling.repetition_penalty <= PENALTIES[1],
+            f"from {PENALTIES[0]} to {PENALTIES[1]:.0f}",
+        ),
     }
     for field, (is_fine, wanted) in ranges.items():
         if not (is_fine and math.isfinite(getattr(sampling, field))):

@@ -256,6 +256,8 @@ def test_settings_out_of_range_are_named(field):
         ("temperature", 1e-40),
         ("temperature", float("inf")),
         ("repetition_penalty", float("inf")),
+        ("repetition_penalty", 1e-320),
+        ("repetition_penalty", 1e8),
         ("top_p", float("nan")),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from jaxbench import prompts
 from jaxbench.generation import requests as texts
 from jaxbench.serve import constraint, tools
 from jaxbench.serve.messages import Body, Message, ToolChoice, check_tool
@@ -71,7 +72,7 @@ class _Asked(Body):
     min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
     frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
-    repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = pydantic.Field(default=1.0, ge=prompts.PENALTIES[0], le=100)
     logit_bias: dict[Annotated[int, pydantic.BeforeValidator(_token)], float] | None = pydantic.Field(
         default=None, max_length=1024
     )
@@ -94,6 +95,8 @@ class _Asked(Body):
         given = [stop] if isinstance(stop, str) else stop or []
         if len(given) > 16 or not all(0 < len(each) <= 1024 for each in given):
             raise ValueError(f"{len(given)} texts; wanted at most 16 of 1 to 1,024 characters")
+        for each in given:  # one that is no Unicode text would end no answer
+            texts.check_text(each, "it")
         return stop
 
     @property

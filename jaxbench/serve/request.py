@@ -27,7 +27,8 @@ class Sampling(Base):
     top_k: int = pydantic.Field(default=0, ge=0, lt=2**31)  # 0 = all tokens
     top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
     min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
-    repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)  # of tokens in prompt or answer
+    # of tokens in prompt or answer
+    repetition_penalty: float = pydantic.Field(default=1.0, ge=prompts.PENALTIES[0], le=100)
     frequency_penalty: float = pydantic.Field(default=0.0, ge=-2, le=2)  # for each time that a token is in the answer
     presence_penalty: float = pydantic.Field(default=0.0, ge=-2, le=2)  # of tokens in the answer
     logit_bias: dict[int, float] = {}  # added to tokens' logits

@@ -61,6 +61,7 @@ def test_what_changes_no_answer_is_taken(body):
     [
         ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
         ({"temperature": "0"}, "temperature"), ({"logprobs": True}, "logprobs"), ({"n": "2"}, "n"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty"), ({"stop": ["a", "\ud800"]}, "stop"),
         ({"stream": "true"}, "stream"), ({"stream": 1}, "stream"),
         ({"logit_bias": {"5": "1"}}, "logit_bias.5"), ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": MESSAGES, "top_logprobs": 2, "logprobs": False}, "top_logprobs"),
