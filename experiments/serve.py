@@ -64,9 +64,29 @@ def main() -> int:
     started, listening = time.monotonic(), _socket(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host
     print(f"http://{host}:{listening.getsockname()[1]} (model {made.state.name}; Ctrl-C ends it)", flush=True)
+    server = _server(made, options)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
+        server.run(sockets=[listening])
+    if server.problem:
+        raise ValueError(f"engine: {server.problem}")
+    print(f"served for {time.monotonic() - started:.0f} s")
+    return cli.EXIT_OK
+
+
+def _server(made: Any, options: Any) -> Any:
+    """Return uvicorn's server of an application, with an end of its own."""
+    import uvicorn
 
     class Server(uvicorn.Server):
-        """Takes no new requests after the signal, while answers in progress end."""
+        """Takes no new requests after the signal, while answers in progress end; ends if it has no engine for good."""
+
+        problem = ""  # why the model cannot be loaded
+
+        async def on_tick(self, counter: int) -> bool:
+            """End once the model is known not to load: nobody would start the engine again."""
+            if made.state.service.state == "failed":
+                self.problem, self.should_exit = made.state.service.problem, True
+            return await super().on_tick(counter)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Drain the service, then shut down as uvicorn, which alone would tell the application only at the end.
@@ -78,10 +98,7 @@ def main() -> int:
             self.config.timeout_graceful_shutdown = max(5, round(until - time.monotonic()))
             await super().shutdown(sockets)
 
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
-        Server(options).run(sockets=[listening])
-    print(f"served for {time.monotonic() - started:.0f} s")
-    return cli.EXIT_OK
+    return Server(options)
 
 
 def _check_place(engine: Any) -> None:

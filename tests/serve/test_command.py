@@ -1,11 +1,15 @@
-"""The command that serves: where its engine may compute."""
+"""The command that serves: where its engine may compute, and what becomes of it without one."""
 
 import runpy
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from jaxbench.native import library
 from jaxbench.serve.settings import EngineConfig, ServerConfig
+from tests.generation import tiny
 from tests.structure import ROOT
 
 XLA = EngineConfig(kernels="xla")
@@ -51,3 +55,11 @@ def test_a_model_is_named_by_the_last_part_of_its_path_wherever_it_is_named_from
     assert ServerConfig().shown_name == "default"
     with pytest.raises(ValueError, match="name"):
         ServerConfig(name="")
+
+
+@pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
+def test_a_server_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path):
+    (tiny.make(tmp_path / "model") / "model.safetensors").unlink()
+    words = [sys.executable, str(ROOT / "experiments/serve.py"), f"--model={tmp_path / 'model'}", "--set=port=0"]
+    ended = subprocess.run([*words, "--set=engine.cache_tokens=256"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "missing model.safetensors" in ended.stderr.splitlines()[-1], ended.stderr
