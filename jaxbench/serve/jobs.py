@@ -99,8 +99,11 @@ async def submit(request: Request) -> Response:
     """Take a file of texts: lines of {"text": a string or token ids, "id": .., "prompt_tokens": ..}."""
     held, service, config = _queue(request)
     service.check_ready()
-    given = request.query_params.get("watermarks")
-    names = list(service.finder.names) if given is None else list(dict.fromkeys(given.split(",")))
+    query = request.query_params
+    if unknown := [name for name in query if name != "watermarks"]:
+        raise Bad(f"?{unknown[0][:60]!a} is not served here; wanted ?watermarks=NAME,NAME", param=unknown[0][:60])
+    given = [name for names in query.getlist("watermarks") for name in names.split(",")]
+    names = list(dict.fromkeys(given)) if "watermarks" in query else list(service.finder.names)
     if odd := [name for name in names if name not in service.finder.names]:
         raise Bad(f"watermarks: {odd[0][:60]!r} is unknown here; wanted some of {', '.join(service.finder.names)}")
     entries = await asyncio.to_thread(_own, held)

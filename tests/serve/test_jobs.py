@@ -90,6 +90,8 @@ def test_bad_files_and_names_are_refused_and_leave_nothing(server, folder):  # n
         (b"x" * 200_001, "", 413, "larger than 200000 bytes"),
         (lines(TEXTS), "?watermarks=none", 400, "'none' is unknown here; wanted some of team, readers"),
         (lines(TEXTS), "?watermarks=", 400, "unknown here"),
+        (lines(TEXTS), "?watermark=team", 400, "?'watermark' is not served here; wanted ?watermarks=NAME,NAME"),
+        (lines(TEXTS), "?watermarks=none&watermarks=team", 400, "'none' is unknown here"),
     ):
         found = server.post(PATH + query, body)
         assert found[0] == status and said in found[1], found
