@@ -150,10 +150,12 @@ def list_jobs() -> int:
 
 def show() -> int:
     """Print a job as JSON, and the end of its log."""
+    from jaxbench.jobs import work
+
     entry = held(is_written=False).find(named())
     print(json.dumps(entry.as_dict(), indent=1, ensure_ascii=False))
-    said = entry.log.read_text(encoding="utf-8", errors="replace").splitlines() if entry.log.exists() else []
-    print(*said[-SHOWN_LINES:], sep="\n")
+    said = work.said(entry.log) if entry.log.exists() else ""
+    print(*said.splitlines()[-SHOWN_LINES:], sep="\n")
     return cli.EXIT_OK
 
 

@@ -263,6 +263,18 @@ def test_brackets_in_a_command_or_a_title_are_listed_as_they_are(tmp_path):
     assert words in listed and "for [red] and [/blue]" in listed
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process's memory cannot be limited")
+def test_the_end_of_a_log_that_is_larger_than_memory_is_shown(tmp_path):
+    id = call("submit", f"--queue={tmp_path}", "--command=experiments/watermark.py keygen").strip()
+    with open(tmp_path / id / "log.txt", "wb") as log:
+        log.truncate(3 * 2**30)
+        log.seek(0, os.SEEK_END)
+        log.write(b"\nthe last line\n")
+    limited = ["bash", "-c", 'ulimit -v 2000000; exec "$@"', "-", *JOBS, "show", f"--queue={tmp_path}", f"--job={id}"]
+    shown = subprocess.run(limited, capture_output=True, text=True)
+    assert shown.returncode == 0 and shown.stdout.endswith("\nthe last line\n"), shown.stderr
+
+
 READ_ONLY = """
 import errno, runpy, sys, tempfile
 
