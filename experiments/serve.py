@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -155,28 +157,16 @@ def answer_file(config: Any) -> int:
             f"--replicas={VALUES.replicas} is for a server, and --input is answered by one engine; leave it out"
         )
     from jaxbench import terminal
-    from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.pretrained import tokenizer
     from jaxbench.serve import batch
     from jaxbench.serve.service import Service
 
     engine = config.engine
     engine.read_config(engine.model)
-    decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
-    if engine.kernels == "xla":
-        sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the compiled programs
-        decides |= engine.model_dump(include=sizes)
-    if VALUES.device != "cpu":
-        decides["device"] = VALUES.device
-    identity = [
-        batch.FORMAT,
-        decides,
-        config.shown_name,
-        config.max_choices,
-        config.default_new_tokens,
-        weights.checksum(engine.model),
-    ]
+    watermarks = _watermarks(engine)
+    identity = [batch.FORMAT, *_identity(config, watermarks)]
     job = batch.check(VALUES.input, VALUES.output, identity, overwrite=VALUES.overwrite)
-    text, watermarks = tokenizer.load_tokenizer(engine.model), _watermarks(engine)
+    text = tokenizer.load_tokenizer(engine.model)
     cli.keep(f"finished answers are in {job.part}; the same command goes on", when=job.part.exists)
 
     async def run() -> int:
@@ -191,6 +181,27 @@ def answer_file(config: Any) -> int:
         failed = asyncio.run(run())
     print(f"written: {job.output} ({job.total} answers, {failed} of them errors)")
     return cli.EXIT_OK
+
+
+def _identity(config: Any, watermarks: Any) -> list[Any]:
+    """Return what the answers to a file depend on in addition to the file, as JSON values; a key as its hash."""
+    from jaxbench.pretrained import weights
+
+    engine = config.engine
+    decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
+    if engine.kernels == "xla":
+        sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the compiled programs
+        decides |= engine.model_dump(include=sizes)
+    if VALUES.device != "cpu":
+        decides["device"] = VALUES.device
+    how = config.shown_name, config.max_choices, config.default_new_tokens, weights.checksum(engine.model)
+    identity = [decides, *how]
+    if watermarks is not None:  # another key in the same file is another watermark
+        from jaxbench.watermark import run_identity
+
+        salt = hashlib.sha256(json.dumps(identity).encode()).digest()
+        identity.append(run_identity.digest([each.key for each in watermarks.candidates()], salt))
+    return identity
 
 
 def serve_fleet(config: Any) -> int:

@@ -23,7 +23,7 @@ def write(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> No
       keys: of the run. The file holds a salted scrypt hash of them, which detects another key and reveals none.
     """
     salt = secrets.token_bytes(16)
-    outputs.write_json(path, {**wanted, "salt": salt.hex(), "keys": _digest(keys, salt)})
+    outputs.write_json(path, {**wanted, "salt": salt.hex(), "keys": digest(keys, salt)})
 
 
 def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> list[str]:
@@ -41,9 +41,10 @@ def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -
         ) from error
     plain = json.loads(json.dumps(dict(wanted)))  # tuples are lists in a file
     found = [name for name, value in plain.items() if held.get(name) != value]
-    return found + (["keys"] if held.get("keys") != _digest(keys, salt) else [])
+    return found + (["keys"] if held.get("keys") != digest(keys, salt) else [])
 
 
-def _digest(keys: Iterable[Key], salt: bytes) -> str:
+def digest(keys: Iterable[Key], salt: bytes) -> str:
+    """Return a salted scrypt hash of keys, which tells them from others and reveals none."""
     halves = np.array([key.halves for key in keys], np.uint32)
     return hashlib.scrypt(halves.tobytes(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()

@@ -9,6 +9,7 @@ import pytest
 
 from jaxbench.native import library
 from jaxbench.serve.settings import EngineConfig, ServerConfig
+from jaxbench.watermark import keys
 from tests.generation import tiny
 from tests.structure import ROOT
 
@@ -63,3 +64,17 @@ def test_a_server_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path):
     words = [sys.executable, str(ROOT / "experiments/serve.py"), f"--model={tmp_path / 'model'}", "--set=port=0"]
     ended = subprocess.run([*words, "--set=engine.cache_tokens=256"], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and "missing model.safetensors" in ended.stderr.splitlines()[-1], ended.stderr
+
+
+def test_a_file_is_not_resumed_with_another_key_under_the_same_name(tmp_path, monkeypatch):
+    command = runpy.run_path(str(ROOT / "experiments/serve.py"))
+    monkeypatch.setitem(command["_identity"].__globals__, "VALUES", SimpleNamespace(device="cpu"))
+    named = {"team": {"scheme": {"scheme": "kgw"}, "key_file": str(tmp_path / "key")}}
+    config = ServerConfig(engine={"model": str(tiny.make(tmp_path / "model")), "watermarks": named})
+
+    def identity(key):
+        (tmp_path / "key").unlink(missing_ok=True)
+        keys.write_key_file(tmp_path / "key", keys.Key(key))
+        return command["_identity"](config, command["_watermarks"](config.engine))
+
+    assert identity(17) == identity(17) != identity(18)
