@@ -112,7 +112,7 @@ def run() -> int:
                 f"--compare_with={VALUES.compare_with} was run on machine {stored['host']}, this is "
                 f"{environment.fingerprint()}; pass --other_machine to compare what is counted"
             )
-    known = [suite.id, VALUES.device, trees.here().commit, VALUES.compare_with or ""]
+    known = [suite.id, VALUES.device, trees.here().commit, VALUES.compare_with or "", *run.surroundings(suite)]
     folder = run.unfinished(
         Path("out") / "benchmarks", f"{name}-{hashlib.sha256(repr(known).encode()).hexdigest()[:8]}"
     )

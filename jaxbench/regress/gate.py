@@ -7,7 +7,6 @@ history that measured the base on this machine replaces a launch.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -68,9 +67,8 @@ def counts_of(
       ValueError: the machine lacks what the suite requires, this tree cannot be imported, or another gate is run.
     """
     run.check(suite, device)
-    short, threads = quick(suite), suite.threads or environment.usable_cores()
-    packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
-    name = "-".join([short.id, device, str(threads), packages, side, tree.commit])
+    short = quick(suite)
+    name = "-".join([short.id, device, *run.surroundings(suite), side, tree.commit])
     with run.alone(folder / name):
         plan = run.planned(short, {side: tree}, device, folder / name)
         launches = Launches(plan, say)
@@ -89,14 +87,19 @@ def quick(suite: Suite) -> Suite:
 
 
 def stored(history: History, suite: Suite, *, commit: str, device: str, threads: int) -> Stored | None:
-    """Return a commit's counts from the newest run of this suite on this machine that measured it; None if none did."""
+    """Return a commit's counts from the newest run of this suite on this machine that measured it; None if none did.
+
+    A run with other files of the model, other packages (the compiler) or another number of threads does not count.
+    """
     wanted = (environment.fingerprint(), device, suite.id)
+    present = (threads, environment.versions(), run.model_of(suite))
     for row in reversed(history.list()):
         side = next((name for name, sha in ((HEAD, row.head), (BASE, row.base)) if sha and sha == commit), None)
         if side is None or (row.host, row.device, row.suite_id) != wanted:
             continue
         record = history.load(row.id)
-        if record["machine"].get("threads") != threads:
+        machine, own = record["machine"], run.model_of(suite) and record.get("model_sha256")
+        if (machine.get("threads"), machine.get("versions"), own) != present:
             continue  # the compiler partitions loops by thread count
         counts = {name: sides[side]["median"] for name, sides in record["series"].items() if side in sides}
         if counts := _counted(counts):

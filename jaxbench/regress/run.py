@@ -8,6 +8,7 @@ sides -> the run's record.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,7 +191,7 @@ def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir:
       ValueError: workdir belongs to another run.
     """
     origin = [suite.id, device, environment.fingerprint(), *(tree.commit for tree in sides.values())]
-    store.claim(workdir, "-".join(origin))
+    store.claim(workdir, "-".join([*origin, *surroundings(suite)]))
     threads = suite.threads or environment.usable_cores()
     named = Path(suite.model)  # a worker's working directory is its tree
     model = str(named.absolute()) if named.exists() else suite.model
@@ -198,6 +199,18 @@ def planned(suite: Suite, sides: Mapping[str, trees.Tree], device: str, workdir:
     if suite.model == "tiny":
         tiny.save(workdir / "tiny")
     return Plan(suite, model, sides, device, threads, workdir)
+
+
+def surroundings(suite: Suite) -> tuple[str, ...]:
+    """Return what launches depend on besides code and suite: threads, packages (hashed) and the model's files."""
+    packages = hashlib.sha256(repr(environment.versions()).encode()).hexdigest()[:8]
+    threads = suite.threads or environment.usable_cores()
+    return (str(threads), packages, *([model_of(suite)[:8]] if model_of(suite) else []))
+
+
+def model_of(suite: Suite) -> str:
+    """Return the SHA-256 of a suite's model; "" for the default and the tiny one, which never change."""
+    return "" if suite.model in ("default", "tiny") else weights.checksum(suite.model)
 
 
 def check(suite: Suite, device: str) -> None:
@@ -241,6 +254,11 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> tuple[list[Finding]
         median = verdicts.median(list(sides[HEAD].values()))
         both[name] = [judge.Pair(stored["series"][name][HEAD]["median"], median)]
     notes = [f"not compared, because case or model differ in the run beside it: {', '.join(others)}"] if others else []
+    before, now = stored["machine"].get("versions", {}), environment.versions()
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if before and names:
+        changed = (f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names)
+        notes.append(f"packages differ from those of the run beside it: {', '.join(changed)}")
     return judge.judge(both, plan.suite), notes
 
 

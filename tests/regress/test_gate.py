@@ -2,13 +2,15 @@
 
 import datetime
 import functools
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from jaxbench import cli
+from jaxbench import cli, initial
 from jaxbench.measure import environment
-from jaxbench.regress import gate, gate_command, history, trees
+from jaxbench.pretrained import weights
+from jaxbench.regress import gate, gate_command, history, tiny, trees
 from jaxbench.regress.pairs import BASE, HEAD
 from jaxbench.regress.suite import Suite
 from tests.regress import records
@@ -34,8 +36,9 @@ def flags_of(monkeypatch, tmp_path):
 def kept(tmp_path, suite, **changes) -> history.History:
     """Return a history of one run of a suite on this machine: head c..., base b..., counts 7."""
     found = history.History(tmp_path / "h")
+    machine = {"cpu": "A", "threads": 2, "versions": environment.versions()}
     series = {name: {side: {"median": 7.0} for side in (HEAD, BASE)} for name in ("decode.decode.flops", records.RATE)}
-    run = records.record([], host=environment.fingerprint(), suite_id=suite.id, series=series)
+    run = records.record([], host=environment.fingerprint(), suite_id=suite.id, series=series, machine=machine)
     found.add(run | changes)
     return found
 
@@ -52,6 +55,23 @@ def test_counts_of_a_commit_are_measured_once_and_a_lost_case_is_not_kept(tmp_pa
         counts, lost = counts_of(broken, TREE, side=BASE)
         assert counts == {} and list(lost) == ["start"]
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_counts_of_other_weights_in_the_same_folder_are_not_those_that_were_kept(tmp_path):
+    folder, params = tmp_path / "model", initial.initial_params(tiny.SHAPE, 1)
+    tiny.save(folder)
+    case = {"name": "bits", "workload": "quality", "windows": 1, "seq_len": 16}
+    suite = Suite(model=str(folder), cases=[case], threads=1, requires={"memory_bytes": 0})
+    measured = functools.partial(gate.counts_of, suite, TREE, device="cpu", folder=tmp_path / "counts")
+    before = measured()[0]["bits.bits_per_byte"]
+    found = kept(tmp_path, suite, machine={"threads": 1, "versions": environment.versions()},
+                 model_sha256=weights.checksum(folder))  # fmt: skip
+    own = {"commit": "c" * 12, "device": "cpu", "threads": 1}
+    assert gate.stored(found, suite, **own).counts
+    shutil.rmtree(folder)
+    weights.save_checkpoint(folder, tiny.SHAPE, params, tokenizer=tiny.TOKENIZER)
+    assert measured()[0]["bits.bits_per_byte"] != before
+    assert gate.stored(found, suite, **own) is None
 
 
 def test_a_count_that_rose_critically_is_found_and_what_one_side_lacks_is_named():
@@ -71,9 +91,14 @@ def test_a_run_that_measured_the_commit_on_either_side_serves(tmp_path, commit):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"host": "other"}, {"device": "gpu"}, {"suite_id": "x"}, {"machine": {"cpu": "A"}}]
-)
-def test_a_run_of_another_machine_suite_or_number_of_threads_does_not(tmp_path, changes):
+    "changes",
+    [
+        {"host": "other"}, {"device": "gpu"}, {"suite_id": "x"},
+        {"machine": {"cpu": "A", "threads": 1, "versions": environment.versions()}},
+        {"machine": {"cpu": "A", "threads": 2, "versions": environment.versions() | {"jax": "0.1"}}},
+    ],
+)  # fmt: skip
+def test_a_run_of_another_machine_suite_number_of_threads_or_compiler_does_not(tmp_path, changes):
     found = kept(tmp_path, records.SUITE, **changes)
     assert gate.stored(found, records.SUITE, commit="c" * 12, device="cpu", threads=2) is None
 

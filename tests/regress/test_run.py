@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxbench import process_environment
+from jaxbench import initial, process_environment
+from jaxbench.measure import environment
+from jaxbench.pretrained import weights
 from jaxbench.regress import case_series, judge, pairs, run, tiny, trees
 from jaxbench.regress.pairs import BASE, HEAD, Launches, Plan
 from jaxbench.regress.suite import Suite
@@ -177,11 +179,33 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
     ]:
         findings, [note] = run._beside_stored(plan, stored | change)
         assert findings == [] and note.startswith(words)
+    older = {**stored["machine"], "versions": stored["machine"]["versions"] | {"jax": "0.1"}}
+    findings, [note] = run._beside_stored(plan, stored | {"machine": older})
+    assert len(findings) == 2 and note.startswith("packages differ from those of the run beside it: jax 0.1 -> ")
     with pytest.raises(ValueError, match="holds the work of configuration"):
         run.run_suite(
             suite.model_copy(update={"rounds": 3}), compare_with=None, device="cpu", workdir=tmp_path,
             say=lambda text: None,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", ["packages", "threads", "weights"])
+def test_launches_of_other_packages_threads_or_weights_are_not_continued(tmp_path, monkeypatch, changed):
+    tiny.save(tmp_path / "model")
+    suite = SUITE.model_copy(update={"model": str(tmp_path / "model"), "threads": None})
+    for _ in range(2):
+        run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path / "work")
+    if changed == "packages":
+        versions = environment.versions() | {"jax": "0.1"}
+        monkeypatch.setattr(environment, "versions", lambda: versions)
+    elif changed == "threads":
+        monkeypatch.setattr(environment, "usable_cores", lambda: 77)
+    else:
+        shutil.rmtree(tmp_path / "model")
+        params = initial.initial_params(tiny.SHAPE, 1)
+        weights.save_checkpoint(tmp_path / "model", tiny.SHAPE, params, tokenizer=tiny.TOKENIZER)
+    with pytest.raises(ValueError, match="holds the work of configuration"):
+        run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path / "work")
 
 
 def test_a_run_that_has_ended_is_followed_by_one_of_its_own(tmp_path):
