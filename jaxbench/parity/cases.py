@@ -30,6 +30,7 @@ from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.detector.features import NeuralConfig
 
@@ -73,6 +74,14 @@ TUNED = TunedConfig(
     lora=LoraConfig(rank=3, alpha=5.0, dropout=0.1, targets=("q_proj", "v_proj", "up_proj")),
 )  # fmt: skip
 
+# AdamW over all parameters, without clipping: what every case trains with unless it says otherwise. Decay is large, so
+# that 20 steps move every parameter far above the tolerance.
+ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
+STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
+# The rest of a run's step: gradients clipped at every step here, micro-batches of different weights, decay of matrices.
+RUN_STEP = StepConfig(clip_norm=0.3, accumulation=2, optimizer=ADAMW.model_copy(update={"decay": "matrices"}))
+SGD_STEP = StepConfig(clip_norm=0.3, optimizer=OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.1))
+
 COMPRESS = {
     "module": "compress.compressor", "task": "compress.compressor", "data": "compress.config", "prompt": 0,
     "backends": ("flax",),
@@ -95,7 +104,8 @@ class Case(NamedTuple):
     prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
     packed: bool = False  # two documents per row, distinguished by segment ids
     sampled: bool = False  # also sample tokens, and compare them exactly
-    steps: int = 20  # AdamW steps; 0 = no training
+    steps: int = 20  # optimiser steps; 0 = no training
+    step: StepConfig = STEP
     gradients: bool = True  # compare gradients by default
     seed: int = 0
     task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
@@ -173,6 +183,8 @@ def _oracle(name: str) -> Case:
 CASES: tuple[Case, ...] = (
     *map(_oracle, ("rotary", "philox", "initial", "schedules", "packing", "families")),
     _llama("llama-grouped", sampled=True),
+    _llama("llama-run-step")._replace(step=RUN_STEP),
+    _llama("llama-sgd")._replace(step=SGD_STEP),
     _llama("llama-multi-head", num_kv_heads=4),
     _llama("llama-multi-query", num_kv_heads=1),
     _llama("llama-untied", tie_embeddings=False),

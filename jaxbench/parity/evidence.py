@@ -13,12 +13,8 @@ import numpy as np
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture, cases, distance, gates
 from jaxbench.parity.cases import Case
-from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
-# Learning rate and decay are large, so that 20 steps move every parameter far above the tolerance.
-LEARNING_RATE = 3e-3
-ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
-STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
+LEARNING_RATE = 3e-3  # large, so that 20 steps move every parameter far above the tolerance
 SAMPLING = {"temperature": 0.9, "top_k": 24, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 SEED = 7  # of dropout and sampling
 NUM_SAMPLED = 32  # tokens drawn per row, if the context allows
@@ -68,7 +64,7 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
         tokens = side.sample(prompts, SAMPLING, max_new_tokens=count, seed=SEED)
     training = None
     if case.steps and not is_quick:
-        training = side.train(training_steps(case, config), STEP, learning_rate=LEARNING_RATE, seed=SEED)
+        training = side.train(training_steps(case, config), case.step, learning_rate=LEARNING_RATE, seed=SEED)
     return Evidence(side.name, trace, repeat, decoding, tokens, training)
 
 

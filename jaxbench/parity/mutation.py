@@ -21,7 +21,16 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench import rotary
-from jaxbench.parity import cases, compress_bugs, equinox_bugs, evidence, gates, hallucination_bugs, shared_bugs
+from jaxbench.parity import (
+    cases,
+    compress_bugs,
+    equinox_bugs,
+    evidence,
+    gates,
+    hallucination_bugs,
+    shared_bugs,
+    step_bugs,
+)
 from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import attention, functional, nn, prng, sample, sparse_attention, train, transformer
@@ -255,7 +264,7 @@ TORCH_BUGS: tuple[Mutation, ...] = (
 
 MUTATIONS = (
     *TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS, *hallucination_bugs.HALLUCINATION_BUGS,
-    *compress_bugs.COMPRESS_BUGS,
+    *compress_bugs.COMPRESS_BUGS, *step_bugs.STEP_BUGS,
 )  # fmt: skip
 
 

@@ -305,13 +305,13 @@ class _Work:
     def _train_float32(self, side: Any, other: Any) -> None:
         """Run gate P7: the float32 training curve stays within the effect of one-ulp changes of the weights."""
         steps, random = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
-        rate, seed = evidence.LEARNING_RATE, evidence.SEED
-        curve = side.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
-        reference = other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
+        how = {"learning_rate": evidence.LEARNING_RATE, "seed": evidence.SEED}
+        curve = side.train(steps, self.case.step, **how).losses
+        reference = other.train(steps, self.case.step, **how).losses
         curves = []
         for _ in range(NUM_PERTURBED):
             other.load_params(perturbed(self.params, random))
-            curves.append(other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses)
+            curves.append(other.train(steps, self.case.step, **how).losses)
         exact = self.reference.training.losses
         self.gates.append(gates.training_noise(curve, reference, curves, reference=exact, dtype="float32"))
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jaxbench.parity import capture, cases, evidence, mutation, run
+from jaxbench.parity import capture, cases, evidence, mutation, run, step_bugs
 
 pytestmark = pytest.mark.timeout(900)  # one minute of work, on a machine that may be shared by fifteen
 
@@ -38,6 +38,13 @@ def test_bugs_of_the_optimiser_show_in_training_alone(outcomes):
     for name in ("adam-eps-inside-root", "adam-eps-1e-6", "l2-for-decoupled-decay", "no-decay-on-norms"):
         gates = outcomes[name].caught_by
         assert all("after" in gate or "training" in gate for gate in gates) and gates
+
+
+def test_bugs_of_a_runs_step_show_in_training_alone(outcomes):
+    """Clipping, micro-batches and the choice of what decays, which a plain AdamW step does not have."""
+    for bug in step_bugs.STEP_BUGS:
+        gates = outcomes[bug.name].caught_by
+        assert gates and all("after" in gate or "training" in gate for gate in gates)
 
 
 def test_a_gradient_that_is_lost_shows_though_every_output_is_right(outcomes):

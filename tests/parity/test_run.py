@@ -107,7 +107,7 @@ def test_training_lowers_the_loss_of_the_batches_it_sees():
         _, side = run.sides(case, config, params, dtype="float64", backend="flax")
         losses = side.train(
             evidence.training_steps(case, config),
-            evidence.STEP,
+            case.step,
             learning_rate=evidence.LEARNING_RATE,
             seed=evidence.SEED,
         ).losses
