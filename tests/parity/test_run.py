@@ -8,14 +8,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from jaxbench import outputs
 from jaxbench.parity import cases, distance, gates, mutation, run
+from torch_ref import functional
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TINY = [case.id for case in cases.CASES if case.config is not None and case.exact is None and case.device is None]
 # One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
-WITH_REDUCED = ("transformer/llama-grouped", "transformer/qwen3", "transformer/gpt2")
+WITH_REDUCED = ("transformer/llama-grouped", "transformer/llama-far", "transformer/qwen3", "transformer/gpt2")
 WITH_OTHERS = (
     "transformer/gemma3",
     "transformer/qwen3",
@@ -96,6 +98,22 @@ def test_rounding_errors_are_compared_at_real_positions_that_count_alike():
 def test_gates_cover_p1_to_p8_and_p10():
     found = {gate["id"] for gate in result("transformer/llama-grouped")["gates"]}
     assert found == {"P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P10"}
+
+
+def test_rotary_angles_in_bfloat16_fail_where_positions_are_large(monkeypatch):
+    """A twin that loses its place after some hundred tokens: near the start no gate can tell it from rounding."""
+    original = functional.rotary_angles
+
+    def narrow(positions, frequencies, *, dtype):
+        if dtype != "bfloat16":
+            return original(positions, frequencies, dtype=dtype)
+        angles = positions.bfloat16()[:, :, None] * torch.tensor(frequencies, dtype=torch.bfloat16)
+        return torch.cos(angles).float(), torch.sin(angles).float()
+
+    monkeypatch.setattr(functional, "rotary_angles", narrow)
+    found = run.run(cases.find("transformer/llama-far"), gradients=False, dtypes=("bfloat16",))
+    failed = {gate["what"]: gate["where"] for gate in found["gates"] if not gate["passed"]}
+    assert failed == {"outputs, bfloat16": "layers.0.attention.o_proj"}
 
 
 def test_training_lowers_the_loss_of_the_batches_it_sees():
