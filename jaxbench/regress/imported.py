@@ -24,7 +24,12 @@ from jaxbench.regress.run_file import SCHEMA, check_finite
 
 SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "digest", "parity"}
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
+COSTS = {"s", "ms", "us", "ns", "bytes", "MB", "J/token"}  # units of which less is better; other figures do not say
+HIGHER = {"train_mfu", "train_mfu_causal", "tokens"}  # a comparison's metrics; tokens: 1 = those of the baseline
 MOST_LAUNCHES = 16  # longer lists are windows or questions, and give only their median
+
+
+Unit = tuple[str, bool | None]  # and whether higher is better; None = the source does not say
 
 
 class Figures(NamedTuple):
@@ -33,7 +38,7 @@ class Figures(NamedTuple):
     file: Path
     environment: Mapping[str, Any]  # empty if the file does not say where it comes from
     series: Mapping[str, list[float]]
-    units: Mapping[str, tuple[str, bool]]
+    units: Mapping[str, Unit]
 
 
 def read_runs(path: Path, format: str) -> list[dict[str, Any]]:
@@ -54,13 +59,13 @@ def read_runs(path: Path, format: str) -> list[dict[str, Any]]:
 
 def run_of(
     *, time_utc: str, host: str, commit: str, subject: str, suite: str, series: Mapping[str, list[float]],
-    units: Mapping[str, tuple[str, bool]], note: str, device: str = "cpu", machine: Mapping[str, Any] = {}, **more: Any,
+    units: Mapping[str, Unit], note: str, device: str = "cpu", machine: Mapping[str, Any] = {}, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Build a run's record without findings.
 
     Args:
       series: medians of its launches by name.
-      units: unit, and whether higher is better, by name.
+      units: unit, and whether higher is better (None: unknown), by name.
     """
     launches = max(map(len, series.values()), default=0)
     check_finite(series)
@@ -95,7 +100,7 @@ def comparison(path: Path) -> Iterable[dict[str, Any]]:
             words = (config, record.arm, record.workload.label().replace(" ", "-"), record.metric)
             name = ".".join(word for word in words if word not in ("", "none"))
             series[name][record.launch] = record.value
-            units[name] = (record.unit, _is_rate(record.unit))
+            units[name] = (record.unit, True if record.metric in HIGHER else _direction(record.unit))
         if series:
             last = max(found, key=lambda record: record.time_utc)
             yield run_of(
@@ -206,7 +211,7 @@ def _figures_of(file: Path, folder: Path) -> Figures:
     for keys, values, said in figure_names.leaves(content if isinstance(content, dict) else rows, stem):
         name, unit = ".".join(keys), said or figure_names.unit_of(keys[len(stem) :])
         series[name] += values
-        units[name] = (unit, _is_rate(unit))
+        units[name] = (unit, _direction(unit))
     few = {name: each if len(each) <= MOST_LAUNCHES else [verdicts.median(each)] for name, each in series.items()}
     return Figures(file, _environment(content), few, units)
 
@@ -296,6 +301,11 @@ def _seconds(stats: Mapping[str, Any]) -> list[float]:
 
 def _is_rate(unit: str) -> bool:
     return bool(RATE.search(unit))
+
+
+def _direction(unit: str) -> bool | None:
+    """Return whether more of a unit is better; None where it depends on what is counted, such as a share."""
+    return True if _is_rate(unit) else False if unit in COSTS else None
 
 
 def _hashed(*parts: object) -> str:

@@ -20,7 +20,7 @@ class Metric(NamedTuple):
     """One metric of a case."""
 
     unit: str
-    higher_is_better: bool
+    higher_is_better: bool | None  # None: a figure of another tool, which does not say
     kind: Kind
 
 

@@ -90,12 +90,14 @@ def test_a_comparison_is_a_run_with_its_parity(tmp_path):
         Record(metric="launch_begun", value=1.0, unit="count", launch=1, **about),
         *(Record(metric="decode_tokens_per_s", value=v, unit="tokens/s", arm="flax", workload=decode, launch=i, **about)
           for i, v in ((1, 90.0), (2, 110.0))),
+        Record(metric="train_mfu", value=0.5, unit="share", arm="flax", launch=1, **about),
         Record(metric="load_s", value=None, status="error", reason="no", arm="flax", launch=1, **about),
     ]  # fmt: skip
     RecordFile(tmp_path / "results.jsonl").append(*rows)
     [run] = imported.read_runs(tmp_path / "results.jsonl", "comparison")
     name = "flax.decode-float32-b1-p64-n48.decode_tokens_per_s"
-    assert set(run["series"]) == {name} and run["series"][name]["head"] == {"median": 100.0, "launches": [90.0, 110.0]}
+    assert set(run["series"]) == {name, "flax.train_mfu"} and run["units"]["flax.train_mfu"] == ["share", True]
+    assert run["series"][name]["head"] == {"median": 100.0, "launches": [90.0, 110.0]}
     assert run["units"][name] == ["tokens/s", True] and run["parity"][0]["gates"] == [gate]
 
 
@@ -140,7 +142,7 @@ def test_the_numbers_of_a_folder_are_a_run_of_its_day_and_commit(tmp_path):
         "a.first_s.p50": 0.5, "a.first_s.p90": 1.5, "a.ratio": 1.5, "a.ratio.low": 1.25, "a.ratio.high": 2,
     }  # fmt: skip
     assert run["units"]["a.rates.flax,length=8.tokens_per_s"] == ["tokens/s", True]
-    assert run["units"]["a.first_s.p90"] == ["s", False] and run["units"]["a.ratio.low"] == ["ratio", False]
+    assert run["units"]["a.first_s.p90"] == ["s", False] and run["units"]["a.ratio.low"] == ["ratio", None]
     assert run["time_utc"] == "2026-11-20T00:00:00+00:00" and run["sides"]["head"]["commit"] == "abc1234+"
     assert (run["host"], run["machine"]["cpu"], run["suite_id"], run["device"]) == ("h", "A CPU", "speed", "cpu")
     assert run["notes"] == ["imported from 2026-11-20-speed: a.json"] and run["findings"] == []
@@ -152,23 +154,23 @@ def test_the_numbers_of_a_folder_are_a_run_of_its_day_and_commit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "unit", "is_rate"),
+    ("key", "unit", "is_better"),
     [
         ("tokens_a_second", "tokens/s", True), ("texts_per_cpu_s", "texts/s", True), ("seconds", "s", False),
         ("documents_a_minute", "documents/min", True), ("wall_s_a_response", "s", False), ("added_ms", "ms", False),
-        ("peak_mb", "MB", False), ("bits_per_byte_low", "bits", False), ("share_ended", "share", False),
-        ("flops_per_token", "FLOP", False), ("accuracy", "", False), ("2_bits", "", False),
+        ("peak_mb", "MB", False), ("bits_per_byte_low", "bits", None), ("share_ended", "share", None),
+        ("flops_per_token", "FLOP", None), ("accuracy", "", None), ("2_bits", "", None),
     ],
 )  # fmt: skip
-def test_the_end_of_a_key_says_the_unit(tmp_path, key, unit, is_rate):
+def test_the_end_of_a_key_says_the_unit_and_only_some_units_what_is_better(tmp_path, key, unit, is_better):
     [run] = imported.read_runs(folder_of(tmp_path, x_json={key: 1.0}), "figures")
-    assert run["units"] == {f"x.{key}": [unit, is_rate]}
+    assert run["units"] == {f"x.{key}": [unit, is_better]}
 
 
 def test_a_row_that_says_its_unit_is_believed(tmp_path):
     row = {"metric": "tpu_mfu", "value": 0.5, "unit": "share", "device": "v5e", "time_utc": "2026-11-21T20:42:51+00:00"}
     [run] = imported.read_runs(folder_of(tmp_path, tpu_jsonl=json.dumps(row) + "\n"), "figures")
-    assert run["units"] == {"tpu.tpu_mfu,v5e.value": ["share", False]}
+    assert run["units"] == {"tpu.tpu_mfu,v5e.value": ["share", None]}
 
 
 def test_what_was_measured_again_is_one_series_with_launches(tmp_path):

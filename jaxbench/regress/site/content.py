@@ -56,7 +56,7 @@ class Series(NamedTuple):
     device: str
     work: str
     unit: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     num_points: int
     num_changes: int
 

@@ -110,7 +110,8 @@ async function trends() {
     await script(`data/series-${file}.js`);
     if (at('series').value !== file) return;
     const points = BENCH.points[file], list = document.createElement('ul');
-    at('about').textContent = `${about.name}, ${about.unit || 'no unit'}, ${about.higher_is_better ? 'higher' : 'lower'} is better; ` +
+    const better = about.higher_is_better === null ? '' : `, ${about.higher_is_better ? 'higher' : 'lower'} is better`;
+    at('about').textContent = `${about.name}, ${about.unit || 'no unit'}${better}; ` +
       `${points.time.length} runs, the newest ${number(points.median.at(-1), about.unit)}.`;
     for (const [index, before, after] of points.changes)
       list.append(text('li', `${points.time[index]} ${points.commit[index]}: ${number(before, about.unit)} to ${number(after, about.unit)}`));
