@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,10 +184,14 @@ class Tokenizing:
         self.case, self.model = case, model
 
     def load(self) -> None:
-        """Load tokenizer and text."""
+        """Load tokenizer and text.
+
+        Raises:
+          ValueError: the model has no tokenizer.
+        """
         from jaxbench.pretrained import assets, tokenizer
 
-        self.words = tokenizer.load_tokenizer(self.model if Path(self.model or "").suffix == ".gguf" else None)
+        self.words = tokenizer.load_tokenizer(self.model)
         text = assets.default_text()
         self.text = (text * (1 + self.case["characters"] // len(text)))[: self.case["characters"]]
 
@@ -297,7 +300,7 @@ class Quality:
         """Load the model and the text's windows.
 
         Raises:
-          ValueError: the model has no tokenizer.
+          ValueError: the model has no tokenizer, or a shorter context; or the text is too short.
         """
         from jaxbench import transformer
         from jaxbench.pretrained import assets, tokenizer, weights
@@ -306,6 +309,13 @@ class Quality:
         self.built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
         words, text = tokenizer.load_tokenizer(self.model), assets.default_text()
         ids = np.array(words.encode(text, add_special=False)[: count * (length + 1)], np.int32)
+        if length > held.config.max_seq_len:
+            raise ValueError(f"quality: seq_len={length} is above the model's context of {held.config.max_seq_len}")
+        if len(ids) < count * (length + 1):
+            raise ValueError(
+                f"quality: windows={count} of {length + 1} tokens (seq_len={length} and the first) are more than the "
+                f"text's {len(ids)}"
+            )
         self.rows = ids.reshape(count, length + 1)
         size = lambda ids: len(words.decode(ids).encode())
         # Of the predicted tokens alone. A difference, because decoders drop the space before a text's first token.

@@ -81,6 +81,23 @@ def test_a_memory_step_trains_the_memory(model):
     assert int(session.case.state.step) == 2 and int(session.case.state.skipped) == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"windows": 1, "seq_len": 513}, "seq_len=513 is above the model's context of 512"),
+        ({"windows": 10**6, "seq_len": 16}, r"windows=1000000 of 17 tokens .* are more than the text's \d+"),
+    ],
+)
+def test_windows_beyond_the_context_or_the_text_are_refused(model, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        measured(model, workload="quality", **sizes)
+
+
+def test_a_folders_own_tokenizer_is_the_one_that_is_timed(model):
+    (sample, _), _ = measured(model, workload="tokenizing", characters=500)
+    assert sample["tokens"] == len(assets.default_text()[:500].encode())  # bytes, the small model's tokens
+
+
 @pytest.mark.parametrize("case", [{"workload": "quality", "windows": 3, "seq_len": 16}, {"workload": "answers"}])
 def test_text_is_read_by_the_models_own_tokenizer_and_a_model_without_one_is_refused(model, tmp_path, case):
     _, session = measured(model, **case)
