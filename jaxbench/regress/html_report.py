@@ -69,7 +69,7 @@ def render(record: Mapping[str, Any], *, detailed: bool = False) -> str:
         record=record, cards=cards(record, found), rows=rows, limits=bounds, suite=advice.suite_name(record),
         left_out=len(found) - len(shown), measured=measured, why=why, detailed=detailed, system=system(record),
         recommendations=advice.recommendations(record), checklist=advice.checklist(record),
-        worth=report.worth(record) if found else [], folded=FOLDED, filters={"code": code},
+        worth=report.worth(record) if found else [], folded=FOLDED, level=report.level(record), filters={"code": code},
     )  # fmt: skip
 
 

@@ -17,8 +17,10 @@ from jaxbench.regress import advice, limits, metrics, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.limits import Judged
 from jaxbench.regress.qualify import Share
+from jaxbench.regress.suite import Suite
 
 ORDER = {"regression": 0, "undecided": 1, "improvement": 2, "no change": 3}
+ALPHA = Suite.model_fields["alpha"].default
 SHOWN = {"regression", "improvement"}  # verdicts listed in a summary; the others are only counted
 
 
@@ -66,7 +68,7 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
     base = sides.get("base", {}).get("commit")
     title = f"{sides['head']['commit']}" + (f" beside {base}" if base else "") + f", {launches(record)}"
     shown = rich.table.Table(title=title)
-    for column in ("series", "base", "head", "worse by, 95 % each", "verdict"):
+    for column in ("series", "base", "head", f"worse by, {level(record)} each", "verdict"):
         shown.add_column(column, justify="left" if column in ("series", "verdict") else "right")
     for each in findings_of(record):
         unit = metrics.metric_of(each.series).unit
@@ -75,6 +77,11 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
         for name, both in record["series"].items():
             shown.add_row(name, "", number(both["head"]["median"], metrics.of_run(record, name).unit), "", "")
     return shown
+
+
+def level(record: Mapping[str, Any]) -> str:
+    """Return the level at which each interval of a run holds for its own series: 1 - alpha of its suite."""
+    return f"{100 * (1 - record['suite'].get('alpha', ALPHA)):.4g} %"
 
 
 def launches(record: Mapping[str, Any]) -> str:

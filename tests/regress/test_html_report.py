@@ -3,7 +3,8 @@
 import json
 import re
 
-from jaxbench.regress import html_report
+from jaxbench.regress import html_report, report
+from jaxbench.regress.site import content
 from tests.regress.records import BITS, FLOPS, LOAD, RATE, SUITE, finding, quiet, record
 
 MIXED = [
@@ -36,6 +37,15 @@ def test_the_short_page_shows_what_moved_or_is_open_and_counts_the_rest():
         "findings": True, "ratios": True, "recommendations": True, "checklist": True, "worth": False, "notes": True,
         "system": False,
     }  # fmt: skip
+
+
+def test_intervals_are_said_to_hold_at_the_suites_level():
+    own = {"suite": SUITE.model_copy(update={"alpha": 0.1}).model_dump(mode="json")}
+    for changes, level in (({}, "95 %"), (own, "90 %")):
+        run = record(MIXED, **changes)
+        assert f"Each interval holds at {level} for its own series" in html_report.render(run)
+        assert report.table(run).columns[3].header == f"worse by, {level} each"
+        assert content._shown(run)["level"] == level
 
 
 def test_the_detailed_page_shows_every_series_with_every_section_open():

@@ -147,7 +147,8 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
             report.number(each.base, metric.unit), report.number(each.head, metric.unit), report.interval(each),
             report.verdict(each), margin["warning"], margin["critical"],
         ])  # fmt: skip
-    return {"rows": rows, "why": report.explanation(record), "notes": list(record["notes"]), "sides": record["sides"]}
+    return {"rows": rows, "why": report.explanation(record), "notes": list(record["notes"]), "sides": record["sides"],
+            "level": report.level(record)}  # fmt: skip
 
 
 def _margin(margins: Mapping[str, Mapping[str, float]], series: str) -> Mapping[str, float]:

@@ -168,7 +168,7 @@ function compare() {
       height: 120 + 24 * places.length, showlegend: false, margin: {l: 260, t: 30, r: 20}, shapes: [zero],
       xaxis: {title: {text: 'worse by, percent'}}, yaxis: {autorange: 'reversed', dtick: 1}});
     const table = document.createElement('table'), body = table.createTBody(), head = table.createTHead().insertRow();
-    for (const name of ['series', 'base', 'head', 'worse by, 95 % each', 'verdict']) head.append(text('th', name));
+    for (const name of ['series', 'base', 'head', `worse by, ${record.level} each`, 'verdict']) head.append(text('th', name));
     for (const row of rows) {
       const line = body.insertRow(), kind = {regression: 'slower', improvement: 'faster'}[row[ROW.verdict]] ?? '';
       for (const key of ['name', 'base', 'head', 'interval', 'said']) line.append(text('td', row[ROW[key]], key === 'said' ? `left ${kind}` : ''));
