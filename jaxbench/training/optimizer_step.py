@@ -114,9 +114,9 @@ def train_step(
     """Take one optimiser step; return the state after it, and its metrics.
 
     Micro-batch k of n takes rows k, k + n, ... and is weighted by its number of targets, so that the loss and its
-    gradient are those of the whole batch. A bank's own loss, a mean over compressed blocks, gets the same weight: it is
-    that of the whole batch only where blocks are spread over the micro-batches as targets are. The micro-batch's
-    dropout step is step * n + k. Compute types: precision.py.
+    gradient are those of the whole batch; one without targets adds nothing. A bank's own loss, a mean over compressed
+    blocks, gets the same weight: it is that of the whole batch only where blocks are spread over the micro-batches as
+    targets are. The micro-batch's dropout step is step * n + k. Compute types: precision.py.
     step_config.kernels must be native or xla: the engine resolves auto.
 
     Args:
@@ -240,7 +240,8 @@ def eval_step(
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
         targets = jnp.sum(micro.mask, dtype=jnp.int32)
         mean = loss_fn(model, micro).astype(policy.output)
-        return (carry[0] + mean * targets.astype(policy.output), carry[1] + targets), None
+        total = jnp.where(targets > 0, mean * targets.astype(policy.output), jnp.zeros((), policy.output))
+        return (carry[0] + total, carry[1] + targets), None
 
     start = (jnp.zeros((), policy.output), jnp.zeros((), jnp.int32))
     with narrow_products.native(step_config.kernels == "native"):
@@ -284,7 +285,10 @@ def _accumulated(
     weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
 
     def body(carry: _Sums, each: tuple[Any, Array, Array]) -> tuple[_Sums, None]:
-        (_, loss), (grads, amax) = grad_fn(trained, scales, *each)
+        (_, loss), found = grad_fn(trained, scales, *each)
+        # Without targets the weight is 0, and a mean over them 0 / 0: so is its gradient, whatever it is multiplied by.
+        has_targets = each[1] > 0
+        loss, (grads, amax) = jax.tree.map(lambda x: jnp.where(has_targets, x, jnp.zeros((), x.dtype)), (loss, found))
         summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry.grads, grads)
         return _Sums(carry.loss + loss, summed, jax.tree.map(jnp.maximum, carry.amax, amax)), None
 

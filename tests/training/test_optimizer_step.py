@@ -41,6 +41,7 @@ class Flax:
     """The step in JAX."""
 
     fragile = staticmethod(fragile(train, jnp.where))
+    predict = staticmethod(train.predict)
 
     def __init__(self, how, loss_fn=train.loss_fn):
         config, params = cases.load(CASE)
@@ -61,6 +62,7 @@ class Torch:
     """The step in PyTorch."""
 
     fragile = staticmethod(fragile(torch_train, lambda c, a, b: torch.tensor(a if c else b)))
+    predict = staticmethod(torch_train.predict)
 
     def __init__(self, how, loss_fn=torch_train.loss_fn):
         config, params = cases.load(CASE)
@@ -261,6 +263,27 @@ def test_micro_batches_give_the_whole_batch_s_loss_and_gradient(backend):
     (one, gradient), (two, accumulated) = found
     assert two.loss == pytest.approx(one.loss, rel=1e-6) and two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert distance.compare(accumulated, gradient, kind="gradients").worst.error < 1e-5
+
+
+@BACKENDS
+@pytest.mark.parametrize("rows", [1, 2])
+def test_micro_batches_without_targets_add_nothing_to_a_loss_of_one_s_own(backend, rows):
+    def mean_logit(model, batch, *, dropout=None):  # 0 / 0 without targets
+        logits = backend.predict(model, batch, dropout=dropout)[:, :, 0]
+        return (logits * batch.mask).sum() / batch.mask.sum()
+
+    arrays = data()
+    mask = arrays.mask * (np.arange(2) >= rows)[:, None]
+    second = arrays._replace(mask=arrays.mask * np.array([[False], [True]]))
+    found, gradients = [], []
+    for count, given in ((2, arrays._replace(mask=mask)), (1, second)):
+        runner = backend(StepConfig(accumulation=count, clip_norm=None, optimizer=PLAIN_SGD), mean_logit)
+        before = params_of(runner)
+        found.append(runner.step(given, 1.0))
+        gradients.append({name: before[name] - value for name, value in params_of(runner).items()})
+    assert found[0].is_finite and found[0].loss == pytest.approx(found[1].loss if rows == 1 else 0, rel=1e-6)
+    wanted = gradients[1] if rows == 1 else {name: np.zeros_like(x) for name, x in gradients[1].items()}
+    assert all(np.allclose(gradients[0][name], x, rtol=1e-5, atol=1e-7) for name, x in wanted.items())
 
 
 @BACKENDS

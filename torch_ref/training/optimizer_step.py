@@ -154,7 +154,8 @@ def eval_step(
     for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
         with cast_to_compute(params, precision.POLICIES[step_config.precision]):
             mean = loss_fn(params, micro)
-        total = total + mean * micro.mask.sum()
+        targets = micro.mask.sum()
+        total = total + torch.where(targets > 0, mean * targets, mean.new_zeros(()))
     return total, batch.mask.sum()
 
 
@@ -190,13 +191,19 @@ def _accumulate(
 ) -> Float[Tensor, ""]:
     """Loss of the batch in nats per token; the parameters' grad accumulates the micro-batches' scaled gradients."""
     count, summed = step_config.accumulation, None
-    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # with one micro-batch, the loss is the mean already
-    for k, micro in enumerate(_micro_batches(batch, count)):
-        dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
-        with cast_to_compute(state.params, state.policy):
-            loss = loss_fn(state.params, micro, dropout=dropout)
-        if count > 1:
-            loss = loss * (micro.mask.sum().to(loss.dtype) / total)
+    micros = _micro_batches(batch, count)
+    targets = torch.stack([micro.mask.sum() for micro in micros])
+    total, counted = targets.sum().clamp(min=1), (targets > 0).tolist()
+    for k, micro in enumerate(micros):
+        if count > 1 and not counted[k]:
+            # Its weight is 0, and a mean over targets 0 / 0: so is its gradient, whatever it is multiplied by.
+            loss = sum(p.flatten()[:0].sum() for p in state.params.parameters() if p.requires_grad)
+        else:
+            dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
+            with cast_to_compute(state.params, state.policy):
+                loss = loss_fn(state.params, micro, dropout=dropout)
+        if count > 1:  # with one micro-batch, the loss is the mean already
+            loss = loss * (targets[k].to(loss.dtype) / total)
         state.scaler.scale(loss).backward()
         summed = loss.detach() if summed is None else summed + loss.detach()
     return summed
