@@ -191,22 +191,26 @@ def _accumulate(
 ) -> Float[Tensor, ""]:
     """Loss of the batch in nats per token; the parameters' grad accumulates the micro-batches' scaled gradients."""
     count, summed = step_config.accumulation, None
-    micros = _micro_batches(batch, count)
-    targets = torch.stack([micro.mask.sum() for micro in micros])
-    total, counted = targets.sum().clamp(min=1), (targets > 0).tolist()
-    for k, micro in enumerate(micros):
-        if count > 1 and not counted[k]:
-            # Its weight is 0, and a mean over targets 0 / 0: so is its gradient, whatever it is multiplied by.
-            loss = sum(p.flatten()[:0].sum() for p in state.params.parameters() if p.requires_grad)
-        else:
-            dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
-            with cast_to_compute(state.params, state.policy):
-                loss = loss_fn(state.params, micro, dropout=dropout)
-        if count > 1:  # with one micro-batch, the loss is the mean already
-            loss = loss * (targets[k].to(loss.dtype) / total)
+    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # with one micro-batch, the loss is the mean already
+    for k, micro in enumerate(_micro_batches(batch, count)):
+        dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
+        targets = micro.mask.sum()
+        with cast_to_compute(state.params, state.policy):
+            loss = loss_fn(state.params, _with_targets(micro) if count > 1 else micro, dropout=dropout)
+        if count > 1:
+            loss = loss * (targets.to(loss.dtype) / total)
         state.scaler.scale(loss).backward()
         summed = loss.detach() if summed is None else summed + loss.detach()
     return summed
+
+
+def _with_targets(micro: Any) -> Any:
+    """The batch, but where no target counts, every token does: its weight is 0, and a mean over none would be 0 / 0.
+
+    A gradient of 0 / 0 is NaN whatever it is multiplied by. Asking on the host would wait for the device.
+    """
+    is_empty = ~micro.mask.any()
+    return micro._replace(mask=micro.mask | is_empty, targets=micro.targets.masked_fill(is_empty, 0))
 
 
 def _micro_batches(batch: Any, count: int) -> list[Any]:
