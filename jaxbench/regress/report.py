@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import rich.table
+from rich.text import Text
 
 from jaxbench import outputs
 from jaxbench.regress import advice, limits, metrics, why
@@ -72,10 +73,12 @@ def table(record: Mapping[str, Any]) -> rich.table.Table:
         shown.add_column(column, justify="left" if column in ("series", "verdict") else "right")
     for each in findings_of(record):
         unit = metrics.metric_of(each.series).unit
-        shown.add_row(each.series, number(each.base, unit), number(each.head, unit), interval(each), verdict(each))
+        name, values = Text(each.series), (number(each.base, unit), number(each.head, unit))
+        shown.add_row(name, *values, interval(each), verdict(each))
     if not record["findings"]:
         for name, both in record["series"].items():
-            shown.add_row(name, "", number(both["head"]["median"], metrics.of_run(record, name).unit), "", "")
+            value = number(both["head"]["median"], metrics.of_run(record, name).unit)
+            shown.add_row(Text(name), "", value, "", "")  # pytest's parameters are in brackets, which are no markup
     return shown
 
 
@@ -99,7 +102,7 @@ def limits_table(record: Mapping[str, Any]) -> rich.table.Table | None:
     for column in ("series", "value", "wanted", "verdict"):
         shown.add_column(column, justify="right" if column == "value" else "left")
     for each in found:
-        shown.add_row(*limit_cells(each))
+        shown.add_row(*map(Text, limit_cells(each)))
     return shown
 
 

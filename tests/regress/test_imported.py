@@ -1,11 +1,13 @@
 """Runs of other tools and committed results become runs of the history, with their own units."""
 
+import io
 import json
 import os
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.regress import imported, metrics, report
@@ -41,6 +43,17 @@ def test_a_file_of_pytest_benchmark_is_one_run(tmp_path):
     assert run["series"]["tests/a.py::test_b"]["head"]["median"] == 0.5 and run["machine"]["cpu"] == "A CPU"
     assert metrics.of_run(run, "tests/a.py::test_b") == metrics.Metric("s", False, "noted")
     assert report.table(run).row_count == 2
+
+
+def test_tests_of_pytest_that_differ_in_their_parameters_are_told_apart_in_a_table(tmp_path):
+    names = ["a.py::test_a[small]", "a.py::test_a[/large]"]
+    (tmp_path / "b.json").write_text(json.dumps(PYTEST | {"benchmarks": [
+        {"fullname": name, "stats": {"median": 2.0}} for name in names
+    ]}))  # fmt: skip
+    [run] = imported.read_runs(tmp_path / "b.json", "pytest-benchmark")
+    screen = Console(width=200, file=io.StringIO())
+    screen.print(report.table(run))
+    assert all(name in screen.file.getvalue() for name in names)
 
 
 @pytest.mark.parametrize("prefix", ["", "window.BENCHMARK_DATA = "])
