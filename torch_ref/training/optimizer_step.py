@@ -104,6 +104,9 @@ def train_step(
     loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
     state.scaler.unscale_(state.moments)
     parameters = [p for p in state.params.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:  # the loss does not read it: a gradient of zeros, as in the twin
+            parameter.grad = torch.zeros_like(parameter)
     zeros = _zeros(state.params) if step_config.hold_zeros else []
     for parameter, is_zero in zeros:
         parameter.grad.masked_fill_(is_zero, 0.0)
