@@ -183,9 +183,10 @@ class AutoCompressor:
         """A prompt as rows of embeddings, for a decoder that takes these: Hugging Face's generate(inputs_embeds=...).
 
         Args:
-          embedding: the decoder's table of token embeddings.
+          embedding: the decoder's table of token embeddings as stored; Gemma's rows are scaled here, as vectors are.
         """
-        return np.concatenate([embedding, prompt.vectors]).astype(np.float32)[prompt.ids]
+        scale = np.float32(self.config.decoder.embedding_scale)
+        return np.concatenate([embedding * scale, prompt.vectors]).astype(np.float32)[prompt.ids]
 
     def chunk(self, ids: Int32[np.ndarray, " T"]) -> tuple[Float32[np.ndarray, "M D"], Int32[np.ndarray, " M"]]:
         """Vectors of at most a chunk of tokens, and the position of each in the chunk."""

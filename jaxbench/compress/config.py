@@ -126,21 +126,22 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
     """Initial parameters of a compressor, from a decoder's.
 
     The encoder is the decoder's first layers; the connector's feed-forward layer and the slots add 0. So a vector is
-    m + sqrt(ratio) * (mean embedding of its tokens - m), m the mean embedding of the vocabulary. Plain means are so
-    close to m that the decoder does worse with them than with nothing (lab log). The local head gives all tokens equal
-    probability; a tag is m, followed by what `with_prefix` appends; adapters add nothing.
+    m + sqrt(ratio) * (mean embedding of its tokens - m), m the mean embedding of the vocabulary; embeddings are as the
+    first layer gets them, in Gemma scaled. Plain means are so close to m that the decoder does worse with them than
+    with nothing (lab log). The local head gives all tokens equal probability; a tag is m, followed by what
+    `with_prefix` appends; adapters add nothing.
     """
     c, random, found = config, np.random.default_rng(seed), {}
     adapted = {**c.adapted.own_params(seed, distinct=False, std=initial.STANDARD_DEVIATION), **decoder}
-    mean = np.asarray(decoder["embed.embedding"]).mean(axis=0)
+    mean = np.asarray(decoder["embed.embedding"]).mean(axis=0) * c.decoder.embedding_scale
     for name, shape in parameter_shapes(config).items():
         room, inner = name.split(".", 1)
         if room in ("decoder", "encoder") and inner in adapted:
             found[name] = np.array(adapted[inner])
         elif name == "tags.embedding":
-            found[name] = with_prefix(np.tile(mean, (len(TAGS), 1)), c.prefix, decoder, seed=seed)
+            found[name] = with_prefix(np.tile(mean, (len(TAGS), 1)), c, decoder, seed=seed)
         elif name == "connector.centers.embedding":
-            found[name] = (1.0 - np.sqrt(c.ratios))[:, None] * mean * c.decoder.embedding_scale
+            found[name] = (1.0 - np.sqrt(c.ratios))[:, None] * mean
         elif name == "connector.gain.scale":
             found[name] = np.full(shape, c.gain)
         elif inner.endswith((".scale", ".bias")):
@@ -153,12 +154,12 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
     return found
 
 
-def with_prefix(tags: Array, prefix: int, decoder: Mapping[str, Array], *, seed: int) -> Array:
-    """Extend one-vector tags to `prefix` vectors: each is followed by means of itself and random token embeddings."""
-    if prefix == 1:
+def with_prefix(tags: Array, config: CompressorConfig, decoder: Mapping[str, Array], *, seed: int) -> Array:
+    """Extend one-vector tags to config.prefix vectors: each is followed by means of itself and random embeddings."""
+    if config.prefix == 1:
         return tags
     table, random = np.asarray(decoder["embed.embedding"]), np.random.default_rng((seed, 1))
-    drawn = table[random.integers(len(table), size=(len(tags), prefix - 1))]
+    drawn = table[random.integers(len(table), size=(len(tags), config.prefix - 1))] * config.decoder.embedding_scale
     return np.concatenate([tags[:, None], (tags[:, None] + drawn) / 2], axis=1).reshape(-1, tags.shape[1])
 
 

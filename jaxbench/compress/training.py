@@ -178,7 +178,7 @@ def _own(
         return {}
     tags = earlier.params["tags.embedding"]
     if earlier.config.prefix != shape.prefix:
-        tags = with_prefix(tags, shape.prefix, held.params, seed=seed)
+        tags = with_prefix(tags, shape, held.params, seed=seed)
     return {**earlier.params, "tags.embedding": tags}
 
 

@@ -299,6 +299,38 @@ def test_a_compressed_text_is_a_prompt_of_every_generator(compressor, held, tmp_
     assert found[0].tolist() == own.tokens[0].tolist()
 
 
+def test_a_decoder_that_scales_its_embeddings_gets_tags_vectors_and_rows_of_one_scale(tmp_path):
+    """Gemma: what Hugging Face computes from inputs_embeds is what our decoder computes from the prompt."""
+    import torch
+    import transformers
+
+    from jaxbench import transformer
+
+    decoder = DECODER.model_copy(update=cases.GEMMA | {"d_model": 32, "tie_embeddings": True})
+    config = CONFIG.model_copy(update={"decoder": decoder, "prefix": 2})
+    params = {name: value.astype(np.float32) for name, value in initial.initial_params(decoder, 0).items()}
+    held = weights.Checkpoint(decoder, params, Path("tiny"), "tiny", "1" * 64)
+    start = {name: np.asarray(value, np.float32) for name, value in shapes.initial_params(config, 0).items()}
+    mean = start["decoder.embed.embedding"].mean(axis=0)
+    np.testing.assert_allclose(start["tags.embedding"][::2], np.tile(mean, (4, 1)) * 32**0.5, atol=1e-7)
+    norms = np.linalg.norm(start["decoder.embed.embedding"], axis=1) * 32**0.5 / 2  # halves of scaled rows
+    apart = np.linalg.norm(start["tags.embedding"][1::2] - start["tags.embedding"][::2] / 2, axis=1)
+    assert norms.min() * 0.999 <= apart.min() and apart.max() <= norms.max() * 1.001
+    mine = {name: value for name, value in start.items() if shapes.is_trained(name)}
+    trained = artifact.Trained(config, mine, held.sha256, "abc", {})
+    compressor = auto.AutoCompressor.from_weights(trained, held, tokenizer.load_tokenizer(None), 4, "float32")
+    prompt = compressor.prompt(compressor.compress(TEXT), " The miller said")
+    weights.save_checkpoint(tmp_path / "hf", decoder, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    embedded = torch.from_numpy(compressor.inputs_embeds(prompt, params["embed.embedding"]))[None]
+    with torch.no_grad():
+        wanted = theirs(inputs_embeds=embedded).logits.numpy()
+    ids, places = np.array([prompt.ids], np.int32), np.arange(len(prompt.ids), dtype=np.int32)[None]
+    model = transformer.build(decoder, params)
+    found = model.logits(model.features(ids, places, vectors=prompt.vectors)[0])
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_vectors_of_another_decoder_or_compressor_are_refused(compressor):
     result = compressor.compress(TEXT)
     for other, words in (
