@@ -171,6 +171,8 @@ def ask() -> int:
     if source.suffix == ".safetensors":
         result = document.load(source)
         auto.check_name(name := f"rfcc-base-{result.ratio}x", VALUES.weights)
+        if VALUES["name"].present and VALUES.name != name:
+            raise ValueError(f"--name={VALUES.name}, and {source} was compressed by {name}; leave it out")
     else:
         text_stream.check(source)
         auto.check_name(name := VALUES.name, VALUES.weights)
@@ -180,8 +182,7 @@ def ask() -> int:
     from jaxbench.pretrained import weights
 
     compressor = _compressor(name)
-    if result is None:
-        result = _compressed(compressor, source)
+    result = _compressed(compressor, source) if result is None else result
     held = weights.load_checkpoint(_model())
     side = answer_run.side(held.config, compressor.reader(held.params), compressor.tokenizer, VALUES.precision)
     with terminal.progress(len(asking.blocks(result, asking.CHUNKS * compressor.config.chunk))) as advance:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 
+import numpy as np
+
+from jaxbench.compress import document
 from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case, case_of
 
@@ -22,6 +27,15 @@ of, text, figures, asked = (functools.partial(case_of, each) for each in (TRAIN,
 def model(**changes: object) -> Case:
     """Return the case of a model folder whose config.json is changed."""
     return Case((*TRAIN, TINY, "--set=model=model"), tuple(str(value) for value in changes.values()), folder(**changes))
+
+
+def vectors() -> bytes:
+    """Return a compressed text of one vector at 8 tokens per vector."""
+    places = np.array([4], np.int32)
+    made = document.CompressionResult(np.zeros((1, 576), np.float32), np.array([[0, 20]]), places, 8, 8, 0.0, "", "")
+    with tempfile.TemporaryDirectory() as place:
+        document.save(f"{place}/v", made)
+        return Path(place, "v").read_bytes()
 
 
 CASES = [
@@ -143,6 +157,11 @@ CASES = [
     asked("--input=a.txt|--question=Who?|--name=rfcc-base-3x", "ratio=3; wanted one of 2, 4, 8, 16, 32", a_txt=WORDS),
     asked("--input=a.safetensors|--question=Who?", "a.safetensors is no file; `compress.py compress` makes one"),
     asked("--input=a.safetensors|--question=Who?", "a.safetensors is damaged", a_safetensors="text"),
+    asked(
+        "--input=a.safetensors|--question=Who?|--name=rfcc-base-2x",
+        "--name=rfcc-base-2x, and a.safetensors was compressed by rfcc-base-8x; leave it out",
+        a_safetensors=vectors(),
+    ),
     asked("--input=a.txt|--question=Who?|--weights=w.safetensors", "w.safetensors is no file", a_txt=WORDS),
     asked("--input=a.txt|--qestion=Who?", "--qestion", "nearest is --question", a_txt=WORDS),
     case_of(LIST, "--weights=w.safetensors", "w.safetensors is no file"),
