@@ -279,8 +279,14 @@ def table() -> int:
 
 
 def verify() -> int:
-    """Read every run, qualification and alert; exit code 1 if one is damaged."""
+    """Read every run, qualification and alert; exit code 1 if one is damaged.
+
+    Raises:
+      ValueError: there is no such folder: a misspelt one must not pass as whole.
+    """
     history = folder()
+    if not history.folder.is_dir():
+        raise ValueError(f"--history={VALUES.history} does not exist; there is nothing to verify")
     damaged = history.verify()
     try:
         Book(history.folder).alerts()

@@ -163,6 +163,12 @@ def test_a_damaged_line_of_alerts_is_found(kept, monkeypatch, capsys):
     assert "line 1 is no event" in capsys.readouterr().out
 
 
+def test_a_misspelt_folder_is_not_called_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(history_commands, "VALUES", types.SimpleNamespace(history=str(tmp_path / "hisotry")))
+    with pytest.raises(ValueError, match="hisotry does not exist"):
+        history_commands.verify()
+
+
 def test_points_of_a_series_are_those_of_one_machine(kept):
     kept.add(record(2, host="other"))
     points = kept.points("decode.tokens_per_s", host="abc", device="cpu")
