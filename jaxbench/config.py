@@ -281,9 +281,11 @@ def override(content: dict, text: str) -> tuple[str, ...]:
 
 def _describe(error: pydantic.ValidationError, path: Path, changed: dict, model_class: type[Base]) -> str:
     """One-line error message for all problems; for a value that came from --set it names that, not the file."""
-    problems = []
-    for problem in error.errors(include_url=False):
-        place = problem["loc"]
+    problems, found = [], error.errors(include_url=False)
+    places = [problem["loc"] for problem in found]
+    for problem, place in zip(found, places):
+        if problem["type"] == "too_short" and any(other[: len(place)] == place != other for other in places):
+            continue  # pydantic counts a list's entries without those that it refused
         key = ".".join(str(part) for part in place)
         source = next((f"--set {text}" for at, text in changed.items() if place[: len(at)] == at), str(path))
         problems.append(f"{source}: {_problem(problem, key, place, model_class)}")

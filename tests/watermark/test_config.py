@@ -14,6 +14,13 @@ def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
     assert {name: config.parse_scheme(name).scheme for name in config.SCHEMES} == {n: n for n in config.SCHEMES}
 
 
+def test_a_list_with_a_wrong_entry_is_not_called_too_short():
+    with pytest.raises(ValueError, match="payload=3, wanted below 1 for its payload_bits$"):
+        load("configs/watermark/kgw.yaml", ("marks=[{name: a, scheme: kgw, payload: 3}]",), generate.GenerateConfig)
+    with pytest.raises(ValueError, match="key 'marks' is .*at least 1 item"):
+        load("configs/watermark/kgw.yaml", ("marks=[]",), generate.GenerateConfig)
+
+
 def test_a_configuration_takes_a_scheme_by_its_name_alone():
     mark = "marks=[{name: a, key_file: x, scheme: gumbel}]"
     made = load("configs/watermark/kgw.yaml", (mark,), generate.GenerateConfig)
