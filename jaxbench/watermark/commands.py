@@ -49,10 +49,10 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
 
 def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
     """Return the schemes of the marks of a generation configuration."""
-    listed = marks if isinstance(marks, list) else [marks]
-    schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
+    is_list = isinstance(marks, list) and all(isinstance(mark, dict) for mark in marks)
+    schemes = [mark.get("scheme") for mark in marks] if is_list else []
     schemes = [{"scheme": scheme} if isinstance(scheme, str) else scheme for scheme in schemes]
-    if listed is not marks or not all(scheme is None or isinstance(scheme, dict) for scheme in schemes):
+    if not is_list or not all(scheme is None or isinstance(scheme, dict) for scheme in schemes):
         raise ValueError(f"scheme: {path} has marks: {str(marks)[:60]}, wanted a list of mappings with a scheme each")
     return [scheme for scheme in schemes if scheme]
 
