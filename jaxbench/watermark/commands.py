@@ -246,15 +246,20 @@ def read_attacks(given: Sequence[str], *, strength: float | None = None, changes
     strength: of attacks named without one; None = 0.1, or 1 for rewriting by a model.
 
     Raises:
-      ValueError: as attacks.parse_attack.
+      ValueError: a chain is named, a strength is given twice, or as attacks.parse_attack.
     """
     parsed, rewrites = [], get_args(attacks.Rewrite.model_fields["attack"].annotation)
     for name in given:
         named, _, own = name.partition(":")
+        if named == attacks.Chain.model_fields["attack"].default:
+            raise ValueError(
+                f"--attack={name}: several --attack are a chain, as in --attack=typo:0.1 --attack=case:0.3"
+            )
         default = 1.0 if named in rewrites else 0.1
         content: dict[str, Any] = {"attack": named, "strength": own or (default if strength is None else strength)}
         for change in changes:
-            config.override(content, change)
+            if config.override(content, change) == ("strength",) and (own or strength is not None):
+                raise ValueError(f"--set {change!r}: the strength of {named} is given as {own or strength} too")
         parsed.append(attacks.parse_attack(content))
     return parsed[0] if len(parsed) == 1 else attacks.compose(parsed)
 

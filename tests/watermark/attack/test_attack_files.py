@@ -103,6 +103,10 @@ def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
         commands.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
     with pytest.raises(ValueError, match="strength is 'x'"):
         commands.read_attacks(["typo:x"], strength=0.2)
+    with pytest.raises(ValueError, match="--attack=chain: several --attack are a chain"):
+        commands.read_attacks(["chain"], changes=["steps=[{attack: typo, strength: 0.1}]"])
+    with pytest.raises(ValueError, match="--set 'strength=0.5': the strength of typo is given as 0.3 too"):
+        commands.read_attacks(["typo:0.3"], changes=["strength=0.5"])
     typo = commands.read_attacks(["typo"], strength=0.2)
     for how in ({"human": "none.txt", "model": None}, {"human": None, "model": "none.gguf"}):
         with pytest.raises(ValueError, match="=none.* would do nothing with the attack typo; leave it out"):
