@@ -98,18 +98,9 @@ def evaluate_rows() -> int:
 
     cli.require_flag("data", "a folder of RAGTruth's format")
     reading = cli.load_config(reader_settings.ReaderSettings)
-    settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
-    if VALUES.curve and not VALUES.reader and not VALUES.detector:
-        raise ValueError(
-            f"--curve={VALUES.curve} is of the detector, which --noreader leaves out; leave one of them out"
-        )
-    if VALUES["processes"].present and not VALUES.detector:
-        raise ValueError(f"--processes={VALUES.processes} is of a --detector with a tuned reader; leave it out")
-    if VALUES.detector:
-        ignored = [name for name in ("reader", "ablation", "curve", "folds") if VALUES[name].present]
-        if ignored:
-            raise ValueError(f"--detector={VALUES.detector}: it is judged as it is; leave out --{', --'.join(ignored)}")
-        settings = settings.model_copy(update={"train_split": None})  # nothing is fitted here
+    check_evaluate()
+    how = {"train_split": None} if VALUES.detector else {}  # nothing is fitted to a saved detector's responses
+    settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed, **how)
     data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
     ragtruth.check_labels(data, VALUES.data)
     if VALUES.reader or VALUES.detector:
@@ -144,16 +135,15 @@ def evaluate_rows() -> int:
             if saved is None
             else evaluate.frozen(made, settings, saved.detector)
         )
-    judged = {"judged": evaluate.counts(made, settings)}
     sums = {"data_sha256": ragtruth.sha256(VALUES.data), "model_sha256": None if store is None else checksum}
     about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
     if saved is not None:
         about |= {"detector": str(VALUES.detector), "detector_sha256": assets.sha256_file(VALUES.detector)}
     machine = environment.describe(threads=environment.usable_cores())
     name, lead = ("evaluation", report.FITTED) if saved is None else ("detector_evaluation", report.SAVED)
-    content = about | sums | judged | {"machine": machine, "rows": found, "left_out": left_out}
+    results = {"judged": evaluate.counts(made, settings), "machine": machine, "rows": found, "left_out": left_out}
     outputs.set_aside(workdir / f"{name}.json")  # of which the other files are drawn
-    outputs.write_json(workdir / f"{name}.json", content)
+    outputs.write_json(workdir / f"{name}.json", about | sums | results)
     report.write(found, workdir, name=name, lead=lead)
     terminal.console().print(reader_table.of_rows(found))
     print(f"{VALUES.data}: sha256 {sums['data_sha256']}")
@@ -161,6 +151,23 @@ def evaluate_rows() -> int:
     for row, reason in left_out.items():
         print(f"left out: {row}: {reason}", file=sys.stderr)
     return cli.EXIT_GATE if left_out else cli.EXIT_OK
+
+
+def check_evaluate() -> None:
+    """Check that no flag of evaluate is without effect next to the others.
+
+    Raises:
+      ValueError: one is; it is named.
+    """
+    if VALUES.detector:
+        ignored = [name for name in ("reader", "ablation", "curve", "folds") if VALUES[name].present]
+        if ignored:
+            raise ValueError(f"--detector={VALUES.detector}: it is judged as it is; leave out --{', --'.join(ignored)}")
+        return
+    if VALUES.curve and not VALUES.reader:
+        raise ValueError(f"--curve={VALUES.curve} is of the detector, which --noreader leaves out; leave one out")
+    if VALUES["processes"].present:
+        raise ValueError(f"--processes={VALUES.processes} is of a --detector with a tuned reader; leave it out")
 
 
 # The detector
