@@ -69,7 +69,7 @@ CASES = [
     of(f"{ONE}|--temperature=1|--top_p=0", "top_p=0.0", "in (0, 1]"),
     of(f"{ONE}|--temperature=1|--top_p=1.5", "top_p=1.5"),
     of(f"{ONE}|--temperature=1|--min_p=1", "min_p=1.0", "in [0, 1)"),
-    of(f"{ONE}|--repetition_penalty=0", "repetition_penalty=0.0", "above 0"),
+    of(f"{ONE}|--repetition_penalty=0", "repetition_penalty=0.0", "from 1e-06 to 1000000"),
     of(f"{ONE}|--top_k=5", "--top_k=5", "--temperature=0"),
     of(f"{ONE}|--top_p=0.9", "--top_p=0.9", "--temperature=0"),
     of(f"{ONE}|--seed=-1", "seed", "-1"),
