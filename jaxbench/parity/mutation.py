@@ -168,7 +168,8 @@ def _adam_uncorrected(original: Callable, model: Any, step_config: StepConfig) -
 
 
 def _adamw(o: OptimizerConfig) -> dict[str, Any]:
-    return {"lr": 0.0, "betas": (o.b1, o.b2), "eps": o.eps, "weight_decay": o.weight_decay}
+    # fused: the step tells its optimiser by a tensor whether to take it, which the others refuse
+    return {"lr": 0.0, "betas": (o.b1, o.b2), "eps": o.eps, "weight_decay": o.weight_decay, "fused": True}
 
 
 def _adam_eps(original: Callable, model: Any, step_config: StepConfig) -> torch.optim.Optimizer:

@@ -197,11 +197,10 @@ def _accumulate(
     total = batch.mask.sum().clamp(min=1) if count > 1 else None  # with one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else functional.DropoutStream(dropout_key, state.step * count + k)
-        targets = micro.mask.sum()
         with cast_to_compute(state.params, state.policy):
             loss = loss_fn(state.params, _with_targets(micro) if count > 1 else micro, dropout=dropout)
         if count > 1:
-            loss = loss * (targets.to(loss.dtype) / total)
+            loss = loss * (micro.mask.sum().to(loss.dtype) / total)
         state.scaler.scale(loss).backward()
         summed = loss.detach() if summed is None else summed + loss.detach()
     return summed
@@ -213,7 +212,8 @@ def _with_targets(micro: Any) -> Any:
     A gradient of 0 / 0 is NaN whatever it is multiplied by. Asking on the host would wait for the device.
     """
     is_empty = ~micro.mask.any()
-    return micro._replace(mask=micro.mask | is_empty, targets=micro.targets.masked_fill(is_empty, 0))
+    known = {"targets": micro.targets.masked_fill(is_empty, 0)} if "targets" in micro._fields else {}
+    return micro._replace(mask=micro.mask | is_empty, **known)
 
 
 def _micro_batches(batch: Any, count: int) -> list[Any]:
