@@ -255,13 +255,15 @@ def _py_spy(words: Sequence[str], folder: Path, rate: int) -> Profile:
         for stream in streams:
             os.close(stream)
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    exit_code = int(code.read_text(encoding="utf-8")) if code.exists() else None
     if not output.exists():
         if interrupted:
             raise KeyboardInterrupt(f"exit code {own} before a profile was kept")
+        if exit_code == cli.EXIT_PIPE:  # it ended before py-spy had found it
+            raise BrokenPipeError(f"exit code {exit_code} before a profile was kept")
         raise ValueError(f"py-spy wrote no samples: {' '.join(said)[-300:] or own}")
     if late := [line for line in said if "behind in sampling" in line]:
         print(f"py-spy: {late[-1].removeprefix('py-spy> ')}", file=sys.stderr)
-    exit_code = int(code.read_text(encoding="utf-8")) if code.exists() else None
     stacks = _own(list(folded(output.read_text(encoding="utf-8"))))
     return Profile("py-spy", stacks, exit_code, 1 / rate, None, interrupted)
 

@@ -258,6 +258,17 @@ def test_a_reader_that_closes_the_output_ends_the_command_quietly(tmp_path, tool
     process.stderr.close()
 
 
+def test_a_closed_output_is_no_fault_of_py_spy_that_found_the_command_too_late(tmp_path, monkeypatch):
+    """A tracer that keeps nothing stands for py-spy on a busy machine, where the command ends before it is found."""
+    late = written(tmp_path / "late.sh", '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; "$@"; exit 1\n')
+    late.chmod(0o700)
+    monkeypatch.setattr(host, "py_spy", lambda: late)
+    with pytest.raises(BrokenPipeError, match="exit code 141 before a profile was kept"):
+        host._py_spy([str(written(tmp_path / "closed.py", "raise BrokenPipeError"))], tmp_path, 100)
+    with pytest.raises(ValueError, match="py-spy wrote no samples"):
+        host._py_spy([str(written(tmp_path / "short.py", "raise SystemExit(3)"))], tmp_path, 100)
+
+
 def test_folded_stacks_are_read_and_counted_by_line():
     text = "<module> (/a/b.py:5);f (/a/b.py:2) 3\n<module> (/a/b.py:5) 1\n"
     first, second = host.by_line(list(host.folded(text)))
