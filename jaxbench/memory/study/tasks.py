@@ -20,7 +20,7 @@ from jaxbench.config import Base
 
 FILLER, ASK, MARK, FIRST = 0, 1, 2, 3  # FIRST: the first token that carries content
 UNSCORED = -1
-HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on
+HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on; their rows are counted from 1
 
 
 class TaskConfig(Base):
@@ -81,8 +81,10 @@ def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskB
         "passkey": _passkey,
         "key_value": _key_value,
     }[config.task]
+    # numpy pads entropy with zeros: HELD_OUT = 0 + 256 * 2^32 at step s, row 0 would draw as seed 0 at step 256, row s.
+    first = 1 if seed >= HELD_OUT else 0
     rows = []
-    for row in range(batch_size):
+    for row in range(first, first + batch_size):
         blank = TaskBatch(*(np.full(config.length, value, np.int32) for value in (FILLER, UNSCORED, 0)))
         make(config, np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, step, row)))), blank)
         rows.append(blank)
