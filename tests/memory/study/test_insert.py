@@ -1,5 +1,7 @@
 """A pretrained model given a memory: its logits are compared with those before, and a memory that speaks up shows."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.memory.study import insert
 from jaxbench.memory.train_config import MemoryTrainConfig
 from jaxbench.pretrained import weights
+from jaxbench.training import train_inputs
 
 SIZES = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 
@@ -30,6 +33,10 @@ def rows():
     return train.Batch(tokens, tokens, positions, positions >= 0, np.ones_like(tokens))
 
 
+def batch(step, batch_size):
+    return rows()
+
+
 def test_a_closed_gate_changes_nothing_and_an_open_one_is_seen(settings, monkeypatch):
     assert insert.change_of_logits(settings, rows()) <= insert.LIMIT
     real = initial.inserted
@@ -40,6 +47,21 @@ def test_a_closed_gate_changes_nothing_and_an_open_one_is_seen(settings, monkeyp
 
     monkeypatch.setattr(initial, "inserted", opened)
     assert insert.change_of_logits(settings, rows()) > 1e-3
+
+
+@pytest.mark.parametrize(("change", "code"), [(1e-7, 0), (1e-3, 1), (float("nan"), 1)])
+def test_the_gate_lets_no_change_pass_that_is_too_large_or_not_a_number(change, code, settings, monkeypatch):
+    monkeypatch.setattr(insert.process_environment, "ensure", lambda device: None)
+    monkeypatch.setattr(insert.cli, "load_config", lambda model: settings)
+    monkeypatch.setattr(
+        train_inputs, "prepare_data", lambda settings: SimpleNamespace(train=SimpleNamespace(batch=batch))
+    )
+    monkeypatch.setattr(insert, "change_of_logits", lambda settings, batch: change)
+    if code == 0:
+        assert insert.main() == 0
+    else:
+        with pytest.raises(insert.cli.GateFailed, match=f"the logits change by {change:.2e}"):
+            insert.main()
 
 
 def test_a_run_without_memory_or_without_a_model_to_start_from_is_refused(settings):
