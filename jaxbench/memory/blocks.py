@@ -104,7 +104,7 @@ class Block(nnx.Module):
 
     def reset(self, state: BlockState, is_reset: Bool[Array, " B"]) -> BlockState:
         """Reset some rows of a state to the initial state."""
-        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
+        return layout.reset_rows(state, is_reset, self.init_state)
 
     def _check(self, state: BlockState) -> None:
         """Refuse the state of another kind of block; attention and memory check its sizes."""

@@ -33,6 +33,18 @@ def select_rows(condition: Bool[Array, " E"], new: Any, old: Any) -> Any:
     return tree_map(lambda new, old: jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
 
 
+def reset_rows(state: Any, is_reset: Bool[Array, " B"], init_state: Callable[[int], Any]) -> Any:
+    """Reset some rows of a state, a tree of arrays [B ...], to those of init_state(B).
+
+    Raises:
+      ValueError: is_reset is not one value for each row of the state.
+    """
+    num_rows = len(jax.tree.leaves(state)[0])
+    if tuple(is_reset.shape) != (num_rows,):
+        raise ValueError(f"reset: is_reset is {tuple(is_reset.shape)}, wanted {(num_rows,)}, one for each row")
+    return select_rows(is_reset, init_state(num_rows), state)
+
+
 def left_align(
     x: Float[Array, "B T D"], is_token: Bool[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T D"], Int[Array, " B"]]:

@@ -174,7 +174,7 @@ class NeuralMemory(nnx.Module):
 
     def reset(self, state: NeuralState, is_reset: Bool[Array, " B"]) -> NeuralState:
         """Reset some rows of a state to the initial state."""
-        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
+        return layout.reset_rows(state, is_reset, self.init_state)
 
     def _blank(self, batch_size: int) -> NeuralState:
         weights = self.memory.weights(batch_size)

@@ -132,6 +132,20 @@ def test_a_reset_row_starts_again_and_leaves_the_others_alone(kind):
     assert np.abs(again[1] - fresh[1]).max() > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("library", "kind"), [*((name, kind) for name in ("flax", "torch") for kind in ("mac", "bank")), ("torch", "lmm")]
+)
+def test_a_reset_of_other_than_the_states_rows_is_refused(library, kind):
+    """One value was spread over all rows, which lost every row's memory without a word."""
+    block = runner(library, kind).block
+    state, ones = block.init_state(ROWS), jnp.ones if library == "flax" else torch.ones
+    memory = block.memory if block.bank is None else block.bank
+    for layer, its_state in ((block, state), (memory, state.memory)):
+        for rows in (1, ROWS + 1):
+            with pytest.raises(ValueError, match=rf"reset: is_reset is \({rows},\), wanted \({ROWS},\)"):
+                layer.reset(its_state, ones(rows) > 0)
+
+
 def test_memory_goes_on_learning_unless_it_is_told_not_to():
     x, call = stream(), runner("torch", "mac")
     state = call(x)[1]

@@ -177,7 +177,7 @@ class Bank(torch.nn.Module):
 
     def reset(self, state: BankState, is_reset: Bool[Tensor, " B"]) -> BankState:
         """Reset some rows of a state to empty banks."""
-        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
+        return layout.reset_rows(state, is_reset, self.init_state)
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]

@@ -54,6 +54,17 @@ def select_rows(condition: Bool[Tensor, " E"], new: Any, old: Any) -> Any:
     return tree_map(lambda new, old: torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
 
 
+def reset_rows(state: Any, is_reset: Bool[Tensor, " B"], init_state: Callable[[int], Any]) -> Any:
+    """Reset some rows of a state, a tree of tensors [B ...], to those of init_state(B).
+
+    Arguments, results and errors are the twin's.
+    """
+    num_rows = next(len(leaf) for leaf in pytree.tree_leaves(state) if leaf is not None)
+    if tuple(is_reset.shape) != (num_rows,):
+        raise ValueError(f"reset: is_reset is {tuple(is_reset.shape)}, wanted {(num_rows,)}, one for each row")
+    return select_rows(is_reset, init_state(num_rows), state)
+
+
 def left_align(
     x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " B"]]:

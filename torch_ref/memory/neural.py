@@ -163,7 +163,7 @@ class NeuralMemory(torch.nn.Module):
 
     def reset(self, state: NeuralState, is_reset: Bool[Tensor, " B"]) -> NeuralState:
         """Reset some rows of a state to the initial state."""
-        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
+        return layout.reset_rows(state, is_reset, self.init_state)
 
     def _blank(self, batch_size: int) -> NeuralState:
         weights = self.memory.weights(batch_size)
