@@ -108,7 +108,12 @@ def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
 
     A slot is dead if its share of the attention mass is at most dead_share of an even share, 0 < dead_share < 1, and
     its age is not 0.
+
+    Raises:
+      ValueError: dead_share is outside its range.
     """
+    if not 0 < dead_share < 1:
+        raise ValueError(f"memory_stats: dead_share={dead_share} is outside (0, 1)")
     # numpy cannot read a tensor with gradients, on a GPU or in bfloat16; PyTorch's double() converts bfloat16.
     plain = (x.detach().cpu().double() if hasattr(x, "detach") else x for x in state)
     values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, plain, strict=True)}

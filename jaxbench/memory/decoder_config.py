@@ -30,7 +30,7 @@ class DecoderMemory(Base):
     bank: BankConfig | None = None  # for bank; lmm takes either
     max_documents: int = Field(default=1, ge=1)  # per row; each has its own memory and costs as much as a row
     loss_weight: float = Field(default=1.0, ge=0)  # of the loss that trains a bank's compression
-    learn: bool = True  # False: neural memories keep their initial weights; a bank is still written
+    learn: bool = True  # False: neural memories learn only neural.num_persistent tokens; a bank is still written
 
 
 class MemoryTransformerConfig(TransformerConfig):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench.memory import bank, layout, resize
+from jaxbench.memory import bank, bank_config, layout, resize
 from jaxbench.memory.bank_config import AGE_EDGES, BankConfig, initial_params, memory_stats
 from jaxbench.training import checkpoint
 from tests.memory.bank_oracle import Oracle
+from tests.structure import ROOT
 from torch_ref.memory import bank as torch_bank
 from torch_ref.memory import resize as torch_resize
 
@@ -291,6 +292,32 @@ def test_statistics_are_those_of_a_state_made_by_hand():
     assert stats.age_histogram[0].tolist() == [1, 1, 0, 1, 1, *[0] * (len(AGE_EDGES) - 5)]
     assert stats.age_histogram[1].sum() == 0
     assert stats.compression_ratio.tolist() == [2.5, 0.0] and stats.reconstruction_cosine.tolist() == [0.9, 0.0]
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.1, 5])
+def test_a_share_that_no_slot_or_every_slot_is_below_is_refused(share):
+    with pytest.raises(ValueError, match=rf"dead_share={share} is outside \(0, 1\)"):
+        memory_stats(layer()[1].init_state(1), dead_share=share)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(11, 6), (LENGTH, 12)])
+def test_the_pages_recipe_leaves_a_bank_alone_that_has_no_slots_yet_and_keeps_whole_blocks_slots(length, slots):
+    """Of 6 slots, 2 a block. Without any slot utilisation is 0, for which an unused bank was shrunk by 3 slots."""
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    (recipe,) = (
+        code for code in page.split("```python\n")[1:] if code.startswith("memory = bank.build(shape, params)")
+    )
+    shape = TINY.model_copy(update={"memory_slots": 6, "compression": "mean"})
+    names = {
+        "bank": bank,
+        "bank_config": bank_config,
+        "resize": resize,
+        "shape": shape,
+        "x": stream(length, dtype="float32"),
+    }
+    names |= {"params": initial_params(shape, 0), "heads": jnp.ones((2, length, 2, 6), jnp.float32)}
+    exec(recipe.partition("```")[0], names)
+    assert names["state"].slots.shape[1] == slots and names["more"].shape == (2, length, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
