@@ -12,6 +12,7 @@ from jaxbench.memory import block_config, blocks, sliding_window
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
+from tests.structure import ROOT
 from torch_ref.memory import bank as torch_bank
 from torch_ref.memory import blocks as torch_blocks
 from torch_ref.memory import chunk as torch_chunk
@@ -130,6 +131,19 @@ def test_a_reset_row_starts_again_and_leaves_the_others_alone(kind):
     np.testing.assert_array_equal(again[0], fresh[0])
     np.testing.assert_array_equal(again[1], kept[1])
     assert np.abs(again[1] - fresh[1]).max() > 1e-4
+
+
+def test_the_pages_way_through_a_checkpoint_brings_back_a_state_of_trees(tmp_path):
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    (code,) = (code for code in page.split("```python\n") if "saved = checkpoint.Checkpoints" in code)
+    call, x = runner("flax", "mac"), stream()
+    state = call(x)[1]
+    names = {"jax": jax, "folder": tmp_path, "state": state, "memory": call.block, "x": x}
+    exec(code.partition("```")[0], names)
+    names["saved"].close()
+    assert jax.tree.structure(names["state"]) == jax.tree.structure(state)
+    assert all(map(np.array_equal, leaves(names["state"]), leaves(state)))
+    np.testing.assert_array_equal(call(x, names["state"])[0], call(x, state)[0])
 
 
 @pytest.mark.parametrize(
