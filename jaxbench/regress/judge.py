@@ -66,8 +66,8 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
     """
     kinds = {name: metrics.metric_of(name).kind for name in pairs}
     pairs = {name: each for name, each in pairs.items() if kinds[name] != "noted"}
-    timed = [name for name in pairs if kinds[name] in ("timed", "memory")]
-    timed = [name for name in timed if all(0 < value < math.inf for pair in pairs[name] for value in pair)]
+    measured = [name for name in pairs if kinds[name] in ("timed", "memory")]
+    timed = [name for name in measured if all(0 < value < math.inf for pair in pairs[name] for value in pair)]
     alpha = suite.alpha / num_looks
     logs = [[log_ratio(name, pair) for pair in pairs[name]] for name in timed]
     intervals = dict(zip(timed, moderation.intervals(logs, confidence=1 - alpha), strict=True))
@@ -76,6 +76,7 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
         name: _timed(name, interval, shares[name] <= 1, pairs[name], suite.margin(name), alpha)
         for name, interval in intervals.items()
     }
+    found |= {name: _without_ratio(name, pairs[name]) for name in measured if name not in found}
     exact = {name: _exact(name, pairs[name], suite.margin(name)) for name in pairs if name not in found}
     return [(found | exact)[name] for name in pairs]
 
@@ -123,6 +124,22 @@ def _wanted(interval: verdicts.Interval, least: float, alpha: float) -> int:
     gap = max(abs(abs(interval.mean) - least), least / 4)  # a mean exactly at the margin would never be decided
     count = (stats.norm.ppf(1 - alpha / 2) * spread / gap) ** 2
     return int(min(MOST_LAUNCHES, max(interval.num_launches + 1, math.ceil(count))))
+
+
+def _without_ratio(name: str, pairs: Sequence[Pair]) -> Finding:
+    """Return the finding for a timed series that some launch gives no log ratio: a 0, or a value that is not finite.
+
+    Medians of such a series say nothing about chance, so it is undecided, unless every value is 0. A launch whose value
+    is not finite counts as in exact series: critical on head alone.
+    """
+    sides = [[*side] for side in zip(*pairs)]
+    base, head = (verdicts.median(side) if np.isfinite(side).all() else math.nan for side in sides)
+    if not (math.isfinite(base) and math.isfinite(head)):
+        return _broken(name, base, head, len(pairs))
+    if not any(value for side in sides for value in side):
+        return Finding(name, "no change", "", 0.0, 0.0, 0.0, base, head, len(pairs), 0)
+    worse = metrics.worsening(head, base, higher_is_better=metrics.metric_of(name).higher_is_better)
+    return Finding(name, "undecided", "", worse, -1.0, math.inf, base, head, len(pairs), len(pairs) + 1)
 
 
 def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:

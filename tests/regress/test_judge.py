@@ -166,3 +166,20 @@ def test_a_value_that_is_not_finite_on_head_alone_is_a_critical_regression(serie
     assert same.verdict == "no change"
     again = report.findings_of({"findings": [outputs.finite(broken._asdict())]})[0]
     assert math.isnan(again.head) and again.worse == math.inf
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [[Pair(0.0, 4096.0), Pair(0.0, 0.0), Pair(4096.0, 8192.0)], [Pair(4.0, 8.0), Pair(4.0, 8.0), Pair(0.0, 4.0)]],
+)
+def test_a_timed_series_with_a_zero_is_undecided_and_not_judged_as_a_count(pairs):
+    """Peak memory above the imports may be 0 in one launch; medians alone would make chance a critical regression."""
+    found = one("words.peak_memory_bytes", pairs)
+    assert (found.verdict, found.level, found.low, found.high) == ("undecided", "", -1.0, math.inf)
+    assert found.wanted_pairs == 4 and report.verdict(found) == "undecided (about 4 launches would tell)"
+    assert one("words.peak_memory_bytes", [Pair(0.0, 0.0)] * 3).verdict == "no change"
+
+
+def test_one_launch_of_head_that_is_not_finite_is_critical_however_the_median_is():
+    found = one(TIME, [Pair(1.0, 1.0), Pair(1.0, 1.0), Pair(1.0, math.inf)])
+    assert (found.verdict, found.level) == ("regression", "critical") and report.interval(found) == "not finite"
