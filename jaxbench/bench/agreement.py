@@ -20,7 +20,7 @@ from jaxbench.bench import labels
 from jaxbench.bench.arms import arm_table
 from jaxbench.measure.records import Record
 
-# Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
+# Relative, between arms' losses of a step; autocast and all-bfloat16 activations round at different places.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 # Largest relative 2-norm of two arms' float32 logit difference that counts as rounding. On a CPU 2e-7 (tiny model) is
 # seen; JAX's float32 products on a GPU or TPU default to a narrower type (TF32: 2**-11 = 5e-4 each), PyTorch's do not.
@@ -124,7 +124,8 @@ def _describe_difference(record: Record) -> str:
     place = f"{record.arm} from {reference} on {record.workload.label()}"
     if record.workload.kind == "train":
         own, other = (_number(detail[name], ".6g") for name in ("loss", "reference_loss"))
-        return f"{place}: first loss {own}, {reference}'s {other}"
+        which = f"loss after {step} update{'s' * (step > 1)}" if step else "first loss"
+        return f"{place}: {which} {own}, {reference}'s {other}"
     text = f"{place} at prompt {row} step {step}"
     if "token" in detail:
         text += f": token {detail['token']}, {reference}'s {detail['reference_token']}"

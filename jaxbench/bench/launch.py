@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxbench.bench import agreement, sample_rates, visit
+from jaxbench.bench import arm_outputs, sample_rates, visit
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.bench.plan import Plan
@@ -45,7 +45,7 @@ class Launch:
         self.rates = roofline.Rates(0.0, {})
         self.reads: dict[Workload, list[float]] = defaultdict(list)  # bytes/s before each decode visit
         self.measured: list[tuple[str, Workload, list[dict], dict]] = []  # arm, workload, answers, prepare's facts
-        self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
+        self.outputs = arm_outputs.ArmOutputs(plan, self._logits)
         self.failed: dict[tuple[str, Workload], str] = {}
         self.control = visit.Control(plan.suite.verdicts.control_drift)
         self.compile_s = 0.0  # spent compiling so far
@@ -182,7 +182,7 @@ class Launch:
             if answer is None:
                 return None
             if workload.kind == "train":
-                self._note_output(arm, workload, answer)  # the loss of the first step
+                self.outputs.note(arm, workload, answer)  # the loss of the first step
         if "compile_s" in facts:
             name = "compile_cold_s" if self.index == 1 else "compile_warm_s"
             self._append(arm, name, workload, [facts["compile_s"]])
@@ -206,13 +206,10 @@ class Launch:
                     if (arm, workload) not in ready or (arm, workload) in self.failed or arm in self.lost:
                         continue
                     self._read(workload)
-                    request = {"workload": workload.model_dump(), "inputs": self.plan.inputs[workload]}
-                    measure = functools.partial(self._ask, arm, "measure", workload, **request)
+                    measure = functools.partial(self._sample, arm, workload)
                     made = visit.visit(measure, self.control, sample_s=self.plan.suite.sample_s(workload.kind))
                     samples[arm, workload] += made.answers
                     stalls += made.repeats
-                    if made.answers:
-                        self._note_output(arm, workload, made.answers[0])
                     if made.joules is not None:
                         num_tokens = sample_rates.tokens_of(workload) * len(made.answers)
                         joules[arm, workload].append(made.joules / num_tokens)
@@ -311,39 +308,21 @@ class Launch:
     def _append_tokens(self, workloads: list[Workload]) -> None:
         """Record the digest of each arm's output and where it first differs from the baseline's."""
         for workload in workloads:
-            outputs = self.tokens.get(workload, {})
-            base = self.plan.suite.verdicts.baseline
-            reference = base if base in outputs else next(iter(outputs), None)
-            for arm, tokens in outputs.items():
-                tolerance = agreement.LOSS_TOLERANCE[workload.dtype] if workload.kind == "train" else 0.0
-                places = agreement.differences(outputs[reference], tokens, tolerance=tolerance)
-                digest = agreement.digest(tokens if places else outputs[reference])
-                detail = {"digest": digest, "reference": reference, "first_difference": places[0] if places else None}
-                if workload.kind == "train":
-                    detail |= {"loss": tokens[0][0], "reference_loss": outputs[reference][0][0]}
-                elif places:
-                    detail |= self._difference_detail(workload, reference, arm, places)
-                same = 0.0 if places else 1.0
-                self.file.append(self._record("tokens", workload, same, "count", arm=arm, detail=detail))
+            for arm, is_same, detail in self.outputs.compared(workload):
+                self.file.append(self._record("tokens", workload, float(is_same), "count", arm=arm, detail=detail))
 
-    def _difference_detail(self, workload: Workload, reference: str, arm: str, places: list[list[int]]) -> dict:
-        """Return agreement.deciding_difference of two arms, whose logits are compared in float32."""
+    def _logits(self, arm: str, tokens: list[int]) -> list[float] | None:
+        """Return an arm's next-token logits [V] after one row's tokens; None if it fails."""
+        answer = self._ask(arm, "logits", tokens=tokens)
+        return answer and answer["logits"]
 
-        def logits_at(row: int, step: int) -> list[list[float]] | None:
-            context = self.plan.inputs[workload][row] + theirs[row][:step]
-            answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
-            return [answer["logits"] for answer in answers] if all(answers) else None
-
-        theirs, ours = (self.tokens[workload][name] for name in (reference, arm))
-        is_narrow = workload.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights"))
-        return agreement.deciding_difference(theirs, ours, places, self.plan.device, None if is_narrow else logits_at)
-
-    def _note_output(self, arm: str, workload: Workload, answer: dict) -> None:
-        """Keep an arm's first output: its tokens, or the first loss of the train step."""
-        if workload.kind == "train":
-            self.tokens[workload].setdefault(arm, [[answer["loss"]]])
-        elif "tokens" in answer:
-            self.tokens[workload].setdefault(arm, answer["tokens"])
+    def _sample(self, arm: str, workload: Workload) -> dict | None:
+        """Measure one workload of an arm once and keep its output; None if it fails."""
+        request = {"workload": workload.model_dump(), "inputs": self.plan.inputs[workload]}
+        answer = self._ask(arm, "measure", workload, **request)
+        if answer is not None:
+            self.outputs.note(arm, workload, answer)
+        return answer
 
     # Workers
 
