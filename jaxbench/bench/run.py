@@ -60,6 +60,7 @@ def compare(
         run_launches(plan, file, started=started, say=say)
         if profile:
             parts.profile(plan, file, say)
+        _note_look(plan, file)
         results = file.of_run(plan.run_id)
     say(f"{sum(r.metric == records.LAUNCH_DONE for r in results)} launches in {time.monotonic() - started:.0f} s")
     return results
@@ -155,6 +156,16 @@ def run_launches(plan: Plan, file: RecordFile, *, started: float, say: Callable[
         expected = took - (single.compile_s if index == 1 else 0.0)  # later launches load what launch 1 compiled
         expected /= SHORT if num_rounds < rounds.rounds else 1.0
         say(f"{name}: {took:.0f} s")
+
+
+def _note_look(plan: Plan, file: RecordFile) -> None:
+    """Keep how many launches the report that follows is of, so that a later one can say that it is not the first."""
+    finished = len(file.finished_launches(plan.run_id))
+    before = next((r.detail["launches"] for r in file.of_run(plan.run_id) if r.metric == records.LOOK), [])
+    if finished and before[-1:] != [finished]:
+        file.append(
+            plan.record(records.LOOK, value=float(finished), unit="count", detail={"launches": [*before, finished]})
+        )
 
 
 def failures(results: list[Record]) -> list[str]:

@@ -132,8 +132,9 @@ def _repeated_programs(groups: dict[tuple[str, Workload, str], dict[int, Record]
 def _judged(family: list[Row], rules: Verdicts) -> list[Row]:
     """Return the rows of one family with ratio, verdict and the least ratio that could have been decided."""
     intervals = moderation.intervals(
-        [row.log_ratios for row in family], confidence=rules.confidence, margin=rules.margin
-    )
+        [row.log_ratios for row in family], confidence=rules.confidence, margin=rules.margin,
+        num_baselines=len({(row.metric, row.workload) for row in family}),
+    )  # fmt: skip
     counted = [i for i, row in enumerate(family) if row.verdict != "same"]
     judged = verdicts.judge([intervals[i] for i in counted], confidence=rules.confidence, margin=rules.margin)
     rows = [row._replace(ratio=interval.ratio()) for row, interval in zip(family, intervals, strict=True)]

@@ -26,8 +26,9 @@ from jaxbench.measure.verdicts import Interval
 MIN_ROWS = 6  # fewer rows say too little about how variances are distributed: each row then uses its own variance
 TAILS = (0.05, 0.1)  # shares of the smallest and largest log variances that are winsorised, as in Phipson et al.
 GRID = (np.arange(400) + 0.5) / 400  # probabilities whose quantiles represent a distribution
-# Share of the fitted degrees of freedom that is used, because the prior is itself estimated. Of 600 simulated tables of
-# 13 or 39 rows and 5 launches, 3 to 8 % held a false verdict with all of them, 3.5 to 5.7 % with this share.
+# Share of the fitted degrees of freedom that is used, and of those of all rows together, because the prior is itself
+# estimated. Of 600 simulated tables of 13 or 39 rows and 5 launches, 3 to 8 % held a false verdict with all of the
+# fitted ones, 3.5 to 5.7 % with this share.
 CAUTION = 0.7
 PRIOR_DFS = np.geomspace(0.2, 1e6, 200)  # candidate prior degrees of freedom; the last is effectively infinite
 
@@ -40,18 +41,27 @@ class Prior(NamedTuple):
 
 
 def intervals(
-    log_ratios: Sequence[Sequence[float]], *, confidence: float = 0.95, margin: float = 0.0
+    log_ratios: Sequence[Sequence[float]],
+    *,
+    confidence: float = 0.95,
+    margin: float = 0.0,
+    num_baselines: int | None = None,
 ) -> list[Interval]:
     """Return the moderated t-interval of each row's log ratios (one per launch); infinite for a single launch.
 
-    `margin` is the relative difference that does not count (0.05 = 5 %); it affects the p-value only.
+    Args:
+      margin: relative difference that does not count (0.05 = 5 %); it affects the p-value only.
+      num_baselines: measurements that the rows are compared with, if several rows share one; None = each has its own.
+        Rows that share one are not independent, so that together they have no more degrees of freedom than these.
     """
     plain = [verdicts.t_interval(logs, confidence=confidence, margin=margin) for logs in log_ratios]
     several = [i for i, logs in enumerate(log_ratios) if len(logs) > 1]
     variances = np.array([np.var(log_ratios[i], ddof=1) for i in several])
     dfs = np.array([len(log_ratios[i]) - 1 for i in several])
     prior = fit(variances, dfs)
-    totals = np.minimum(dfs + prior.df, dfs.sum())  # no row has more than all rows have together
+    # No row has more than all rows have together, rows with a common baseline counted once.
+    together = CAUTION * dfs.sum() * min(1.0, (num_baselines or len(log_ratios)) / max(1, len(log_ratios)))
+    totals = np.maximum(dfs, np.minimum(dfs + prior.df, together))
     shares = (totals - dfs) / totals if len(several) else totals
     moderated = (1 - shares) * variances + shares * prior.variance
     for i, variance, df in zip(several, moderated, totals, strict=True):

@@ -22,6 +22,7 @@ RESULTS_NAME = "results.jsonl"
 SUITE_ARM = "suite"  # the arm of records that belong to the whole run: roofline, control, parity, TPU, launch marks
 LAUNCH_BEGUN = "launch_begun"  # marks a launch's start: records that an interrupted try left no longer count
 LAUNCH_DONE = "launch_done"  # the metric that marks a finished launch (`--resume` skips it)
+LOOK = "look"  # how many launches were finished at each report of a run: its detail's `launches`, in order
 RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and the rest of its key
 
 

@@ -22,7 +22,7 @@ from jaxbench.measure import records, verdicts
 from jaxbench.regress import figure_names
 from jaxbench.regress.run_file import SCHEMA, check_finite
 
-SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, "digest", "parity"}
+SKIPPED = {records.RUN, records.LAUNCH_BEGUN, records.LAUNCH_DONE, records.LOOK, "digest", "parity"}
 RATE = re.compile(r"(/s|/sec|/min|per_s(econd)?)$|^ops|iter/sec", re.IGNORECASE)
 COSTS = {"s", "ms", "us", "ns", "bytes", "MB", "J/token"}  # units of which less is better; other figures do not say
 HIGHER = {"train_mfu", "train_mfu_causal", "tokens"}  # a comparison's metrics; tokens: 1 = those of the baseline

@@ -82,6 +82,19 @@ def test_resume_after_an_interrupt_runs_only_what_is_missing(compare):
     assert FakeLaunch.begun == []
 
 
+def test_each_report_of_more_launches_is_kept_as_a_look(compare):
+    def looks(found):
+        return [record.detail["launches"] for record in found if record.metric == records.LOOK]
+
+    two = {"rounds": SUITE.rounds.model_copy(update={"launches": 2})}
+    assert looks(compare(suite=two)) == [[2]]
+    assert looks(compare(suite=two, resume=True)) == [[2]]  # nothing was added
+    with pytest.raises(KeyboardInterrupt):
+        compare(resume=True, interrupt_at=3)  # no report follows
+    assert looks(compare(resume=True)) == [[2, 3]]
+    assert looks(compare()) == [[3]]
+
+
 def test_a_second_run_into_the_same_folder_is_refused_while_the_first_runs(compare, tmp_path, monkeypatch):
     def run_launch(self):
         with pytest.raises(ValueError, match="another process writes .*results.jsonl; wait for its end"):
@@ -232,7 +245,8 @@ def test_a_damaged_folder_of_results_is_named(compare, tmp_path, content):
 def test_results_from_before_runs_had_ids_are_left_aside_by_resume_and_still_reported(compare, tmp_path):
     compare()
     for name in ("results.jsonl", "suite.json"):
-        lines = [line for line in (tmp_path / name).read_text().splitlines() if '"metric":"run"' not in line]
+        lines = (tmp_path / name).read_text().splitlines()
+        lines = [line for line in lines if '"metric":"run"' not in line and '"metric":"look"' not in line]
         text = "\n".join([*lines, ""])
         (tmp_path / name).write_text(re.sub(r'"run_id": ?"[0-9a-f]*",?', "", text))
     assert len(report.read_run(tmp_path)[0]) == 6  # two of each launch

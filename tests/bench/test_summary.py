@@ -81,6 +81,23 @@ def test_verdicts_hold_for_all_rates_together():
     assert {r.verdict for r in summary.rows(records, Verdicts())} == {"baseline", "undecided"}
 
 
+def test_rows_of_several_arms_count_their_common_baseline_once(monkeypatch):
+    counted = []
+    original = summary.moderation.intervals
+
+    def intervals(rows, *, num_baselines, **options):
+        counted.append((len(rows), num_baselines))
+        return original(rows, num_baselines=num_baselines, **options)
+
+    monkeypatch.setattr(summary.moderation, "intervals", intervals)
+    records = []
+    for metric in ("decode_tokens_per_s", "first_token_s"):
+        for arm in ("torch_eager", "flax", "transformers"):
+            records += rate(arm, [10, 11, 10.5], metric=metric)
+    summary.rows(records, Verdicts())
+    assert counted[0] == (4, 2)
+
+
 def test_an_arm_whose_programs_equal_another_s_is_no_evidence_of_its_own():
     records = rate("torch_eager", [10, 11, 10.5]) + rate("flax", [20, 22.1, 20.9]) + rate("equinox", [20, 22.1, 20.9])
     for arm in ("flax", "equinox"):

@@ -42,6 +42,27 @@ def test_false_alarms_of_single_rows_and_of_whole_tables(rows, df):
     assert np.mean(tables) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
 
 
+def test_tables_of_two_launches_whose_rows_share_a_baseline_count_it_once():
+    """Four arms beside one baseline on 13 workloads: as if each row had its own, false verdicts were frequent."""
+    generator = np.random.default_rng(7)
+    shared, alone = [], []
+    for _ in range(200):
+        sds = 0.05 * np.exp(generator.normal(0, 0.6, (13, 5, 1)))
+        noise = sds * generator.normal(size=(13, 5, 2))
+        logs = list((noise[:, 1:] - noise[:, :1]).reshape(52, 2))
+        for found, num_baselines in ((shared, 13), (alone, None)):
+            judged = verdicts.judge(moderation.intervals(logs, num_baselines=num_baselines))
+            found.append(any(row.verdict != "undecided" for row in judged))
+    assert np.mean(shared) < 0.7 * np.mean(alone) and np.mean(shared) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
+
+
+def test_rows_of_one_baseline_alone_have_no_more_degrees_of_freedom_than_it():
+    logs = list(np.random.default_rng(3).normal(0, 0.06, (8, 5)))
+    found = moderation.intervals(logs, num_baselines=1)
+    assert [interval.df for interval in found] == [4.0] * 8
+    assert moderation.intervals(logs, num_baselines=8) == moderation.intervals(logs)
+
+
 def test_a_quarter_is_found_in_five_launches_of_eight_percent_where_rows_alone_find_half():
     generator = np.random.default_rng(5)
     shared, alone = [], []

@@ -13,7 +13,7 @@ from jaxbench.bench import agreement, labels, summary
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
-from jaxbench.measure.records import Record, Workload
+from jaxbench.measure.records import LAUNCH_DONE, LOOK, Record, Workload
 
 
 class View(NamedTuple):
@@ -29,6 +29,7 @@ class View(NamedTuple):
     config_id: str
     agreement: list[str]  # one sentence per workload
     drift: float  # share by which the control loop's time changed
+    looks: tuple[int, ...]  # launches that each report of the run was of, this one last; empty = not known
 
     @property
     def model(self) -> str:
@@ -65,6 +66,7 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
         config_id=next((record.config_id for record in records if record.config_id), ""),
         agreement=agreement.notes(records),
         drift=summary.control_drift(records),
+        looks=next((tuple(r.detail["launches"]) for r in records if r.metric == LOOK), ()),
     )
 
 
@@ -112,6 +114,42 @@ def verdict_counts(view: View) -> dict[str, int]:
 def missing(view: View) -> list[Row]:
     """Return the rows without a value: skipped or failed, with their reason."""
     return [row for row in view.rows if row.value is None and row.reason]
+
+
+def lost_launches(view: View) -> list[str]:
+    """Return sentences: the launches without a rate that the arm has in others, which its intervals thus leave out."""
+    finished = {record.launch for record in view.records if record.metric == LAUNCH_DONE}
+    reasons: dict[tuple[str, int], str] = {}
+    for record in view.records:
+        if record.status != "ok":
+            reasons.setdefault((record.arm, record.launch), record.reason)
+    lost: dict[tuple[str, int], list[Row]] = {}
+    for row in find(view, summary.SPEED):
+        most = view.suite.rounds.fewer.get(row.arm, max(finished, default=0))
+        for launch in sorted(finished - set(row.numbers)) if row.value is not None else ():
+            if launch <= most:
+                lost.setdefault((row.arm, launch), []).append(row)
+    return [
+        f"{labels.arm(arm)}, launch {launch}: no {labels.METRICS[rows[0].metric]}, {labels.full(rows[0].workload)}"
+        + (f", and {len(rows) - 1} more" if len(rows) > 1 else "")
+        + f", so that its rows are of fewer launches ({reasons.get((arm, launch), 'no reason is recorded')})"
+        for (arm, launch), rows in lost.items()
+    ]
+
+
+def look_notes(view: View) -> list[str]:
+    """Return a sentence on verdicts of a run to which launches were added after a report; none if this is the first."""
+    if len(view.looks) < 2:
+        return []
+    before, now = ", ".join(map(str, view.looks[:-1])), view.looks[-1]
+    share = 100 * (1 - view.suite.verdicts.confidence)
+    several = min(share * len(view.looks), 100.0)
+    return [
+        f"launches were added after a report: the run was reported after {before} launches, and now after {now}. "
+        "Verdicts hold for a number of launches that was fixed before. If the added ones depended on what a report "
+        f"said, the chance of a false verdict in any of {len(view.looks)} reports is up to {several:.0f} %, not "
+        f"{share:.0f} %"
+    ]
 
 
 def undecided(view: View) -> list[Row]:

@@ -27,6 +27,7 @@ def render(view: View) -> str:
     } | {f"chart-parity-{arm}": figures.heat_map(detail) for arm, detail in view.parity.items()}
     drawn = {name: figure for name, figure in drawn.items() if figure}
     undecided, missing, table, slices = contents.undecided(view), contents.missing(view), _table(view), _slices(view)
+    lost = contents.lost_launches(view)
     broken = [r for r in view.records if r.metric in ("parity", "profile") and r.status == "error"]
     rates = [r for r in view.records if r.metric in ("read_bandwidth_bytes_per_s", "gemm_flops_per_s") and r.value]
     sections = (
@@ -37,7 +38,7 @@ def render(view: View) -> str:
         Section("memory", "Memory", "chart-memory" in drawn),
         Section("tpu", "On a TPU slice", bool(slices)),
         Section("parity", "Proof of equality", bool(view.parity)),
-        Section("open", "Undecided and not measured", bool(undecided or missing or broken)),
+        Section("open", "Undecided and not measured", bool(undecided or missing or broken or lost)),
         Section("settings", "Settings and environment"),
     )
     title = f"{view.model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
@@ -52,7 +53,8 @@ def render(view: View) -> str:
         filters=filters, view=view, where=_where(view), cards=contents.headline(view), table=table,
         notes=contents.program_notes(view) + contents.product_notes(view),
         rates=rates, slices=slices, sources=_sources(slices),
-        undecided=undecided, missing=missing, broken=broken, about=_about(view),
+        undecided=undecided, missing=missing, broken=broken, lost=lost, looks=contents.look_notes(view),
+        about=_about(view),
     )  # fmt: skip
 
 

@@ -87,6 +87,8 @@ def write_scalars(view: View, folder: Path) -> None:
 
 def show(view: View, *, console=None) -> None:
     """Print the tables and notes to the terminal."""
+    from rich import markup
+
     console = console or terminal.console()
     if contents.find(view, TERMINAL_METRICS):
         console.print(_measured_table(view))
@@ -100,6 +102,8 @@ def show(view: View, *, console=None) -> None:
         console.print(note, highlight=False, markup=False)
     for note in contents.program_notes(view) + contents.product_notes(view):
         console.print(note)
+    for note in contents.lost_launches(view) + contents.look_notes(view):
+        console.print(f"[yellow]{markup.escape(note)}[/yellow]", highlight=False)
     for note in view.agreement:
         console.print(f"tokens, {note}")
     if contents.tpu_rows(view):

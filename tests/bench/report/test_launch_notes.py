@@ -1,0 +1,55 @@
+"""The report says which launches a row lacks and whether launches were added after a report."""
+
+import io
+
+import pytest
+import rich.console
+
+from jaxbench.bench.report import contents, page, report
+from jaxbench.bench.suite import Suite
+from jaxbench.measure.records import LAUNCH_DONE, LOOK, Record, Workload
+from tests.bench.report.test_report import text_of
+
+DECODE = Workload(kind="decode", dtype="float32", batch=1, prompt_tokens=64, new_tokens=48)
+TRAIN = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=128)
+SUITE = Suite(arms=("flax", "equinox", "torch_eager"), rounds={"fewer": {"equinox": 1}})
+
+
+def measured(lost=()) -> list[Record]:
+    """Return the records of three launches, without the rates of the (arm, launch) that are lost."""
+    found = [Record(metric=LAUNCH_DONE, value=float(launch), launch=launch) for launch in (1, 2, 3)]
+    for arm in SUITE.arms:
+        for launch in range(1, 2 if arm == "equinox" else 4):
+            for workload in (DECODE, TRAIN) if (arm, launch) not in lost else ():
+                rate = {"metric": f"{workload.kind}_tokens_per_s", "unit": "tokens/s", "workload": workload}
+                found.append(Record(value=30.0 + launch, samples=(30.0 + launch,), arm=arm, launch=launch, **rate))
+    return found
+
+
+def shown(view) -> tuple[str, str]:
+    """Return the terminal's text and the page's."""
+    console = rich.console.Console(width=600, record=True, file=io.StringIO())
+    report.show(view, console=console)
+    return console.export_text(), text_of(page.render(view))
+
+
+def test_a_launch_that_a_row_lacks_is_named_with_its_reason(tmp_path):
+    """Its process died in another workload, so that the rates have no record of that launch at all."""
+    died = Record(metric="prefill_tokens_per_s", arm="flax", launch=2, status="error", reason="worker died [signal 9]")
+    view = contents.gather([*measured(lost=[("flax", 2)]), died], SUITE, tmp_path)
+    said = (
+        "Flax NNX, launch 2: no decode, decode, float32, batch 1, 64 + 48 tokens, and 1 more, so that its rows are of "
+        "fewer launches (worker died [signal 9])"
+    )
+    assert contents.lost_launches(view) == [said]
+    assert all(said in text for text in shown(view))
+    assert contents.lost_launches(contents.gather(measured(), SUITE, tmp_path)) == []  # equinox wants one alone
+
+
+@pytest.mark.parametrize("looks", [(), (3,), (2, 3)])
+def test_verdicts_of_a_run_that_was_reported_before_say_what_that_costs(tmp_path, looks):
+    marks = [Record(metric=LOOK, value=3.0, detail={"launches": list(looks)})] if looks else []
+    view = contents.gather([*measured(), *marks], SUITE, tmp_path)
+    for text in shown(view):
+        assert ("reported after 2 launches, and now after 3" in text) == (len(looks) == 2)
+        assert ("in any of 2 reports is up to 10 %, not 5 %" in text) == (len(looks) == 2)
