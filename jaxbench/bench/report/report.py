@@ -18,7 +18,7 @@ from jaxbench.bench import labels, summary
 from jaxbench.bench.report import contents, figures, page, picture
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.suite import Suite
-from jaxbench.measure.records import Record, RecordFile
+from jaxbench.measure.records import RESULTS_NAME, Record, RecordFile
 
 CSV_COLUMNS = (
     "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
@@ -208,5 +208,14 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
     except pydantic.ValidationError as error:
         raise ValueError(f"report: {settings} holds no suite ({str(error).splitlines()[0]})") from error
     # Records written before run_id existed have none; their config_id tells them apart.
-    records = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
-    return [record for record in records if record.config_id == stored.get("config_id")], suite
+    results, run_id, config_id = workdir / RESULTS_NAME, stored.get("run_id", ""), stored.get("config_id")
+    everything = RecordFile(results).read()
+    records = [record for record in everything if (record.run_id, record.config_id) == (run_id, config_id)]
+    if not records:  # a report of nothing would replace results.csv, perhaps all that was kept of the run
+        held = (
+            f"{results} has {len(everything)} records, none" if results.exists() else f"{results} is not there, nothing"
+        )
+        raise ValueError(
+            f"report: {held} of the run of suite.json (run_id={run_id!r}, config_id={config_id!r}); put its records there"
+        )
+    return records, suite

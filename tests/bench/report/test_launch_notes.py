@@ -1,13 +1,14 @@
-"""The report says which launches a row lacks and whether launches were added after a report."""
+"""The report says which launches a row lacks and whether launches were added after a report; it reports no run of none."""
 
 import io
+import json
 
 import pytest
 import rich.console
 
 from jaxbench.bench.report import contents, page, report
 from jaxbench.bench.suite import Suite
-from jaxbench.measure.records import LAUNCH_DONE, LOOK, Record, Workload
+from jaxbench.measure.records import LAUNCH_DONE, LOOK, Record, RecordFile, Workload
 from tests.bench.report.test_report import text_of
 
 DECODE = Workload(kind="decode", dtype="float32", batch=1, prompt_tokens=64, new_tokens=48)
@@ -53,3 +54,15 @@ def test_verdicts_of_a_run_that_was_reported_before_say_what_that_costs(tmp_path
     for text in shown(view):
         assert ("reported after 2 launches, and now after 3" in text) == (len(looks) == 2)
         assert ("in any of 2 reports is up to 10 %, not 5 %" in text) == (len(looks) == 2)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_folder_without_the_records_of_its_run_is_refused_so_that_its_csv_stays(tmp_path, others):
+    """Committed folders may keep results.csv alone; a report of no record replaced it by its header."""
+    about = {"run_id": "beef", "config_id": "cafe", "suite": SUITE.model_dump(mode="json")}
+    (tmp_path / "suite.json").write_text(json.dumps(about))
+    if others:
+        RecordFile(tmp_path / "results.jsonl").append(*measured()[:others])
+    held = "has 2 records, none" if others else "is not there, nothing"
+    with pytest.raises(ValueError, match=f"report: .*results.jsonl {held} of the run of suite.json .run_id='beef'"):
+        report.read_run(tmp_path)
