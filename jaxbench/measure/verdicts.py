@@ -51,7 +51,7 @@ def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_bett
     top, bottom = median(arm), median(baseline)
     if not (top > 0 and bottom > 0):
         raise ValueError(f"verdicts: a ratio needs positive medians, got {top} against {bottom}")
-    value = math.log(top / bottom)
+    value = math.log(top) - math.log(bottom)  # a quotient may overflow
     return value if higher_is_better else -value
 
 

@@ -94,7 +94,7 @@ def _shares_of_alpha(p_values: Mapping[str, float], suite: Suite, alpha: float) 
 
 def log_ratio(series: str, pair: Pair) -> float:
     """Return the log of how much worse head is in one pair of launches."""
-    value = math.log(pair.head / pair.base)
+    value = math.log(pair.head) - math.log(pair.base)  # a quotient may overflow
     return -value if metrics.metric_of(series).higher_is_better else value
 
 

@@ -22,6 +22,7 @@ from jaxbench.measure.records import Workload
 Figure = dict[str, Any]
 ROW_HEIGHT = 25  # pixels of one row or heading
 FOREST = ("decode_tokens_per_s", "prefill_tokens_per_s", "train_tokens_per_s", "first_token_s")
+FARTHEST = (1e-9, 1e9)  # ratios at which the axis ends at the latest: one of damaged records may underflow to 0
 ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1.1e-16
 
 
@@ -205,7 +206,7 @@ def _rows_figure(data: list[Figure], layout: Layout, axis: Figure) -> Figure:
 
 def _log_axis(values: Sequence[float]) -> Figure:
     """Make a logarithmic axis with round ticks around the values."""
-    low, high = min(values) * 0.8, max(values) * 1.25
+    low, high = max(min(values) * 0.8, FARTHEST[0]), min(max(values) * 1.25, FARTHEST[1])
     round_numbers = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 10, 20, 50, 100, 200)
     ticks = [tick for tick in round_numbers if low <= tick <= high]
     return {

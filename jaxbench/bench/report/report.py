@@ -212,10 +212,9 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
     everything = RecordFile(results).read()
     records = [record for record in everything if (record.run_id, record.config_id) == (run_id, config_id)]
     if not records:  # a report of nothing would replace results.csv, perhaps all that was kept of the run
-        held = (
-            f"{results} has {len(everything)} records, none" if results.exists() else f"{results} is not there, nothing"
-        )
+        held = f"has {len(everything)} records, none" if results.exists() else "is not there, nothing"
         raise ValueError(
-            f"report: {held} of the run of suite.json (run_id={run_id!r}, config_id={config_id!r}); put its records there"
+            f"report: {results} {held} of the run of suite.json (run_id={run_id!r}, config_id={config_id!r}); "
+            "put its records there"
         )
     return records, suite

@@ -1,4 +1,4 @@
-"""The report says which launches a row lacks and whether launches were added after a report; it reports no run of none."""
+"""The report says which launches a row lacks and whether launches were added; it reports no run without records."""
 
 import io
 import json
@@ -66,3 +66,15 @@ def test_a_folder_without_the_records_of_its_run_is_refused_so_that_its_csv_stay
     held = "has 2 records, none" if others else "is not there, nothing"
     with pytest.raises(ValueError, match=f"report: .*results.jsonl {held} of the run of suite.json .run_id='beef'"):
         report.read_run(tmp_path)
+
+
+def test_a_report_of_absurd_values_is_written(tmp_path):
+    """Quotients of such rates overflow, and their ratios underflow to 0."""
+    rates = {"torch_eager": (1e300, 5e-324, 1e300), "flax": (5e-324, 1e300, 1e-300), "equinox": (0.0,)}
+    found = [
+        Record(metric="decode_tokens_per_s", unit="tokens/s", workload=DECODE, arm=arm, launch=n, value=rate,
+               samples=(rate,))
+        for arm, values in rates.items() for n, rate in enumerate(values, start=1)
+    ]  # fmt: skip
+    view = report.write(found, SUITE, tmp_path, console=rich.console.Console(file=io.StringIO()))
+    assert "report.html" in {path.name for path in tmp_path.iterdir()} and len(view.rows) == 3
