@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 
-from jaxbench.regress import limits, metrics
+from jaxbench.regress import judge, limits, metrics
 from jaxbench.regress.judge import MOST_LAUNCHES, Finding
 from jaxbench.regress.limits import Judged
 from jaxbench.regress.suite import Suite
@@ -50,7 +50,7 @@ def suite_name(record: Mapping[str, Any]) -> str:
 
 def recommendations(record: Mapping[str, Any]) -> list[str]:
     """Return what to do next, one sentence each, the most urgent first; empty if nothing is left to do."""
-    found = [Finding(**each) for each in record["findings"]]
+    found = judge.stored(record)
     broken = [each.series for each in limits.broken(record)]
     first = [f"limits broken: {_names(broken)}; mend it, or say in the suite why another limit holds"] if broken else []
     if not found:
@@ -163,7 +163,7 @@ def _busy(record: Mapping[str, Any], found: Sequence[Finding | Judged]) -> list[
 
 def checklist(record: Mapping[str, Any]) -> list[Item]:
     """Return what a release requires of a run, each item done or not."""
-    found = [Finding(**each) for each in record["findings"]]
+    found = judge.stored(record)
     head, base = record["sides"]["head"]["commit"], record["sides"].get("base", {}).get("commit", "")
     committed = "+" not in head and not head.startswith("sources-")
     qualified = f"machine {record['host']}" if record.get("qualified") is not None else "`qualify` was not run here"

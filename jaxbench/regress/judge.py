@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -90,6 +90,18 @@ def _shares_of_alpha(p_values: Mapping[str, float], suite: Suite, alpha: float) 
         adjusted = verdicts.holm([p_values[name] for name in names])
         found |= {name: float(p) / own for name, p in zip(names, adjusted, strict=True)}
     return found
+
+
+def stored(record: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings of a run's record, of a run just made or of one that was read from its file.
+
+    The file, which is JSON, has null for infinity (a rise from 0) and for any other value that is not finite.
+    """
+    null = {"base": math.nan, "head": math.nan}
+    return [
+        Finding(**{name: null.get(name, math.inf) if value is None else value for name, value in each.items()})
+        for each in record["findings"]
+    ]
 
 
 def log_ratio(series: str, pair: Pair) -> float:

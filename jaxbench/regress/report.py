@@ -14,7 +14,7 @@ import rich.table
 from rich.text import Text
 
 from jaxbench import outputs
-from jaxbench.regress import advice, limits, metrics, why
+from jaxbench.regress import advice, judge, limits, metrics, why
 from jaxbench.regress.judge import Finding
 from jaxbench.regress.limits import Judged
 from jaxbench.regress.qualify import Share
@@ -27,13 +27,7 @@ SHOWN = {"regression", "improvement"}  # verdicts listed in a summary; the other
 
 def findings_of(record: Mapping[str, Any]) -> list[Finding]:
     """Return the findings of a run's record, regressions first, the worst of them first."""
-    # A run's JSON file has null for infinity (a rise from 0) and for any other non-finite value.
-    null = {"base": math.nan, "head": math.nan}
-    found = [
-        Finding(**{name: null.get(name, math.inf) if value is None else value for name, value in each.items()})
-        for each in record["findings"]
-    ]
-    return sorted(found, key=lambda each: (ORDER[each.verdict], each.level != "critical", -each.worse))
+    return sorted(judge.stored(record), key=lambda each: (ORDER[each.verdict], each.level != "critical", -each.worse))
 
 
 def summary(record: Mapping[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """What to do after a run follows from its findings; the checklist of a release from its record."""
 
+import json
+
 import pytest
 
-from jaxbench.regress import advice, report
+from jaxbench.regress import advice, html_report, report, run_file
 from tests.regress.records import BITS, BUSY, FLOPS, LOAD, RATE, finding, quiet, record
 
 
@@ -91,3 +93,12 @@ def test_a_run_without_a_base_or_of_another_suite_has_its_points_too(suite):
     assert "--compare_with=COMMIT` gives verdicts" in advice.recommendations(run)[0]
     assert advice.primaries(run) == () and not done(run)["the base is named"]
     assert "- [ ] the base is named (none: pass --compare_with)" in report.markdown(run)
+
+
+def test_a_run_read_from_its_file_has_the_same_report_where_a_count_rose_from_nothing():
+    """JSON has no infinity: the file has null, which the checklist multiplied."""
+    recompiled = finding("decode.recompilations", "regression", "critical", float("inf"), base=0.0, head=1.0)
+    run = record([*quiet(), recompiled])
+    again = json.loads(run_file.text(run))
+    assert advice.checklist(again) == advice.checklist(run)
+    assert report.markdown(again) == report.markdown(run) and "recompilations" in html_report.render(again)
