@@ -55,6 +55,13 @@ def full(workload: Workload, *, with_kind: bool = True) -> str:
     return ", ".join(parts)
 
 
+def heading(metric: str, workload: Workload) -> str:
+    """Heading of one metric on one workload."""
+    name = METRICS.get(metric, metric)
+    shown = full(workload, with_kind=name.split()[0] not in (workload.kind, "train"))
+    return ": ".join(part for part in (name, shown) if part)
+
+
 def short(workload: Workload) -> str:
     """Short display name of a workload for the terminal: `float32 b8 64+48`."""
     tokens = f"{workload.prompt_tokens}" + (f"+{workload.new_tokens}" if workload.new_tokens else "")

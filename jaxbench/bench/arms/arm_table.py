@@ -66,6 +66,11 @@ ARMS = {
 }  # fmt: skip
 
 
+def is_native(name: str) -> bool:
+    """Return True for an arm that computes with jaxbench's own kernels."""
+    return ARMS[name].module.endswith("native_arms")
+
+
 # Suffix of the same arm run a second time: any difference between the two is chance (bench/qualify.py).
 AGAIN = "_again"
 

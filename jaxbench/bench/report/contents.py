@@ -104,6 +104,33 @@ def tpu_rows(view: View) -> list[TpuRow]:
     return list(groups.values())
 
 
+def against_fastest(view: View) -> list[tuple[float, Row, Row]]:
+    """Return Flax's ratio to the fastest PyTorch arm of each speed row with both rows, the worst ratio first.
+
+    Ratios are of medians and have no interval: which arm is fastest is chosen after the fact, in PyTorch's favour.
+    Arms with narrower weights, or with jaxbench's own kernels, are left out.
+    """
+    own = {row[:2]: row for row in view.rows if row.arm == "flax" and row.metric in summary.SPEED and row.value}
+    found: dict[tuple[str, Workload], tuple[float, Row, Row]] = {}
+    for row in view.rows:
+        arm = arm_table.ARMS.get(row.arm)
+        if arm is None or arm.library != "PyTorch" or arm.has_own_weights or arm_table.is_native(row.arm):
+            continue
+        if (flax := own.get(row[:2])) is not None and row.value:
+            ratio = flax.value / row.value if summary.COMPARED[row.metric] else row.value / flax.value
+            found[row[:2]] = min(found.get(row[:2], (float("inf"), flax, row)), (ratio, flax, row), key=lambda x: x[0])
+    return sorted(found.values(), key=lambda each: each[0])
+
+
+def behind_notes(view: View) -> list[str]:
+    """Return one sentence with the speed rows in which a PyTorch arm is faster than Flax, the worst first, if any."""
+    rows = [
+        f"{ratio:.2f} of {labels.arm(rival.arm)} in {labels.heading(rival.metric, rival.workload)}"
+        for ratio, _, rival in against_fastest(view) if ratio < 1
+    ]  # fmt: skip
+    return [f"Flax is behind the fastest PyTorch arm (ratios of medians, no verdicts): {'; '.join(rows)}"] * bool(rows)
+
+
 def verdict_counts(view: View) -> dict[str, int]:
     """Count the speed rows in which jaxbench's own arms were faster, slower or undecided versus the baseline."""
     own = arm_table.names("is_judged")
@@ -130,7 +157,7 @@ def lost_launches(view: View) -> list[str]:
             if launch <= most:
                 lost.setdefault((row.arm, launch), []).append(row)
     return [
-        f"{labels.arm(arm)}, launch {launch}: no {labels.METRICS[rows[0].metric]}, {labels.full(rows[0].workload)}"
+        f"{labels.arm(arm)}, launch {launch} lacks {labels.heading(rows[0].metric, rows[0].workload)}"
         + (f", and {len(rows) - 1} more" if len(rows) > 1 else "")
         + f", so that its rows are of fewer launches ({reasons.get((arm, launch), 'no reason is recorded')})"
         for (arm, launch), rows in lost.items()
@@ -196,7 +223,10 @@ def program_notes(view: View) -> list[str]:
 
 
 def headline(view: View) -> list[tuple[str, str, str]]:
-    """Return up to four (figure, what, remark): Flax's decode (else train) rate, its ratio to HF, parity, verdicts."""
+    """Return up to five (figure, what, remark).
+
+    Flax's decode (else train) rate, its ratio to HF, its worst one to PyTorch's fastest arm, parity, verdicts.
+    """
     cards = []
     decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
     if decode:
@@ -210,6 +240,10 @@ def headline(view: View) -> list[tuple[str, str, str]]:
     if steps and not decode:
         shown = labels.full(steps[0].workload, with_kind=False)
         cards.append((f"{labels.significant(steps[0].value)} tokens/s", "Flax train step", shown))
+    if fastest := against_fastest(view):
+        ratio, _, rival = fastest[0]
+        where = f"{labels.heading(rival.metric, rival.workload)}; {labels.arm(rival.arm)}"
+        cards.append((f"{ratio:.2f}×", "PyTorch's fastest arm, worst row", where))
     if view.parity:
         passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"
         shown = f"{max(float(detail.get('worst', 'nan')) for detail in view.parity.values()):.1e}"

@@ -17,12 +17,12 @@ from jaxbench.bench.report import contents
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.summary import SPEED, Row
 from jaxbench.measure import verdicts
-from jaxbench.measure.records import Workload
 
 Figure = dict[str, Any]
 ROW_HEIGHT = 25  # pixels of one row or heading
 FOREST = ("decode_tokens_per_s", "prefill_tokens_per_s", "train_tokens_per_s", "first_token_s")
 FARTHEST = (1e-9, 1e9)  # ratios at which the axis ends at the latest: one of damaged records may underflow to 0
+heading = labels.heading  # of a section
 ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1.1e-16
 
 
@@ -149,13 +149,6 @@ def _place(rows: Sequence[Row]) -> tuple[list[tuple[Row, float]], Layout]:
     groups = contents.by_workload(rows)
     layout = sections([(heading(*group), [labels.arm(row.arm) for row in own]) for group, own in groups.items()])
     return list(zip(itertools.chain(*groups.values()), layout.y, strict=True)), layout
-
-
-def heading(metric: str, workload: Workload) -> str:
-    """Heading of one metric on one workload."""
-    name = labels.METRICS.get(metric, metric)
-    shown = labels.full(workload, with_kind=name.split()[0] not in (workload.kind, "train"))
-    return ": ".join(part for part in (name, shown) if part)
 
 
 def _bars(rows: Sequence[Row], value: Callable[[Row], float], text: Callable[[Row], str], axis: str) -> Figure | None:

@@ -54,6 +54,7 @@ def render(view: View) -> str:
         notes=contents.program_notes(view) + contents.product_notes(view),
         rates=rates, slices=slices, sources=_sources(slices),
         undecided=undecided, missing=missing, broken=broken, lost=lost, looks=contents.look_notes(view),
+        behind=contents.behind_notes(view),
         about=_about(view),
     )  # fmt: skip
 

@@ -102,7 +102,7 @@ def show(view: View, *, console=None) -> None:
         console.print(note, highlight=False, markup=False)
     for note in contents.program_notes(view) + contents.product_notes(view):
         console.print(note)
-    for note in contents.lost_launches(view) + contents.look_notes(view):
+    for note in contents.behind_notes(view) + contents.lost_launches(view) + contents.look_notes(view):
         console.print(f"[yellow]{markup.escape(note)}[/yellow]", highlight=False)
     for note in view.agreement:
         console.print(f"tokens, {note}")

@@ -39,7 +39,7 @@ def test_a_launch_that_a_row_lacks_is_named_with_its_reason(tmp_path):
     died = Record(metric="prefill_tokens_per_s", arm="flax", launch=2, status="error", reason="worker died [signal 9]")
     view = contents.gather([*measured(lost=[("flax", 2)]), died], SUITE, tmp_path)
     said = (
-        "Flax NNX, launch 2: no decode, decode, float32, batch 1, 64 + 48 tokens, and 1 more, so that its rows are of "
+        "Flax NNX, launch 2 lacks decode: float32, batch 1, 64 + 48 tokens, and 1 more, so that its rows are of "
         "fewer launches (worker died [signal 9])"
     )
     assert contents.lost_launches(view) == [said]
@@ -78,3 +78,24 @@ def test_a_report_of_absurd_values_is_written(tmp_path):
     ]  # fmt: skip
     view = report.write(found, SUITE, tmp_path, console=rich.console.Console(file=io.StringIO()))
     assert "report.html" in {path.name for path in tmp_path.iterdir()} and len(view.rows) == 3
+
+
+def test_rows_in_which_a_pytorch_arm_is_faster_come_first_and_name_the_fastest(tmp_path):
+    """Verdicts are beside one baseline; a rival asks for the fastest arm of his library, row by row."""
+    arms = ("flax", "torch_eager", "torch_compile", "torch_native", "torch_int4")
+    suite = Suite(arms=arms)
+    values = {
+        ("decode_tokens_per_s", DECODE): (50.0, 40.0, 80.0, 900.0, 900.0),
+        ("first_token_s", DECODE): (2.0, 1.0, 1.5, 0.1, 0.1),
+        ("train_tokens_per_s", TRAIN): (90.0, 30.0, 60.0, None, None),
+    }
+    found = [
+        Record(metric=metric, workload=workload, value=value, samples=(value,), arm=arm, launch=1)
+        for (metric, workload), row in values.items() for arm, value in zip(arms, row) if value is not None
+    ]  # fmt: skip
+    view = contents.gather(found, suite, tmp_path)
+    assert [(round(ratio, 3), rival.arm) for ratio, _, rival in contents.against_fastest(view)] == [
+        (0.5, "torch_eager"), (0.625, "torch_compile"), (1.5, "torch_compile"),
+    ]  # fmt: skip
+    said = "0.50 of PyTorch eager in first token: decode, float32, batch 1, 64 + 48 tokens; 0.62 of PyTorch compiled in"
+    assert all(said in text for text in shown(view)) and "0.50×" in {card[0] for card in contents.headline(view)}

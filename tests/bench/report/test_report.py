@@ -197,7 +197,7 @@ def test_picture_is_well_formed_and_shows_each_rate(view):
 
 def test_headline_names_rate_peer_proof_and_verdicts(view):
     figures_shown = [card[0] for card in contents.headline(view)]
-    assert figures_shown == ["61.0 tokens/s", "2.03×", "1.0e-14", "1 / 0 / 0"]
+    assert figures_shown == ["61.0 tokens/s", "2.03×", "2.00×", "1.0e-14", "1 / 0 / 0"]
 
 
 def test_write_leaves_every_file_and_no_temporary_one(tmp_path, capsys):
