@@ -1,8 +1,8 @@
 """The machine's limits: read bandwidth and matmul rate, measured in the same run as the arms (S file).
 
 The workers themselves measure both rates, with their arm's array library. The better of XLA and PyTorch is used for
-all arms, so that a share of the roofline favours neither. A share compares the least work per second that a program
-must do (analytic FLOPs, or bytes read; flops.py) with that rate.
+all arms, so that a share of the roofline favours neither. A share compares the work per second that the model needs
+(analytic FLOPs, masked keys partly included, or the least bytes read; flops.py) with that rate.
 """
 
 from __future__ import annotations

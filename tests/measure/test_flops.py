@@ -38,6 +38,15 @@ def test_decode_step_by_hand():
     assert cost.bytes == 2 * (220 + 2 * 2 * 6 * 2 + 2 * 16)
 
 
+@pytest.mark.parametrize(("tokens", "most"), [(37, 1.02), (128, 1.021), (512, 1.02), (4096, 1.101)])
+def test_masked_keys_make_the_count_as_much_above_the_least_as_the_report_says(tokens, most):
+    cost = flops.prefill_cost(SMOLLM2_135M, batch=1, prompt_tokens=tokens, dtype="float32")
+    visible = tokens * (tokens + 1) // 2
+    scores = 4 * visible * SMOLLM2_135M.num_heads * SMOLLM2_135M.head_dim * SMOLLM2_135M.num_layers
+    least = cost.flops - cost.parts["scores"] + scores
+    assert 1 < cost.flops / least < most
+
+
 def test_train_step_is_three_forwards_with_the_head_everywhere():
     cost = flops.train_cost(HAND, batch=1, seq_len=3, dtype="float32")
     assert cost.flops == 3 * (2 * 3 * 48 + 4 * 3 * 3 * 4 + 2 * 3 * 96 + 2 * 3 * 64)
