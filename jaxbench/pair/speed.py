@@ -267,7 +267,9 @@ def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None
 def _judge(rows: Sequence[dict[str, Any]]) -> None:
     """Replace every row's log ratios by interval and verdict; all rows are one family, as in the comparison."""
     compared = [row for row in rows if "log_ratios" in row]
-    intervals = moderation.intervals([row.pop("log_ratios") for row in compared], margin=MARGIN)
+    baselines = {(row["part"], row["dtype"]) for row in compared}  # arms of one are not independent
+    logs = [row.pop("log_ratios") for row in compared]
+    intervals = moderation.intervals(logs, margin=MARGIN, num_baselines=len(baselines))
     for row, interval, judged in zip(compared, intervals, verdicts.judge(intervals, margin=MARGIN), strict=True):
         ratio = [x if math.isfinite(x) else None for x in interval.ratio()]  # a single launch has no interval
         row |= {"ratio": ratio, "verdict": judged.verdict}
