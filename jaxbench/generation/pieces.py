@@ -11,8 +11,9 @@ from jaxbench.pretrained.tokenizer import BYTE_PIECE
 class Text:
     """One row's text.
 
-    A text ends before the stop string that is complete first (of several at one token, the one that begins first).
-    Where it ends thus depends neither on how many tokens arrive per step nor on other rows.
+    A text ends before the stop string that is complete first (of several at one letter, the one that begins first), or
+    at a special token that is a stop string. Where it ends thus depends neither on how many tokens arrive per step nor
+    on other rows.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, prompt: Sequence[int] = ()):
@@ -22,6 +23,7 @@ class Text:
         drop the space before a text's first word, which a continuation has to keep.
         """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._stop_ids = frozenset(id for word in stop if (id := self._special_id(word)) is not None)
         self.ids: list[int] = []  # with the end token, and no further than the stop string
         self.text = ""  # the final part
         self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: not ended
@@ -40,11 +42,15 @@ class Text:
         self.ids, shown = list(ids), len(self.text)
         has_end = bool(self.ids) and self.ids[-1] in self._tokenizer.end_ids
         ids = self.ids[:-1] if has_end else self.ids
-        is_whole = has_end or is_full
+        stop_at = next((i for i, id in enumerate(ids) if id in self._stop_ids), None) if self._stop_ids else None
+        ids = ids[:stop_at]
+        is_whole = has_end or is_full or stop_at is not None
         text = self._decode(ids) if is_whole else self._certain(ids)
         place = first_stop(text, self._stop)
         if place is not None:
             self.text, self.ended, self.ids = text[:place], "stop", self._up_to_stop(ids)
+        elif stop_at is not None:
+            self.text, self.ended, self.ids = text, "stop", self.ids[: stop_at + 1]
         elif is_whole:
             self.text, self.ended = text, "end" if has_end else "length"
         else:
@@ -55,6 +61,14 @@ class Text:
     def goes_on(self) -> bool:
         """True if the text continues a prompt's, False if it stands alone."""
         return bool(self._anchor)
+
+    def _special_id(self, word: str) -> int | None:
+        """Id of the special token that a stop string names: no text shows it, so it is known by its id alone."""
+        core = getattr(self._tokenizer, "core", None)
+        id = None if core is None else core.token_to_id(word)
+        if id is None or self._tokenizer.decode([id], skip_special=True):
+            return None
+        return id if self._tokenizer.decode([id]) == word else None  # SentencePiece's space has no text alone either
 
     def _last_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """Last id of a prompt that decodes to text without its neighbours, and that text; none: [] and ""."""

@@ -120,6 +120,20 @@ def test_the_end_token_ends_a_row_and_is_no_text():
     assert row.update([b, b, END, b], is_full=True) == "" and row.ids == [b, b, END]
 
 
+@pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece], ids=["byte level", "SentencePiece"])
+def test_a_special_token_that_is_a_stop_string_ends_the_text_though_no_text_shows_it(tokenizer):
+    vocabulary = tokenizer()
+    endless = types.SimpleNamespace(core=vocabulary.core, decode=vocabulary.decode, end_ids=())
+    b, e = (vocabulary.core.token_to_id(letter) for letter in "be")
+    ids = [b, e, END, b, END, e]
+    for cuts in ((), range(len(ids)), (4,)):
+        shown, row = streamed(endless, ids, cuts, ("<end>", "bb"))
+        assert ("".join(shown), row.text, row.ended, row.ids) == ("be", "be", "stop", [b, e, END])
+    assert streamed(endless, ids, range(6), ("<end>", "e"))[1].ids == [b, e], "a text's stop string in front of it"
+    assert streamed(endless, ids, range(6), ("\u2581", "x"))[1].text == "bebe", "a piece that is no special token"
+    assert streamed(vocabulary, [b, END], range(2), ("<end>",))[1].ended == "end"
+
+
 def cut_by_hand(text: str, stop: list[str]) -> str:
     """Return a text up to the stop string that is complete first, letter by letter."""
     for end in range(1, len(text) + 1):
