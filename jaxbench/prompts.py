@@ -337,9 +337,10 @@ class GeneratorBase:
         return next(filter(None, fitting), None)
 
     def _decode_program(self, state: Any, max_new_tokens: int) -> Callable:
-        """Program that continues a DecodeState; ValueError if there is none, or the cache lacks room."""
+        """Program that continues a DecodeState; ValueError if there is none, or cache or context lack room."""
         sizes = tuple(state.tokens.shape)
-        room = sizes[1] - int(state.slot) + int(state.step) - 1
+        # slots are rounded up, so that the cache may have more of them than the model has positions
+        room = min(sizes[1], self._max_seq_len) - int(state.slot) + int(state.step) - 1
         if max_new_tokens > room:
             raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
         program = self._decode_of(*sizes)

@@ -189,6 +189,17 @@ def test_decoding_past_the_room_that_prefill_made_is_refused(backend, room, refu
     assert np.asarray(full.lengths)[1] == 64  # the longest row fills its 64 slots
 
 
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_decoding_past_the_models_context_is_refused_where_the_cache_has_more_slots(backend):
+    build, sampling = BACKENDS[backend]
+    model = build.build(CONFIG.model_copy(update={"max_seq_len": 20}), PARAMS)
+    generator = sampling.Generator(model, eos_id=None, sampling=sampling.SamplingParams())
+    state = generator.prefill(PROMPTS, max_new_tokens=4, seed=0)
+    with pytest.raises(ValueError, match="max_new_tokens=5, but prefill made room for 4"):
+        generator.decode(state, 5)
+    assert np.asarray(generator.decode(state, 4).lengths)[1] == 20
+
+
 def test_the_cache_of_a_used_state_is_donated(generators):
     state = generators["flax"].prefill(PROMPTS, max_new_tokens=NEW, seed=0)
     generators["flax"].decode(state, NEW)
