@@ -279,8 +279,9 @@ def write_rows(
         return cli.EXIT_OK
     loaded = decoder.load(model(), choice, backend)
     write = writer.Writer(loaded, tokenizer, settings)
-    cli.keep(batch.kept(output, overwrite=VALUES.overwrite))
     with progress(len(asked), done) as bar:
+        # before the first rows the output has none, or with --overwrite those of another run
+        cli.keep(batch.kept(output, overwrite=VALUES.overwrite), when=lambda: bar.tasks[0].completed > 0)
         note(loaded)
         if done:
             say(f"{output} has {done} of {len(asked)} rows, going on")
@@ -317,9 +318,9 @@ def main() -> int:
     """Generate text; return the exit code."""
     settings = check_flags()
     process_environment.ensure(VALUES.device, library=cli.array_library())
-    cli.keep("what was shown is all there is")
     if VALUES.input is not None:
         return rows(settings)
+    cli.keep("what was shown is all there is")
     return talk(settings) if VALUES.prompt is None else one_prompt(settings)
 
 

@@ -24,6 +24,12 @@ def generate(folder, *arguments: str, **options):
     return command("generate.py", f"--model={folder}", "--backend=torch", *arguments, **ONE_THREAD | options)
 
 
+def nowhere(folder) -> dict[str, str]:
+    """Return an environment in which no compiler is found and no built kernels are."""
+    compiler = {"CC": "no-such-compiler", "PATH": str(folder), "JAXBENCH_INSTRUCTIONS": "portable"}
+    return compiler | {"JAXBENCH_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
+
+
 def test_the_text_is_on_standard_output_and_one_line_about_it_on_standard_error(folder, text):
     options = ("--prompt=Once", "--temperature=1", "--new_tokens=30", "--kernels=xla")
     whole, streamed = generate(folder, *options), generate(folder, *options, "--stream")
@@ -43,15 +49,14 @@ def test_auto_takes_native_kernels_in_the_number_types_asked_for(folder):
 
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is not None, reason="the package ziglang brings a compiler")
 def test_without_a_compiler_the_text_comes_with_one_line_that_says_so(folder, tmp_path):
-    nowhere = {"CC": "no-such-compiler", "PATH": str(tmp_path), "JAXBENCH_CACHE": str(tmp_path / "cache")}
-    nowhere |= {"TMPDIR": str(tmp_path), "JAXBENCH_INSTRUCTIONS": "portable"}
-    done = generate(folder, "--prompt=Once", "--new_tokens=4", **nowhere)
+    there = nowhere(tmp_path)
+    done = generate(folder, "--prompt=Once", "--new_tokens=4", **there)
     assert done.returncode == 0, done.stderr
     note, line = done.stderr.splitlines()
     assert note.startswith("kernels: xla, because native kernels: ") and "install a C compiler" in note
     assert line.endswith("; xla kernels, weights float32")
     error = refused(
-        generate(folder, "--prompt=Once", "--kernels=native", **nowhere), "--kernels=native: native kernels"
+        generate(folder, "--prompt=Once", "--kernels=native", **there), "--kernels=native: native kernels"
     )
     assert "install a C compiler" in error
 
@@ -126,6 +131,24 @@ def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, 
     assert done.stdout == f"written: {output}\n"
     rows = output.read_bytes()
     assert rows.startswith(kept) and rows.count(b"\n") == 20
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is not None, reason="the package ziglang brings a compiler")
+def test_an_interrupt_before_the_first_row_does_not_say_that_rows_of_an_earlier_run_go_on(folder, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Once"}\n' * 40)
+    words = [f"--model={folder}", "--backend=torch", f"--input={source}", f"--output={output}", "--batch_size=40"]
+    assert command("generate.py", *words, "--new_tokens=2", "--kernels=xla", **ONE_THREAD).returncode == 0
+    earlier = output.read_bytes()
+    process = subprocess.Popen(
+        [sys.executable, MAIN, *words, "--new_tokens=120", "--overwrite"], stderr=subprocess.PIPE, text=True,
+        env=shell_environment(**ONE_THREAD, **nowhere(tmp_path)),
+    )  # fmt: skip
+    assert process.stderr.readline().startswith("kernels: xla, because")  # the model is loaded
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=120)[1]
+    assert (process.returncode, stderr) == (130, "interrupted; nothing was finished\n")
+    assert output.read_bytes() == earlier
 
 
 def test_a_file_that_another_process_writes_is_refused_at_once(folder, tmp_path):
