@@ -55,9 +55,7 @@ def test_without_a_compiler_the_text_comes_with_one_line_that_says_so(folder, tm
     note, line = done.stderr.splitlines()
     assert note.startswith("kernels: xla, because native kernels: ") and "install a C compiler" in note
     assert line.endswith("; xla kernels, weights float32")
-    error = refused(
-        generate(folder, "--prompt=Once", "--kernels=native", **there), "--kernels=native: native kernels"
-    )
+    error = refused(generate(folder, "--prompt=Once", "--kernels=native", **there), "--kernels=native: native kernels")
     assert "install a C compiler" in error
 
 
