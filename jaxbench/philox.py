@@ -8,6 +8,7 @@ return equal bits. Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy
 
 from __future__ import annotations
 
+import operator
 import zlib
 from concurrent import futures
 
@@ -35,8 +36,12 @@ def split_seed(seed: int) -> tuple[int, int]:
     """Low and high 32-bit halves of a seed.
 
     Raises:
-      ValueError: seed is outside [0, 2**64).
+      ValueError: seed is no whole number, or outside [0, 2**64).
     """
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise ValueError(f"seed={seed!r}, wanted a whole number in [0, 2**64)") from None
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed={seed} is outside [0, 2**64)")
     return seed & MASK32, seed >> 32

@@ -282,6 +282,9 @@ class GeneratorBase:
         self._cache_dtype = getattr(model, "cache_dtype", "float32" if is_narrow_on_cpu else model.dtype)
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.vocab_size
         self._eos_ids = () if eos_id is None else tuple(np.ravel(eos_id).tolist())
+        odd = [each for each in self._eos_ids if not is_number(each, whole=True) or each < 0]
+        if odd:  # no token equals it, so that no row would ever end
+            raise ValueError(f"generate: eos_id has {odd[0]!r}, wanted ids of tokens: whole numbers from 0, or None")
         self._sampling, self._processors = sampling, tuple(processors)
         self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
         if self._drawing and sampling.temperature == 0:

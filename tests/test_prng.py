@@ -91,6 +91,14 @@ def test_a_seed_outside_64_bits_is_named(make_key):
         make_key(-1)
 
 
+@pytest.mark.parametrize("make_key", [prng.key_from_seed, torch_prng.key_from_seed])
+@pytest.mark.parametrize("seed", [1.5, "7", None])
+def test_a_seed_that_is_no_whole_number_is_named(make_key, seed):
+    with pytest.raises(ValueError, match=f"seed={seed!r}, wanted a whole number"):
+        make_key(seed)
+    np.testing.assert_array_equal(np.asarray(make_key(np.int64(7))), [7, 0])
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 13, 25, 36])
 def test_normals_drawn_in_parts_are_bit_for_bit_those_of_one_part(count, monkeypatch):
     how = {"step": 3, "site": "weights"}

@@ -247,6 +247,13 @@ def test_a_number_of_new_tokens_that_is_not_whole_is_named(generators):
             generator([[1]], max_new_tokens=2.5, seed=0)
 
 
+@pytest.mark.parametrize(("eos_id", "shown"), [(2.0, "2.0"), ((3, -1), "-1"), ("</s>", "'</s>'"), (True, "True")])
+def test_an_end_token_that_no_token_equals_is_named(eos_id, shown):
+    for backend in ("flax", "torch"):
+        with pytest.raises(ValueError, match=f"generate: eos_id has {shown}, wanted ids of tokens"):
+            make(backend, eos_id=eos_id)
+
+
 @pytest.mark.parametrize("row_id", [-1, 2**31, 2**32, 2**64, 0.5])
 def test_row_ids_outside_31_bits_are_named(generators, row_id):
     for generator in generators.values():
