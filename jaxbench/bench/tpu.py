@@ -9,7 +9,7 @@ peak rate. That is a bound, not a forecast. The compiler's `optimal_seconds` is 
 
 Weights are replicated and the batch is split for prefill and decode; for training the weights are split too (fsdp).
 `--model_axis=m` splits feed-forward width and vocabulary over m chips as well. Batches are rounded up to a multiple of
-the chips that share them.
+the chips that share them. Ends with 1 where a program does not fit.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ def make_records(
 
 
 def main() -> int:
-    """Compile for every --topology and print the results; --output keeps the records of each finished slice."""
+    """Compile for every --topology and print the results; return the exit code, 1 if a program does not fit.
+
+    --output keeps the records of each finished slice.
+    """
     from absl import flags
 
     from jaxbench import cli, config, outputs
@@ -160,6 +163,7 @@ def main() -> int:
         outputs.check_file(values.output, [values.model_config], overwrite=True)
     model = config.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
+    fits = True
     for topology in check(values.topology, settings):
         collected = []
         for records in compile_topology(model, topology, settings):
@@ -167,7 +171,8 @@ def main() -> int:
             print("\n".join(map(describe, records)), flush=True)
         if values.output:
             RecordFile(values.output).append(*collected)
-    return cli.EXIT_OK
+        fits = fits and all(record.detail.get("fits", True) for record in collected)
+    return cli.EXIT_OK if fits else cli.EXIT_GATE
 
 
 def describe(record: Record) -> str:

@@ -34,6 +34,8 @@ MAX_LISTED = 8  # names shown of each kind of difference
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
 DAMAGED = "damaged"  # suffix that a damaged checkpoint's folder gets
 PARAMETERS = "params."  # how the names of a model's own arrays begin
+# Why an intact checkpoint cannot be read at the moment. A disk's own error (EIO) is damage.
+PASSING = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class Checkpoint(NamedTuple):
@@ -133,7 +135,8 @@ class Checkpoints:
 
         Raises:
           ValueError: the checkpoint is of another model, or check_meta accepts it but its arrays differ from the wanted
-            ones; the differing names and shapes are listed.
+            ones; the differing names and shapes are listed. Or a process lacks memory, open files or permission to read
+            it, which is no damage: nothing is moved.
         """
         for step in reversed(self.steps()):
             try:
@@ -166,10 +169,21 @@ class Checkpoints:
             self._losses[step] = loss
 
     def _is_damaged(self, step: int, reason: Exception | None) -> bool:
-        """Return True if any process could not read the checkpoint, and set it aside."""
+        """Return True if any process could not read the checkpoint, and set it aside.
+
+        Raises:
+          ValueError: one could not for a passing reason: an older checkpoint, or none, would take this one's place.
+        """
         if self.processes.agree(reason is None):
             return False
-        self._set_aside(step, reason or ValueError(f"another process than {self.processes.index} could not read it"))
+        is_intact = not self.processes.agree(reason is None or not _is_passing(reason))
+        reason = reason or ValueError(f"another process than {self.processes.index} could not read it")
+        if is_intact:
+            raise ValueError(
+                f"checkpoint: {self.folder / str(step)} cannot be read at the moment and stays where it is "
+                f"({_in_short(reason)}); wanted memory, open files and permission to read it, then start again"
+            ) from reason
+        self._set_aside(step, reason)
         return True
 
     def _sums(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +237,6 @@ class Checkpoints:
 
     def _set_aside(self, step: int, error: Exception) -> None:
         """Report a damaged checkpoint and move it out of the way of later saves."""
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         place, copies = self.folder / str(step), 0
         while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{copies}").exists():
             copies += 1
@@ -234,7 +247,7 @@ class Checkpoints:
         self._open()
         before = [other for other in self.steps() if other < step]
         then = f"going on from step {before[-1]}" if before else "no earlier one is left, starting anew"
-        self.say(f"checkpoint {place} is damaged ({reason}), kept as {aside}; {then}")
+        self.say(f"checkpoint {place} is damaged ({_in_short(error)}), kept as {aside}; {then}")
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         """Run an Orbax action; a full disk becomes an OSError that says what is kept."""
@@ -255,6 +268,18 @@ def finished(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in a folder, oldest first; empty if there is no folder."""
     # Orbax renames a folder to its step's number once it is complete.
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def _is_passing(error: Exception) -> bool:
+    """Return True if this process lacks what reading takes, which says nothing about the files."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in PASSING:
+        return True
+    message = str(error)  # TensorStore's and XLA's errors have no number
+    return "RESOURCE_EXHAUSTED" in message or any(os.strerror(code) in message for code in PASSING)
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 class _NewestAndBest:

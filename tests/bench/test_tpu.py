@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+from absl import flags
 
 from jaxbench import config
 from jaxbench.bench import tpu
@@ -50,6 +52,23 @@ def test_memory_counts_donated_buffers_once_and_compares_with_the_chip():
     assert fits.value == 3 * 2**30 and fits.detail["fits"] is True
     large = measured(memory={"argument": 2**34, "output": 2, "alias": 1, "temp": 0, "code": 0})
     assert records_of(large, flops=1, traffic=1)["tpu_memory_bytes"].detail["fits"] is False
+
+
+@pytest.mark.parametrize("how", ["compiled", "refused"])
+def test_the_command_ends_with_1_where_a_program_does_not_fit(monkeypatch, capsys, how):
+    small = list(records_of(measured(), flops=1, traffic=1).values())
+    memory = {"argument": 2**34, "output": 2, "alias": 1, "temp": 0, "code": 0}
+    large = list(records_of(measured(memory=memory), flops=1, traffic=1).values())
+    error = tpu_compile.DoesNotFitError("does not fit: 24.00G of 15.75G hbm")
+    workload = Workload(kind="train", dtype="bfloat16", batch=8, prompt_tokens=512)
+    refused = [tpu_compile.refusal(error, {"hbm_bytes": 2**34}, workload=workload, device="v5e:2x2")]
+    found = {"v5e:2x2": [small, large if how == "compiled" else refused], "v5e:1x1": [small]}
+    given = tpu.Settings().model_dump() | {"model_config": None, "output": None, "topology": list(found)}
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(**given))
+    monkeypatch.setattr(tpu, "compile_topology", lambda model, topology, settings: iter(found[topology.name]))
+    assert tpu.main() == 1 and "does not fit" in capsys.readouterr().out
+    found["v5e:2x2"].pop()
+    assert tpu.main() == 0
 
 
 def test_decode_rate_counts_one_token_a_row():

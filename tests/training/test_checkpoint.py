@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
+from jaxbench.parallel.processes import Processes
 from jaxbench.training import checkpoint
 from jaxbench.training.checkpoint import Checkpoints
 
@@ -128,6 +129,41 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(opened,
     assert "going on from step 1" in opened.said[0] and opened.steps() == [1]
     save(opened, 2)  # its number is free again
     assert opened.restore(ARRAYS, check_meta=accept).step == 2 and len(opened.said) == 1
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        MemoryError("Unable to allocate 38.1 MiB for an array"),
+        PermissionError(13, "Permission denied", "metadata"),
+        ValueError('PERMISSION_DENIED: Error reading "a/.zarray": Failed to open: "d/ca70": Permission denied'),
+        ValueError("UNAVAILABLE: Failed to open: d/ca70 [OS error 24: EMFILE Too many open files]"),
+    ],
+)
+@pytest.mark.parametrize("of", ["_read", "_read_meta"])
+def test_a_checkpoint_that_a_process_lacks_the_means_to_read_is_not_set_aside(opened, monkeypatch, reason, of):
+    """Without memory, all of a run's checkpoints were, and it started anew."""
+    save(opened, 1, 2)
+
+    def fail(*arguments):
+        raise reason
+
+    with monkeypatch.context() as patched:
+        patched.setattr(opened, of, fail)
+        with pytest.raises(ValueError, match=r"checkpoints/2 cannot be read at the moment and stays where it is \("):
+            opened.restore(ARRAYS, check_meta=accept)
+    assert opened.steps() == [1, 2] and not opened.said
+    assert opened.restore(ARRAYS, check_meta=accept).step == 2
+
+
+def test_no_process_sets_aside_what_another_one_lacks_the_means_to_read(opened, monkeypatch):
+    save(opened, 1)
+    answers = iter([[1, 0], [1, 0]])  # this process could read it, the other one could not, and not for its content
+    everyone = Processes(0, 2, lambda own: np.array(next(answers), np.uint32)[:, None])
+    monkeypatch.setattr(opened, "processes", everyone)
+    with pytest.raises(ValueError, match="cannot be read at the moment.*another process than 0 could not read it"):
+        opened.restore(ARRAYS, check_meta=accept)
+    assert opened.steps() == [1]
 
 
 def test_no_flipped_bit_refuses_a_run_or_changes_what_it_reads(opened, tmp_path):
