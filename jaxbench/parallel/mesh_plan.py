@@ -81,6 +81,20 @@ def make_plan(
     )
 
 
+def check_precision(plan: Plan, precision: str) -> None:
+    """Check that the gradients of a step of this precision (StepConfig.precision) can be computed as the plan says.
+
+    Raises:
+      ValueError: float8 in a pipeline or with gradients in 16 bits, which know a step's parameters but not its scales.
+    """
+    sums, micro = plan.config.gradient_type, plan.config.micro_batches
+    if precision == "float8" and (plan.is_pipelined or sums != "full"):
+        raise ValueError(
+            f"parallel: precision={precision} needs stage=1, micro_batches=1 and gradient_type=full, got "
+            f"stage={plan.mesh.shape[STAGE]}, micro_batches={micro}, gradient_type={sums}"
+        )
+
+
 def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
     """Number of interleaved parts of fused projections' kernels with which they shard as they are stored.
 

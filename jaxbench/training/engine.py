@@ -96,12 +96,7 @@ class Engine:
         """Plan the mesh for a step's batch of rows and tokens, and make the state on it."""
         micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
-        if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full"):
-            raise ValueError(
-                f"engine: precision={self.step_config.precision} needs stage=1, micro_batches=1 and "
-                f"gradient_type=full, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
-                f"gradient_type={parallel.gradient_type}"
-            )
+        mesh_plan.check_precision(self.plan, self.step_config.precision)
         init = batch_size.initialiser(config, compute, self.step_config, extension=self.extension)
         host = jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec())
         shapes = batch_size.abstract_state(config, compute, self.step_config, host=host, extension=self.extension)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from jaxbench import cli, initial
+from jaxbench import cli, initial, outputs
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import chips, hlo, tpu_compile
@@ -93,6 +93,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
         model, settings.parallel, batch=shape[0] // step_config.accumulation, tokens=shape[1],
         devices=tpu_compile.devices(topology), extension=extension,
     )  # fmt: skip
+    mesh_plan.check_precision(plan, step_config.precision)
     groups = mesh_plan.projection_groups(settings.parallel, plan.mesh.size) if settings.fused_projections else 0
     compute = settings.compute(precision.POLICIES[step_config.precision].compute, groups)
     if settings.implementation == "fused":  # would select the kernel of JAX's own platform, not of the target
@@ -266,13 +267,19 @@ def main() -> int:
 
 
 def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
-    """Compile a step for --topology and print the results; --output appends the records as JSON lines."""
+    """Compile a step for --topology and print the results; --output appends the records as JSON lines.
+
+    Raises:
+      ValueError: the step does not fit the slice, or --output cannot be written.
+    """
     values = flags.FLAGS
+    if values.output:  # fail before minutes of compiling
+        outputs.check_file(values.output, [values.config], overwrite=True)
     topology = chips.parse_topology(values.topology)
     records = compile_step(settings, topology, extension)
+    print(describe(records), flush=True)
     if values.output:
         RecordFile(values.output).append(*records)
-    print(describe(records), flush=True)
     return cli.EXIT_OK if records[0].value is not None and records[0].detail["fits"] else cli.EXIT_GATE
 
 

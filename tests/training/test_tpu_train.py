@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 from jaxbench import config, initial
@@ -137,3 +139,22 @@ def test_what_a_step_needs_is_named():
         tpu_train.lower_step(config.load(ROOT / "configs/lm/tiny.yaml", ["model.vocab_size=256"], TrainConfig), slice_)
     with pytest.raises(ValueError, match="model.vocab_size is unset and left to data.tokenizer=byte"):
         tpu_train.model_of(config.load(ROOT / "configs/lm/tiny.yaml", [], TrainConfig))
+
+
+@pytest.mark.parametrize(
+    "how", [("parallel.mesh.stage=2", "parallel.micro_batches=2"), ("parallel.gradient_type=float16",)]
+)
+def test_float8_is_refused_where_a_training_run_refuses_it(monkeypatch, how):
+    monkeypatch.setattr(tpu_compile, "devices", lambda topology: jax.devices()[: topology.num_chips])
+    settings = config.load(CONFIG, [*TINY, "parallel.mesh.data=-1", "step.precision=float8", *how], TrainConfig)
+    with pytest.raises(ValueError, match="precision=float8 needs stage=1, micro_batches=1 and gradient_type=full, got"):
+        tpu_train.lower_step(settings, chips.parse_topology("v5e:2x2"))
+
+
+@pytest.mark.parametrize("output", ["/dev/null/a.jsonl", str(CONFIG)])
+def test_an_output_that_cannot_be_written_is_refused_before_the_step_is_compiled(monkeypatch, output):
+    given = {"output": output, "config": str(CONFIG), "topology": "v5e:2x2"}
+    monkeypatch.setattr(tpu_train.flags, "FLAGS", types.SimpleNamespace(**given))
+    monkeypatch.setattr(tpu_train, "compile_step", lambda *arguments: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=f"--output=(/dev/null|{CONFIG})"):
+        tpu_train.report(config.load(CONFIG, TINY, TrainConfig))
