@@ -78,10 +78,11 @@ def type_of(kind: int) -> tuple[str, int, int]:
 
 
 def read(path: str | Path) -> GgufFile:
-    """Parse a file's header and check that every tensor lies inside the file.
+    """Parse a file's header and check that every tensor lies in its place inside the file.
 
     Raises:
-      ValueError: not a GGUF file, one part of several, an unknown version or type, or a file that ends early.
+      ValueError: not a GGUF file, one part of several, an unknown version or type, a tensor that does not follow the one
+        before, or a file that ends early.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -129,7 +130,18 @@ class _Parser:
         if len(tensors) != num_tensors:
             names = sorted({name for name, _ in entries if sum(name == other for other, _ in entries) > 1})
             raise ValueError(f"{self.path}: corrupt GGUF header, tensors named twice: {', '.join(names[:8])}")
+        self.check_places(tensors, data_start, alignment)
         return GgufFile(self.path, metadata, tensors, self.content)
+
+    def check_places(self, tensors: dict[str, TensorInfo], at: int, alignment: int) -> None:
+        """Check that tensors lie in their order without gaps, as ggml does: elsewhere are another tensor's numbers."""
+        for name, info in tensors.items():
+            if info.offset != at:
+                raise ValueError(
+                    f"{self.path}: corrupt GGUF header, tensor {name!r} begins at byte {info.offset}, wanted {at}: "
+                    "after the one before, aligned; fetch it again"
+                )
+            at += -(-info.size // alignment) * alignment
 
     def unpack(self, layout: str) -> tuple:
         values = struct.unpack_from("<" + layout, self.content, self.at)
