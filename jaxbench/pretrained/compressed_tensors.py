@@ -169,15 +169,20 @@ def opened(
       shapes, types: by tensor; types by their safetensors names.
       read: returns a tensor's values as stored.
 
+    Returns:
+      The tensors; a part that belongs to no matrix is one of them, under its own name, which no float folder has.
+
     Raises:
-      ValueError: a part of a matrix is missing or does not fit the rest.
+      ValueError: a part of a matrix is missing or does not fit the rest, or a matrix is there twice.
     """  # fmt: skip
-    found, matrices, input_ranges = {}, {}, {}
+    found, matrices, input_ranges, used = {}, {}, {}, set()
     for name, shape in shapes.items():
         module, _, part = name.rpartition(".")
-        if part in ("weight_scale", "weight_shape", "weight_zero_point"):
+        if part in PARTS:
             continue
-        if part == "input_scale":
+        if f"{module}.weight" in found and part in ("weight", "weight_packed"):
+            raise ValueError(f"{source}: holds {module}.weight and {module}.weight_packed, wanted one of them")
+        if part == "input_scale" and plan.activations != "float":
             input_ranges[f"{module}.weight"] = lambda n=name: 127 * float(read(n).reshape(-1)[0])
         elif part == "weight_packed" or (part == "weight" and types[name] == "I8"):
             parts = ["weight_scale", *(["weight_shape"] if part == "weight_packed" else [])]
@@ -185,15 +190,32 @@ def opened(
             missing = [other for other in parts if f"{module}.{other}" not in shapes]
             if missing:
                 raise ValueError(f"{source}: {name} stands without {', '.join(f'{module}.{m}' for m in missing)}")
+            _check_types(module, [part, *parts], types, source)
             whole = shape if part == "weight" else tuple(int(n) for n in read(f"{module}.weight_shape").reshape(-1))
             found[f"{module}.weight"] = whole
             matrices[f"{module}.weight"] = _reader(module, part, whole, shapes, types, read, plan.grid, source)
+            used |= {f"{module}.{other}" for other in parts}
+            zeros = f"{module}.weight_zero_point"
+            if zeros in shapes and zeros not in used and not read(zeros).any():  # a symmetric grid's, written by some
+                used.add(zeros)
         else:
             found[name] = shape
+    found |= {name: shapes[name] for name in shapes if name.rpartition(".")[2] in PARTS and name not in used}
     return Folder(found, matrices, input_ranges)
 
 
+PARTS = ("weight_scale", "weight_shape", "weight_zero_point")  # of a matrix, beside its integers
+INTEGERS = {"weight": ("I8",), "weight_packed": ("I32",), "weight_shape": ("I64", "I32")}
 SCALE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _check_types(module: str, parts: list[str], types: Mapping[str, str], source: Path) -> None:
+    """Raise ValueError if integers of a matrix are of another type; parts: those that it has, its codes first."""
+    for part in parts:
+        zeros = {"weight_zero_point": ("I8",) if parts[0] == "weight" else ("I32",)}
+        found, wanted = types[f"{module}.{part}"], (INTEGERS | zeros).get(part)
+        if wanted is not None and found not in wanted:
+            raise ValueError(f"{source}: {module}.{part} has type {found}, wanted {' or '.join(wanted)}")
 
 
 def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) -> Callable[[], Quantized]:

@@ -81,8 +81,8 @@ def read(path: str | Path) -> GgufFile:
     """Parse a file's header and check that every tensor lies in its place inside the file.
 
     Raises:
-      ValueError: not a GGUF file, one part of several, an unknown version or type, a tensor that does not follow the one
-        before, or a file that ends early.
+      ValueError: not a GGUF file, one part of several, an unknown version or type, a tensor that lies elsewhere than
+        after the one before, or a file that ends early.
     """
     path = Path(path)
     with open(path, "rb") as file:

@@ -185,6 +185,44 @@ def test_a_matrix_with_a_missing_part_is_refused(part, tmp_path):
         weights.load_checkpoint(tmp_path / "made")
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("up_proj.weight", np.ones((96, 64), np.float32), "up_proj.weight and .*up_proj.weight_packed, wanted one"),
+        ("up_proj.weight_packed", np.ones((96, 8), np.float32), "up_proj.weight_packed has type F32, wanted I32"),
+        ("up_proj.weight_shape", np.array([96.0, 64.0], np.float32), "weight_shape has type F32, wanted I64 or I32"),
+        ("up_proj.weight_zero_point", np.ones((12, 2), np.int32), "1 unused: .*up_proj.weight_zero_point"),
+        ("up_proj.input_scale", np.ones(1, np.float32), "1 unused: model.layers.0.mlp.up_proj.input_scale"),
+        ("other.weight_scale", np.ones((96, 2), np.float32), "1 unused: model.layers.0.mlp.other.weight_scale"),
+    ],
+)
+def test_a_tensor_that_would_be_lost_or_taken_for_integers_is_refused_by_name(part, value, message, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _saved(tmp_path / "made", grids.NAMED["q4_0"])
+    path = tmp_path / "made" / "model.safetensors"
+    save_file(load_file(path) | {f"model.layers.0.mlp.{part}": value}, path)
+    for load in (weights.load_checkpoint, folder_import.load):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "made")
+
+
+def test_floats_beside_a_scale_are_no_matrix_of_the_layout_and_zeros_of_zero_change_nothing(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _saved(tmp_path / "made", grids.NAMED["q4_0"])
+    path, module = tmp_path / "made" / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors, wanted = load_file(path), weights.load_checkpoint(tmp_path / "made").params
+    save_file(tensors | {f"{module}.weight_zero_point": np.zeros((12, 2), np.int32)}, path)
+    for name, value in weights.load_checkpoint(tmp_path / "made").params.items():
+        np.testing.assert_array_equal(value, wanted[name])
+    # a folder saved before its weights were rounded: the function has them rounded, its file has not
+    del tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_shape"]
+    save_file(tensors | {f"{module}.weight": np.ones((96, 64), np.float32)}, path)
+    with pytest.raises(ValueError, match=f"1 unused: {module}.weight_scale"):
+        weights.load_checkpoint(tmp_path / "made")
+
+
 def test_scales_that_are_not_finite_are_refused(tmp_path):
     from safetensors.numpy import load_file, save_file
 
