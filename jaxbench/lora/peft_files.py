@@ -113,8 +113,13 @@ def _alpha(values: Mapping[str, Any]) -> float:
 
 
 def _check_tensors(path: Path, shape: LoraTransformerConfig, params: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless a file has every adapter of a decoder, in its shape, with finite numbers."""
+    """Raise ValueError unless a file has every adapter of a decoder and no other, in its shape, with finite numbers."""
     wanted = {name: of for name, of in initial.parameter_shapes(shape).items() if ".lora_" in name}
+    if others := sorted(params.keys() - wanted.keys()):  # PEFT leaves them out, lora.config.merged would add them
+        raise ValueError(
+            f"{path}: {others[0]} is not adapted by the settings beside it, which name {', '.join(shape.lora.targets)} "
+            f"in layers {'all' if shape.lora.layers is None else list(shape.lora.layers)}"
+        )
     for name, of in wanted.items():
         if name not in params:
             raise ValueError(f"{path}: {name} is missing; the decoder's layers have {len(wanted)} adapter matrices")
@@ -146,7 +151,8 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
     if not isinstance(values.get("use_rslora", False), bool):
         raise ValueError(f"{folder / CONFIG}: use_rslora is {str(values['use_rslora'])[:60]!r}, wanted true or false")
     if not isinstance(values.get("target_modules"), list):
-        raise ValueError(f"{folder / CONFIG}: target_modules is no list of names")
+        found = str(values.get("target_modules"))[:60]
+        raise ValueError(f"{folder / CONFIG}: target_modules is no list of names, but {found!r}")
 
 
 def _adapted(params: Mapping[str, np.ndarray]) -> list[str]:

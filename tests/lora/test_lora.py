@@ -238,6 +238,16 @@ def test_adapters_that_are_missing_misshapen_or_no_numbers_are_named(change, mat
         peft_files.load(tmp_path / "a", cases.LLAMA)
 
 
+@pytest.mark.parametrize("change", [{"target_modules": ["q_proj"]}, {"layers_to_transform": [0]}])
+def test_adapters_that_their_own_settings_leave_out_are_refused_as_merging_would_add_them(change, tmp_path):
+    shape = with_lora(cases.LLAMA, LoraConfig(targets=("q_proj", "down_proj")))
+    peft_files.save(tmp_path / "a", shape, initial.initial_params(shape, 0))
+    path = tmp_path / "a" / peft_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"lora_a.kernel is not adapted by the settings beside it, which name"):
+        peft_files.load(tmp_path / "a", cases.LLAMA)
+
+
 @pytest.mark.parametrize(
     ("base", "written"),
     [("default", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("models/mine", "models/mine"), (None, None)],
