@@ -299,8 +299,9 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
 def _architecture(c: TransformerConfig) -> str | None:
     """Find the architecture that has exactly a decoder's parts, as transformers spells it; None if there is none.
 
-    transformers 5 refuses a Llama, Gemma 2 or Gemma 3 whose heads do not divide d_model, as after structured pruning. A
-    Mistral without a window computes what a Llama computes, and has no such limit.
+    transformers 5 refuses a Llama, Gemma 2 or Gemma 3 whose heads do not divide d_model, as after structured pruning,
+    and a query_pre_attn_scalar that is no whole number. A Mistral without a window computes what a Llama computes, and
+    has no such limit.
     """
     are_heads_even = c.d_model % c.num_heads == 0
     plain = {key: TransformerConfig.model_fields[key].default for key in GEMMA_ONLY}
@@ -314,7 +315,8 @@ def _architecture(c: TransformerConfig) -> str | None:
     if c.activation == "geglu" and biases == (False, False) and c.embedding_scale == c.d_model**0.5:
         if all(getattr(c, key) == plain[key] for key in GEMMA_ONLY if key != "embedding_scale"):
             return None if c.qk_norm or c.sliding_window else "Gemma"
-        if not c.post_norms or c.global_every is None or not are_heads_even:
+        is_whole = c.query_pre_attn_scalar is None or c.query_pre_attn_scalar % 1 == 0  # transformers 5 takes no other
+        if not (c.post_norms and c.global_every and are_heads_even and is_whole):
             return None
         third = (c.qk_norm, c.local_rope_theta is not None, c.attention_softcap is None)
         return "Gemma3" if all(third) else None if any(third[:2]) else "Gemma2"
@@ -335,7 +337,7 @@ def _gemma_to_hf(c: TransformerConfig, name: str) -> dict[str, Any]:
     scalar = c.head_dim if c.query_pre_attn_scalar is None else c.query_pre_attn_scalar
     kinds = ["full_attention" if (i + 1) % c.global_every == 0 else "sliding_attention" for i in range(c.num_layers)]
     own = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "layer_types": kinds}
-    own |= {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+    own |= {"query_pre_attn_scalar": int(scalar)}
     own |= {"attn_logit_softcapping": c.attention_softcap, "final_logit_softcapping": c.logit_softcap}
     own |= {"sliding_window": c.sliding_window}
     return own | ({"rope_local_base_freq": c.local_rope_theta} if name == "Gemma3" else {})

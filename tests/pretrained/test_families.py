@@ -317,6 +317,7 @@ def test_combination_without_an_architecture_is_refused():
         ("llama", {"activation": "geglu"}),
         ("qwen2", {"qk_norm": True}),
         ("gpt2", {"qkv_bias": True}),
+        ("gemma2", {"query_pre_attn_scalar": 7.5}),  # transformers wants a whole number
         ("gemma2", {"num_heads": 3, "num_kv_heads": 3}),  # transformers wants heads that divide the width
         ("llama", {"num_heads": 3, "num_kv_heads": 3, "use_bias": True}),
     ],
