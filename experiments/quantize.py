@@ -139,6 +139,7 @@ def quantized(made: Any) -> Any:
     held = weights.load_checkpoint(spec)
     if not VALUES.output.endswith(".gguf"):
         folder_export.check_model(held.config)
+        tokenizer.load_tokenizer(held.tokenizer)  # written last: without one the work would be lost
     if made.needs_calibration:
         if VALUES.length > held.config.max_seq_len:
             raise ValueError(f"--length={VALUES.length}, the model has {held.config.max_seq_len} positions")

@@ -119,6 +119,8 @@ def run(
     checkpoint = weights.load_checkpoint(model)
     _check_fit(settings, checkpoint.config)
     tokenizer = tokenizers.load_tokenizer(checkpoint.tokenizer) if _has_tokenizer(checkpoint.tokenizer) else None
+    if tokenizer is None:
+        say(f"{checkpoint.tokenizer} has no tokenizer.json: the folder gets no tokenizer and no ids of begin and end")
     text = _Text(settings, checkpoint, tokenizer, data_path) if _needs_text(settings) else None
     norms = None
     if settings.uses_inputs:

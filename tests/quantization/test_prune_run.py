@@ -167,8 +167,10 @@ def test_without_text_nothing_is_tokenised(model, tmp_path):
 def test_a_model_without_a_tokenizer_is_pruned_without_text_and_else_refused(tmp_path):
     config, params = cases.load(cases.find("transformer/llama-grouped"))
     folder = weights.save_checkpoint(tmp_path / "bare", config, params)
-    result = prune_run.run(folder, tmp_path / "out", prune_run.Settings("2:4", batches=0))
+    said = []
+    result = prune_run.run(folder, tmp_path / "out", prune_run.Settings("2:4", batches=0), say=said.append)
     assert pruning.count(weights.load_checkpoint(result.path).params).share == 0.5
+    assert said == [f"{folder} has no tokenizer.json: the folder gets no tokenizer and no ids of begin and end"]
     with pytest.raises(ValueError, match="has no tokenizer.json for the text; pass --batches=0"):
         prune_run.run(folder, tmp_path / "other", prune_run.Settings("2:4", seq_len=32))
     assert not (tmp_path / "other").exists()

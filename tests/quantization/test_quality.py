@@ -261,3 +261,13 @@ def test_the_quantize_command_writes_what_it_says(folder, tmp_path):
     np.testing.assert_array_equal(read.params["embed.embedding"], held.params["embed.embedding"])
     code, out = run_command("quantize.py", f"--model={folder}", "--bits=3", f"--output={tmp_path / 'w3'}")
     assert code == 2 and "exists and is not an empty folder" in out
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_its_matrices_are_rounded(tmp_path):
+    weights.save_checkpoint(tmp_path / "bare", CONFIG, initial.initial_params(CONFIG, 0))
+    groups = "--group_size=48"  # divides no row, which rounding would say
+    code, out = run_command(
+        "quantize.py", f"--model={tmp_path / 'bare'}", "--bits=3", groups, f"--output={tmp_path / 'w3'}"
+    )
+    assert code == 2 and "bare: missing tokenizer.json" in out, out
+    assert not (tmp_path / "w3").exists()
