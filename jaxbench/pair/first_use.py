@@ -42,7 +42,7 @@ def _uses(jaxpr: Any, origins: dict[Any, int]) -> Iterator[int]:
     """Yield indices of the arrays that a jaxpr computes with, in order; origins maps its variables to the indices."""
     for eqn in jaxpr.eqns:
         given = [None if isinstance(x, core.Literal) else origins.get(x) for x in eqn.invars]
-        inner = next(_programs(eqn, len(given)), None)
+        inner = next(programs(eqn, len(given)), None)
         if inner is not None:
             own = {var: i for var, i in zip(inner.invars, given, strict=True) if i is not None}
             yield from _uses(inner, own)
@@ -54,7 +54,7 @@ def _uses(jaxpr: Any, origins: dict[Any, int]) -> Iterator[int]:
             yield from (i for i in given if i is not None)
 
 
-def _programs(eqn: Any, count: int) -> Iterator[Any]:
+def programs(eqn: Any, count: int) -> Iterator[Any]:
     """Yield an equation's inner jaxprs that take its operands: of jit, scan, checkpoint and custom derivatives."""
     for value in eqn.params.values():
         program = getattr(value, "jaxpr", value)

@@ -15,13 +15,27 @@ DISTURB_SEED = 0
 DISTURBANCE = 0.3  # relative to the constant
 COUNTED = re.compile(r"(^|\.)[A-Z]\w*_\d+(\.|$)")  # names in a path that Linen generates: Dense_0
 OF_HAIKU = re.compile(r"_\d+(/|[.]|$)")  # names that Haiku generates: linear_1, not fc1, which the user chose
+OF_LAYERS = {  # last names of the matrices in a framework's own layers, which tell their layout
+    "flax.nnx": ("kernel", "embedding"), "flax.linen": ("kernel", "embedding"), "haiku": ("w", "embeddings"),
+    "equinox": ("weight", "weight_ih", "weight_hh"),
+}  # fmt: skip
 REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out], in Flax and Haiku but not in Equinox
 
 
-def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str], *, with_values: bool) -> list[Leaf]:
+def leaves_of(
+    model: Any, calls: Mapping[str, capture.Call], order: Sequence[str], stored: Mapping[str, bool], *,
+    with_values: bool,
+) -> list[Leaf]:  # fmt: skip
     """Return the leaves of a JAX model, parameters before state; their `order` is that of their modules' calls.
 
     For a function it is the order in which it first uses its parameters; where that is unknown, is_ordered is False.
+
+    Args:
+      model: of jax_model.open_model.
+      calls: of its modules.
+      order: its modules by the end of their first call.
+      stored: whether an array is stored [in, out], by name, as far as its use tells; used where its name does not.
+      with_values: whether the leaves get the arrays' values.
     """
     places = {name: i for i, name in enumerate(order)}
     sources, leaves = sources_of(calls), []
@@ -30,13 +44,19 @@ def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str
     for i, (name, x) in enumerate({**model.params, **model.state}.items()):
         path = name.partition(":")[2] or name
         value = np.asarray(x) if with_values else None
-        is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
+        is_named = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
+        is_reversed = is_named if has_known_layout(model.framework, path) else stored.get(name, is_named)
         place = used[name] if name in used else _place(path, places, i)
         source = sources.get(path.rpartition(".")[0], "")
         is_counted = bool((OF_HAIKU if model.framework == "haiku" else COUNTED).search(path))
         known = {"source": source, "is_optional": name in model.state, "is_ordered": model.order != ()}
         leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, is_counted=is_counted, **known))
     return leaves
+
+
+def has_known_layout(framework: str, path: str) -> bool:
+    """True where the name of an array tells its layout: it is that of a framework's own layers."""
+    return path.rpartition(".")[2] in OF_LAYERS.get(framework, ())
 
 
 def disturbed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -51,14 +51,17 @@ class Leaf(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of KINDS, from the name; empty where the name does not tell."""
-        last = re.split(r"[./]", self.name)[-1].lower()
-        return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
+        """One of KINDS, from the name, or a vector's ending (ln_b); empty where the name does not tell."""
+        last = re.split(r"[./]", self._path)[-1].lower()
+        pieces = last.split("_")
+        named = next((_KIND[word] for word in pieces if word in ("weight", "bias")), "")
+        ending = _KIND.get(pieces[-1], "") if sum(size > 1 for size in self.shape) < 2 else ""  # lora_b is no bias
+        return _KIND.get(last) or named or ending
 
     @property
     def words(self) -> tuple[str, ...]:
         """Words of the path, synonyms unified, and its numbers; a last word that only tells the kind is dropped."""
-        path = re.sub(r"([a-z])([A-Z])", r"\1_\2", self.name).lower()
+        path = re.sub(r"([a-z])([A-Z])", r"\1_\2", self._path).lower()
         words = []
         for part in re.split(r"[./~]+", path):
             whole = re.sub(r"_?\d+$", "", part)
@@ -66,6 +69,12 @@ class Leaf(NamedTuple):
             words += [_WORD.get(piece, piece) for piece in pieces if piece]
             words += [str(int(number)) for number in re.findall(r"\d+$", part)]
         return tuple(words[:-1] if words and words[-1] in _KIND else words)
+
+    @property
+    def _path(self) -> str:
+        """The name; the tensors of PyTorch's weight_norm as conv.g and conv.v."""
+        older = re.sub(r"parametrizations\.(\w+)\.original([01])$", lambda m: f"{m[1]}_{'gv'[int(m[2])]}", self.name)
+        return re.sub(r"\bweight_([gv])$", r"\1", older)
 
     @property
     def parent(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from jaxbench import libtpu
-from jaxbench.pair import draws, kept_state, modes, placing, steps, whole
-from jaxbench.pair.jax_model import JaxModel, Options, calling, is_floating, open_model
+from jaxbench.pair import contracted, draws, kept_state, modes, placing, steps, whole
+from jaxbench.pair.jax_model import JaxModel, Options, as_type, calling, is_floating, open_model
 from jaxbench.pair.jax_side import JaxSide
-from jaxbench.pair.leaves import disturbed, leaves_of
+from jaxbench.pair.leaves import disturbed, has_known_layout, leaves_of
 from jaxbench.pair.matching import OTHER_LAYOUT, Matching, match
 from jaxbench.pair.module_findings import ModuleFindings, is_module
 from jaxbench.pair.pair_file import first_line
@@ -146,7 +146,6 @@ class _Work:
         names = self.twin.disturb(read.names | (statistics - self.pair.names.keys()))
         if not names:
             return
-        shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
         self.reference = {"eval": self._torch_run(is_training=False)}
         if placing.count_not_finite(self.reference["eval"].outputs) > placing.count_not_finite(before.outputs):
             self.twin.load(own)
@@ -154,7 +153,7 @@ class _Work:
             what = "keep their values, as others give no number"
         else:
             what = "were compared with random values"
-        self.notes.append(f"constant tensors, which hide slips, {what}: {shown}")
+        self.notes.append(f"constant tensors, which hide slips, {what}: {_listed(names)}")
 
     def _matched(self) -> Matching:
         """Match the weights; calls both models once, so that the order of use can count."""
@@ -165,12 +164,28 @@ class _Work:
             calls = self.twin.probed(self.inputs)
         with calling("the JAX model cannot be called on the inputs"):
             watched = self._side("float64", self_made=probe).watched({}, self.inputs, is_training=False)
-        mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
+        mine = leaves_of(self.model, watched.calls, watched.order, self._stored(probe), with_values=with_values)
         called = {*watched.order, *map(_module, watched.calls), *dict(self.twin.module.named_modules())}
         left_out = {n for n, value in self.pair.names.items() if value is None and n in called - {""}}
         given = {n: x for n, x in self.pair.names.items() if not is_module(n, x, self.model, self.twin)}
         names = {n: x for n, x in given.items() if n not in left_out or n in self.twin.tensors()}
         return match(mine, torch_leaves(self.twin, calls, with_values=with_values), names)
+
+    def _stored(self, arrays: Mapping[str, Any]) -> dict[str, bool]:
+        """Return whether arrays whose names do not tell it are stored [in, out], as far as their use does."""
+        model, framework = self.model, self.model.framework
+        names = [n for n, x in model.params.items() if np.ndim(x) > 1 and not has_known_layout(framework, n)]
+        if not names:
+            return {}
+        wide = {n: as_type(arrays[n], np.float64) for n in model.params}
+        given = jax.tree.map(
+            lambda x: as_type(x, np.float64) if is_floating(x) else x, example_of(self.pair, self.inputs)
+        )
+        called = lambda xs: model.apply(
+            wide | dict(zip(names, xs, strict=True)), dict(model.state), given, False, None
+        )[0]
+        found = contracted.is_reversed(called, [wide[n] for n in names])
+        return {names[i]: is_so for i, is_so in found.items()}
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
         """Build the JAX side on PyTorch's weights, or on the arrays in self_made."""
@@ -186,7 +201,8 @@ class _Work:
         if self.pair.modes is not None:
             return self.pair.modes
         watched = lambda is_training: self.side.watched(self.tensors, self.inputs, is_training=is_training)
-        found, notes = modes.to_compare(self.twin, self.inputs, self.reference["eval"], watched)
+        is_given = self.pair.jax_modes.get("train", {}) != self.pair.jax_modes.get("eval", {})
+        found, notes = modes.to_compare(self.twin, self.inputs, self.reference["eval"], watched, is_given=is_given)
         self.notes += notes
         return found
 
@@ -216,6 +232,7 @@ class _Work:
         if mode == self.compared_modes[-1]:
             self.findings.check_called()
         if self.pair.quick:
+            self.notes.append("quick: gradients, optimiser steps and narrower types were not compared")
             return
         terms = draws.terms(reference.outputs.floating, self.inputs)
         if not self.compare_gradients(self.tensors, self.inputs, terms, to_targets, reference, mode):
@@ -245,6 +262,10 @@ class _Work:
             loss, grads, by_input = self.side.gradients(
                 tensors, inputs, terms, to_targets=to_targets, is_training=is_training
             )
+        frozen = {n for n, p in self.twin.module.named_parameters() if not p.requires_grad}
+        if reached := sorted(name for name in frozen if np.any(grads[name])):
+            what = "PyTorch does not train these, and gradients reach them in JAX, which stop_gradient would stop"
+            self.notes.append(f"{what}: {_listed(reached)}")
         self.compare(f"loss, {kind}", {"loss": loss}, {"loss": exact.loss})
         order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
         self.compare(f"gradients, {kind}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
@@ -351,6 +372,10 @@ class _Work:
         )  # fmt: skip
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
+
+
 def _module(call: str) -> str:
     return call.partition("#")[0]
 
@@ -363,7 +388,10 @@ def _order_of(name: str, reference: Run) -> int:
 
 def opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
     """Open the pair's JAX model; its random draws start from this key."""
+    return open_model(pair.jax_side, example_of(pair, inputs), Options(pair.jax_call, pair.jax_modes, key))
+
+
+def example_of(pair: Pair, inputs: tuple) -> tuple:
+    """Return the inputs of one call of the pair's JAX model."""
     example = (pair.jax_inputs or (lambda *inputs: inputs))(*inputs)
-    if pair.per_example:
-        example = jax.tree.map(lambda x: x[0], example)
-    return open_model(pair.jax_side, example, Options(pair.jax_call, pair.jax_modes, key))
+    return jax.tree.map(lambda x: x[0], example) if pair.per_example else example

@@ -153,6 +153,44 @@ def test_a_training_mode_that_jax_does_not_have_is_a_note():
     assert not dropped.passed and "or keeps state between calls" in str(dropped)
 
 
+class Averaged(torch.nn.Module):
+    """A layer that keeps an average of its outputs, of which its outputs tell nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.training:
+            self.average.lerp_(y.mean(0).detach(), 0.1)
+        return y
+
+
+class AveragedPort(nnx.Module):
+    """The same; it may forget its average."""
+
+    def __init__(self, *, has_average):
+        self.layer = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        self.average, self.has_average = nnx.Variable(jnp.zeros(4)), has_average
+
+    def __call__(self, x, *, train=False):
+        y = self.layer(x)
+        if train and self.has_average:
+            self.average[...] = self.average[...] + 0.1 * (y.mean(0) - self.average[...])
+        return y
+
+
+@pytest.mark.parametrize("has_average", [True, False])
+def test_a_training_mode_that_the_caller_gives_is_compared_also_where_jax_does_nothing_in_it(has_average):
+    options = {"jax_modes": {"eval": {"train": False}, "train": {"train": True}}, "quick": True}
+    result = jaxbench.compare(AveragedPort(has_average=has_average), Averaged(), X, **options)
+    failed = [gate.what for gate in result.gates if not gate.passed]
+    assert failed == ([] if has_average else ["state after a call, train"]), str(result)
+    assert "quick: gradients, optimiser steps and narrower types were not compared" in result.notes
+
+
 def test_plain_numbers_are_compared_and_one_of_one_side_is_a_note():
     assert compare(lambda y: {"y": y, "n": 3.5}, lambda y: {"y": y, "n": 3.5}, quick=True).passed
     wrong = compare(lambda y: {"y": y, "n": 4.5}, lambda y: {"y": y, "n": 3.5}, quick=True)

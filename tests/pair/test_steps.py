@@ -153,3 +153,32 @@ def test_updates_of_a_bias_without_a_gradient_are_rounding():
     result = jaxbench.compare((layer, params), Softmax(), X, optimizers=optimizers, dtypes=())
     assert result.passed, str(result)
     assert {entry.name for entry in result.comparisons["updates of 5 steps"].entries} == {"weight", "bias"}
+
+
+class Preference(torch.nn.Module):
+    """A layer against a frozen reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+        self.reference.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.policy(x) - self.reference(x))
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_frozen_layer_that_gradients_reach_in_jax_is_a_note(is_stopped):
+    class Port(nnx.Module):
+        def __init__(self):
+            self.policy, self.reference = (nnx.Linear(4, 6, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x):
+            other = self.reference(x)
+            return jnp.tanh(self.policy(x) - (jax.lax.stop_gradient(other) if is_stopped else other))
+
+    result = jaxbench.compare(Port(), Preference(), X, dtypes=(), optimizers=SGD)
+    said = "PyTorch does not train these, and gradients reach them in JAX, which stop_gradient would stop: " in str(
+        result
+    )
+    assert said != is_stopped
