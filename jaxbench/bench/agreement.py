@@ -23,8 +23,8 @@ from jaxbench.measure.records import Record
 # Relative, between arms' losses of a step; autocast and all-bfloat16 activations round at different places.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 # Largest relative 2-norm of two arms' float32 logit difference that counts as rounding. On a CPU 2e-7 (tiny model) is
-# seen; JAX's float32 products on a GPU or TPU default to a narrower type (TF32: 2**-11 = 5e-4 each), PyTorch's do not.
-LOGIT_TOLERANCE = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
+# seen. The same on every device: no arm computes float32 products in a narrower type (run.fair_settings).
+LOGIT_TOLERANCE = 1e-4
 TIE_FACTOR = 10.0  # a token less than this many errors below the best ties with it
 
 
@@ -40,7 +40,7 @@ def differences(reference: list[list], other: list[list], *, tolerance: float = 
 
 
 def deciding_difference(
-    reference: list[list], other: list[list], places: Sequence[Sequence[int]], device: str,
+    reference: list[list], other: list[list], places: Sequence[Sequence[int]],
     logits_at: Callable[[int, int], Sequence[Sequence[float]] | None] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the first of some differences that is no near tie, else the first: its place, tokens and `near_tie`.
@@ -57,7 +57,7 @@ def deciding_difference(
         logits = None if logits_at is None else logits_at(row, step)
         if logits is None:
             return detail
-        detail |= near_tie(*logits, device, tokens=tokens)
+        detail |= near_tie(*logits, tokens=tokens)
         if not detail["near_tie"]:
             return detail
         excused.append(detail)
@@ -69,21 +69,19 @@ def digest(tokens: list[list]) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
 
 
-def near_tie(
-    reference: Sequence[float], other: Sequence[float], device: str, *, tokens: tuple[int, int]
-) -> dict[str, float | bool]:
+def near_tie(reference: Sequence[float], other: Sequence[float], *, tokens: tuple[int, int]) -> dict[str, float | bool]:
     """Compare two arms' logits [V] at the step at which their tokens first differ; tokens: those that they gave.
 
     Returns the reference's top-two margin, how far the worse of the tokens is below the reference's best, the largest
     difference of a logit, the relative 2-norm of the difference, and `near_tie`: both tokens are less than TIE_FACTOR
-    errors below the best, and the error is small enough to be rounding on this device.
+    errors below the best, and the error is small enough to be rounding.
     """
     left, right = np.asarray(reference, np.float64), np.asarray(other, np.float64)
     second, first = np.sort(left)[-2:]
     below = max(float(first - left[token]) if 0 <= token < left.size else float("inf") for token in tokens)
     error = float(np.abs(left - right).max())
     relative = float(np.linalg.norm(left - right) / np.linalg.norm(left))
-    is_tie = relative <= LOGIT_TOLERANCE[device] and below < TIE_FACTOR * error
+    is_tie = relative <= LOGIT_TOLERANCE and below < TIE_FACTOR * error
     detail = {"margin": float(first - second), "token_margin": below, "logit_error": error}
     return detail | {"logit_error_relative": relative, "near_tie": bool(is_tie)}
 

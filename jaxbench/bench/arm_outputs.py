@@ -81,6 +81,4 @@ class ArmOutputs:
             return None if None in found else found
 
         is_narrow = workload.dtype != "float32" or {arm, reference} & set(own_weights)
-        return detail | agreement.deciding_difference(
-            theirs, ours, places, self.plan.device, None if is_narrow else logits_at
-        )
+        return detail | agreement.deciding_difference(theirs, ours, places, None if is_narrow else logits_at)

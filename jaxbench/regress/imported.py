@@ -136,9 +136,9 @@ def github_action_benchmark(path: Path) -> Iterable[dict[str, Any]]:
             names = [each["name"] for each in entry["benches"]]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"{suite}: {entry['commit']['id'][:12]} has two benchmarks of the name {twice[0]}")
-            bigger = entry.get("tool") == "customBiggerIsBetter"
+            told = {"customBiggerIsBetter": True, "customSmallerIsBetter": False}.get(entry.get("tool"))
             units = {each["name"]: each.get("unit", "") for each in entry["benches"]}
-            units = {name: (unit, bigger or _is_rate(unit)) for name, unit in units.items()}
+            units = {name: (unit, _is_rate(unit) if told is None else told) for name, unit in units.items()}
             commit = entry["commit"]
             yield run_of(
                 time_utc=datetime.datetime.fromtimestamp(entry["date"] / 1e3, datetime.UTC).isoformat(),

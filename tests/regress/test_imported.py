@@ -25,7 +25,7 @@ PYTEST = {
 ACTION = {
     "lastUpdate": 1, "repoUrl": "https://example.org",
     "entries": {"Rust": [
-        {"commit": {"id": "a" * 40, "message": "One\n\nbody"}, "date": 1763632800000, "tool": "customSmallerIsBetter",
+        {"commit": {"id": "a" * 40, "message": "One\n\nbody"}, "date": 1763632800000, "tool": "cargo",
          "benches": [{"name": "x", "value": 3, "unit": "ns/iter"}, {"name": "y", "value": 7.5, "unit": "MB/s"}]},
         {"commit": {"id": "b" * 40}, "date": 1763719200000, "tool": "customBiggerIsBetter",
          "benches": [{"name": "z", "value": 1, "unit": "points"}]},
@@ -74,6 +74,17 @@ def test_a_file_of_github_action_benchmark_is_a_run_a_commit(tmp_path, prefix):
     [point] = history.points("y", host=first["host"], device="cpu")
     assert (point.commit, point.median) == ("a" * 12, 7.5)
     assert [row["series"] for row in history.every_point()] == ["x", "y", "z"]
+
+
+def test_a_tool_that_says_which_direction_is_better_is_believed_whatever_the_unit(tmp_path):
+    bench = [{"name": "dropped", "value": 3, "unit": "frames/s"}]
+    entry = {"commit": {"id": "a" * 40}, "date": 1764000000000, "benches": bench}
+    directions = {}
+    for tool in ("customSmallerIsBetter", "customBiggerIsBetter", "cargo"):
+        (tmp_path / "data.js").write_text(json.dumps({"entries": {"S": [entry | {"tool": tool}]}}))
+        [run] = imported.read_runs(tmp_path / "data.js", "github-action-benchmark")
+        directions[tool] = run["units"]["dropped"][1]
+    assert directions == {"customSmallerIsBetter": False, "customBiggerIsBetter": True, "cargo": True}
 
 
 def test_two_benchmarks_of_one_name_are_refused_and_none_is_lost_in_silence(tmp_path):
