@@ -75,3 +75,21 @@ def test_a_character_that_the_vocabulary_lacks_is_an_error_and_no_other_id(tmp_p
     small_tokenizers.CharacterTokenizer("abc").save(tmp_path)
     with pytest.raises(Exception, match="UNK"):
         tokenizer.load_tokenizer(tmp_path).encode("abd")
+
+
+def test_a_folders_settings_of_sampling_are_kept_beside_new_weights_with_the_ids_of_its_tokenizer(exported, tmp_path):
+    _, folder = exported
+    config = json.loads((folder / "generation_config.json").read_text())
+    own = {"temperature": 0.6, "top_k": 20, "pad_token_id": 3}
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((folder / name).read_bytes())
+    (source / "generation_config.json").write_text(json.dumps(config | own | {"transformers_version": "4.0.0"}))
+    held = weights.load_checkpoint(folder)
+    read = tokenizer.load_tokenizer(source)
+    made = weights.save_checkpoint(tmp_path / "made", held.config, held.params, tokenizer=read)
+    assert json.loads((made / "generation_config.json").read_text()) == own | config
+    import transformers
+
+    assert transformers.GenerationConfig.from_pretrained(made).temperature == 0.6

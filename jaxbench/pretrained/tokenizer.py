@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # transformers' classes that have only the special tokens that a folder names
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
+ABOUT_FILE = ("bos_token_id", "eos_token_id", "transformers_version", "_from_model_config")  # no settings of sampling
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of an added token
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
 
@@ -46,6 +47,8 @@ class Tokenizer:
     turn. tool_template replaces chat_template if tools are described, and template_variables, {} at first, are further
     variables that every chat's template gets. special_tokens are those that templates get by
     their names in transformers (bos_token, pad_token, ...); None = the begin and end tokens that exist.
+    generation_settings, {} at first, are those of sampling (temperature, top_p, ...) that a model's folder has. They
+    are written beside new weights by save_checkpoint; jaxbench itself does not read them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.chat_template, self.tool_template = chat_template, tool_template
         self.template_variables: Mapping[str, Any] = {}
+        self.generation_settings: Mapping[str, Any] = {}
         self.template_time: datetime.datetime | None = None  # whose date templates write; None = the clock's
         ids = {"bos_token": bos_id, "eos_token": eos_id}
         self._own_names = {name: core.id_to_token(i) for name, i in ids.items() if i is not None}
@@ -183,14 +187,17 @@ def _from_folder(folder: Path) -> Tokenizer:
         settings = settings | _optional_json(folder / "special_tokens_map.json")
     named = {name: _content(settings[name]) for name in NAMES if _content(settings.get(name)) is not None}
     _add_tokens(core, folder, settings, named)
-    model = _optional_json(folder / "config.json") | _optional_json(folder / "generation_config.json")
+    generation = _optional_json(folder / "generation_config.json")
+    model = _optional_json(folder / "config.json") | generation
     ids = {name: _special_id(core, named, model, name) for name in ("eos", "bos")}
     if settings.get("tokenizer_class") not in GENERIC:  # a class of one family, which knows its own
         others = {f"{name}_token": i for name, i in ids.items() if i is not None and f"{name}_token" not in settings}
         named |= {name: core.id_to_token(i) for name, i in others.items()}
     plain, tools = templates.of_folder(folder, settings)
     about = {"tool_template": tools, "special_tokens": named, "end_ids": _model_ids(core, model, "eos")}
-    return Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=plain, **about)
+    tokenizer = Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=plain, **about)
+    tokenizer.generation_settings = {name: x for name, x in generation.items() if name not in ABOUT_FILE}
+    return tokenizer
 
 
 def _content(token: Any) -> str | None:

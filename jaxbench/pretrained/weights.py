@@ -154,7 +154,7 @@ def save_checkpoint(
     """Write a Hugging Face folder that transformers and load_checkpoint read, atomically.
 
     The tokenizer's begin and end ids are written to config.json and generation_config.json, null if there are none:
-    transformers would use its own defaults otherwise.
+    transformers would use its own defaults otherwise. The latter also gets the tokenizer's generation_settings.
 
     Args:
       matrices: tensors that replace a module's kernel, by module and by the last part of their names
@@ -195,7 +195,8 @@ def save_checkpoint(
         eos_id = ends if len(ends) > 1 else getattr(tokenizer, "eos_id", None)
         ids = {"bos_token_id": getattr(tokenizer, "bos_id", None), "eos_token_id": eos_id}
         values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
-        for name, content in (("config.json", values), ("generation_config.json", ids)):
+        generation = dict(getattr(tokenizer, "generation_settings", {})) | ids
+        for name, content in (("config.json", values), ("generation_config.json", generation)):
             (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(made)
