@@ -75,10 +75,14 @@ def learned(count: int, taken: Callable[[np.ndarray], np.ndarray]) -> Float32[np
 
 
 def coded(vectors: Float32[np.ndarray, "M D"], centroids: Float32[np.ndarray, "P 256 8"]) -> UInt8[np.ndarray, "M P"]:
-    """Index of the nearest centroid of each piece of each vector."""
-    pieces = np.split(vectors, len(centroids), axis=1)
-    numbers = [scipy.cluster.vq.vq(piece, own)[0].astype(np.uint8) for piece, own in zip(pieces, centroids)]
-    return np.stack(numbers, axis=1)
+    """Index of the nearest centroid of each piece of each vector, whatever vectors are coded with it.
+
+    In float64: scipy's distances come from a matrix product, which BLAS rounds otherwise for other numbers of rows. In
+    float32, centroids that are almost equal then change places with how a text is divided into parts.
+    """
+    pieces = np.split(vectors.astype(np.float64), len(centroids), axis=1)
+    pairs = zip(pieces, centroids.astype(np.float64), strict=True)
+    return np.stack([scipy.cluster.vq.vq(piece, own)[0].astype(np.uint8) for piece, own in pairs], axis=1)
 
 
 def dequantized(codes: Codes) -> Float32[np.ndarray, "M D"]:

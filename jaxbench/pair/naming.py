@@ -29,6 +29,7 @@ WORDS = {
     "shortcut": ("downsample", "skip"), "gate": ("gate_proj",), "up": ("up_proj",), "down": ("down_proj",),
     "mlp": ("ffn", "feedforward", "feed_forward"), "conv": ("conv2d", "conv1d", "conv3d"),
 }  # fmt: skip
+GATED = {"1": "gate", "2": "down", "3": "up"}  # w1, w2, w3 of a gated layer in Llama's and Mixtral's own code
 ROLES = ("norm", "conv", "linear", "embed", "attn")
 _KIND = {word: kind for kind, words in KINDS.items() for word in words}
 _WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, meaning)}
@@ -103,9 +104,25 @@ def equal_paths(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> set[tuple[st
     has only some of the other's numbers, the lowest among them, numbers are compared by value. Names numbered by a
     framework, such as Linen's Dense_0 and Haiku's linear_1, give no pairs.
     """
-    return set().union(
-        *(_equal_paths(*(_families(each, starts) for each in (arrays, tensors))) for starts in (0, None))
-    )
+    paths = _paths(arrays, tensors), _paths(tensors, arrays)
+    families = lambda start: [_families(*each, start) for each in zip((arrays, tensors), paths, strict=True)]
+    return set().union(*(_equal_paths(*families(start)) for start in (0, None)))
+
+
+def _paths(leaves: Sequence[Leaf], others: Sequence[Leaf]) -> dict[str, tuple[str, ...]]:
+    """Return each name's words and its kind; w1, w2 and w3 are gate, down and up where the other side has those."""
+    places = {leaf.name: leaf.words for leaf in leaves}
+    known = {word for leaf in others for word in leaf.words}
+    numbers = collections.defaultdict(set)
+    for words in places.values():
+        if words[-2:-1] == ("w",):
+            numbers[words[:-2]].add(words[-1])
+    gated = {path for path, found in numbers.items() if found == GATED.keys() and known.issuperset(GATED.values())}
+    return {
+        leaf.name: (*words[:-2], GATED[words[-1]], leaf.kind or "weight")
+        if words[-2:-1] == ("w",) and words[:-2] in gated else (*words, leaf.kind)
+        for leaf in leaves for words in [places[leaf.name]]
+    }  # fmt: skip
 
 
 def _equal_paths(
@@ -127,12 +144,13 @@ def _equal_paths(
     return pairs
 
 
-def _families(leaves: Sequence[Leaf], start: int | None) -> dict[tuple, dict[str, tuple]]:
+def _families(
+    leaves: Sequence[Leaf], paths: dict[str, tuple[str, ...]], start: int | None
+) -> dict[tuple, dict[str, tuple]]:
     """Group names by path without numbers and without its first `start` words (None = the common prefix of all).
 
     The values are each name's numbers.
     """
-    paths = {leaf.name: (*leaf.words, leaf.kind) for leaf in leaves}
     if start is None:
         start = len(os.path.commonprefix([path[:-1] for path in paths.values()])) if len(paths) > 1 else 0
     families: dict[tuple, dict[str, tuple]] = collections.defaultdict(dict)

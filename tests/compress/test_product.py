@@ -35,3 +35,14 @@ def test_a_short_text_or_an_odd_width_is_refused():
         product.quantized(np.zeros((1023, 16), np.float32))
     with pytest.raises(ValueError, match="and a multiple of 8: take int8"):
         product.quantized(np.zeros((1024, 12), np.float32))
+
+
+def test_the_nearest_centroid_is_found_where_centroids_are_closer_than_float32_tells_of_their_products():
+    random = np.random.default_rng(0)
+    centroids = (100 + random.standard_normal((2, product.CENTROIDS, product.PIECE))).astype(np.float32)
+    vectors = (100 + random.standard_normal((200, 2 * product.PIECE))).astype(np.float32)
+    apart = vectors.reshape(200, 2, 1, product.PIECE).astype(np.float64) - centroids
+    found = product.coded(vectors, centroids)
+    np.testing.assert_array_equal(found, np.argmin(np.sum(apart**2, axis=-1), axis=-1))
+    by_rows = np.concatenate([product.coded(row[None], centroids) for row in vectors])
+    np.testing.assert_array_equal(found, by_rows)

@@ -53,6 +53,34 @@ def swiglu(params, x, *, gate="gate_proj", up="up_proj"):
     return linear("down_proj", jax.nn.sigmoid(linear(gate, x)) * linear(up, x))
 
 
+class LlamaFeedForward(torch.nn.Module):
+    """The same layer with the names of Llama's own code, defined in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        return self.w2(torch.sigmoid(self.w1(x)) * self.w3(x))
+
+
+def test_w1_w2_and_w3_are_gate_down_and_up_so_that_a_swap_is_caught():
+    twin, ours = LlamaFeedForward(), params_of(Swiglu())
+    right = jaxbench.compare((swiglu, ours), twin, X, dtypes=())
+    assert right.passed and "assumed" not in str(right)
+    swapped = lambda params, x: swiglu(params, x, gate="up_proj", up="gate_proj")
+    assert not jaxbench.compare((swapped, ours), twin, X, dtypes=()).passed
+
+
+def test_w1_and_w2_alone_say_nothing_of_gates():
+    pairs = equal_paths(
+        leaves("mlp.up.kernel", "mlp.down.kernel", "mlp.gate.kernel"), leaves("mlp.w1.weight", "mlp.w2.weight")
+    )
+    assert pairs == set()
+    pairs = equal_paths(leaves("mlp.first.kernel"), leaves("mlp.w1.weight", "mlp.w2.weight", "mlp.w3.weight"))
+    assert pairs == set()
+
+
 @pytest.mark.parametrize("weights", ["torch", "own"])
 def test_equal_names_are_equal_weights_and_a_swap_of_two_is_caught(weights):
     twin = Swiglu()
