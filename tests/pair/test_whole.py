@@ -177,7 +177,7 @@ class ConditionedPort(nnx.Module):
 def test_a_module_may_take_its_arguments_in_another_order_if_it_is_handed_them_so():
     inputs = (X, RANDOM.standard_normal((4, 6)))
     result = jaxbench.compare(ConditionedPort(False), Conditioned(), inputs, quick=True)
-    assert result.passed and not result.notes, str(result)
+    assert result.passed and [note for note in result.notes if not note.startswith("quick: ")] == [], str(result)
     wrong = jaxbench.compare(ConditionedPort(True), Conditioned(), inputs, quick=True)
     assert not wrong.passed and wrong.blamed[0].module == "film"
 
