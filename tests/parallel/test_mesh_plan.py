@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import types
@@ -39,11 +40,15 @@ def test_a_step_over_a_mesh_equals_the_unsharded_step_in_float64(x64, one):
 
 
 @pytest.mark.parametrize("name", ["3d", "llama-stage2-micro4-1f1b-model2-data"])
-def test_in_float32_a_mesh_errs_no_more_than_one_device(name):
-    one = meshes.find(name)
+def test_in_float32_a_mesh_errs_no_more_than_one_device(name, monkeypatch):
+    # With the proofs' eps of 1e-8, a gradient near 0 steps by its sign, and the next ones' errors are chance: 3.7 times
+    # those of one device on a processor without AVX-512, 0.6 with this eps.
+    smooth = meshes.STEP.model_copy(update={"optimizer": meshes.ADAMW.model_copy(update={"eps": 1e-3})})
+    monkeypatch.setattr(meshes, "train_step", functools.partial(meshes.train_step, step_config=smooth))
+    one, run_alone = meshes.find(name), meshes.run_unsharded.__wrapped__  # not what is kept of the other eps
     with jax.enable_x64(True):
-        exact = meshes.run_unsharded(one.model, "float64")
-    alone, meshed = meshes.run_unsharded(one.model, "float32"), meshes.run_case(one, "float32")
+        exact = run_alone(one.model, "float64")
+    alone, meshed = run_alone(one.model, "float32"), meshes.run_case(one, "float32")
     for kind in ("loss", "gradients"):
         errors = [
             [distance.relative_error(found[kind][name], value, floor=distance.norm_floor(exact[kind]))
