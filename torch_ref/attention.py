@@ -21,7 +21,8 @@ from torch_ref import functional
 # On a CPU without AMX, PyTorch's kernel takes as long for bfloat16 as for float32; products of whole matrices do not.
 # One layer of SmolLM2 on one core of an AMD EPYC, kernel versus `dense` in CPU ms: 0.63 vs 0.74 for 128 tokens, 1.43 vs
 # 1.29 for 200, 8.1 vs 5.8 for 512, 14.5 vs 13.7 for 777; in float32 0.59 vs 1.81 for 128, 7.9 vs 15.5 for 512. With AMX
-# the kernel wins, on 2 cores of an Intel Xeon in ms: 0.51 vs 7.0 for 256, 1.7 vs 14 for 512, 15 vs 179 for 1,777.
+# the kernel wins, on 2 cores of an Intel Xeon in ms: 0.51 vs 7.0 for 256, 1.7 vs 14 for 512, 15 vs 179 for 1,777. So it
+# does where oneDNN has no product of the type and PyTorch multiplies it by scalar code (an EPYC without AVX-512).
 NARROW_DENSE = 192  # tokens
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 SHARED = -1  # segment of keys that are visible to every segment: a prompt shared by several answers
@@ -124,7 +125,7 @@ def attention(
     """Grouped-query attention output, as jaxbench.attention.attention.
 
     `fused` and the names of the JAX twin's kernels select scaled_dot_product_attention; without key positions it gets
-    is_causal instead of a mask. On a CPU without AMX, long prompts of narrow types use `dense`, which is faster there.
+    is_causal instead of a mask. Long prompts of narrow types use `dense` on CPUs where that is faster (`NARROW_DENSE`).
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown or has no softcap.
@@ -146,7 +147,7 @@ def attention(
     grouped = grouped.to(key.dtype)
     is_fused, is_plain = implementation not in ("dense", "blocked"), spans.key_positions is None
     if is_fused and is_ordered and key.device.type == "cpu" and key.dtype.itemsize < 4:
-        is_fused = length < NARROW_DENSE or (key.dtype == torch.bfloat16 and _has_amx())
+        is_fused = length < NARROW_DENSE or not _has_products(key.dtype) or _has_matrix_unit(key.dtype)
     if is_plain and not (is_fused and sliding_window is None and length in (1, key.shape[3])):
         index = torch.arange(key.shape[3], dtype=spans.query_positions.dtype, device=key.device)
         spans, is_plain = spans._replace(key_positions=index[None].expand(batch, -1)), False
@@ -161,8 +162,19 @@ def attention(
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
-def _has_amx() -> bool:
-    return "amx_bf16" in process_environment.cpu_flags()
+@torch.compiler.assume_constant_result
+def _has_products(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN multiplies matrices of this narrow type on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    is_bfloat16 = dtype == torch.bfloat16
+    return ops._is_mkldnn_bf16_supported() if is_bfloat16 else ops._is_mkldnn_fp16_supported()
+
+
+@torch.compiler.assume_constant_result
+def _has_matrix_unit(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and "amx_bf16" in process_environment.cpu_flags()
 
 
 def attention_weights(

@@ -64,6 +64,25 @@ def test_packed_products_are_the_plain_ones(changes, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_bias": True, "tie_embeddings": False}], ids=["tied", "bias and a head"])
+def test_bfloat16_products_of_several_rows_are_float32_s_where_onednn_has_none(changes, tmp_path, monkeypatch):
+    config = plan.TINY.model_copy(update=changes)
+    weights.save_checkpoint(tmp_path, config, initial.initial_params(config, seed=0, distinct=True))
+    plain = loaded("torch_plain", str(tmp_path), "bfloat16").model
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    arm = loaded("torch_eager", str(tmp_path), "bfloat16")
+    assert not any(weight.is_mkldnn for weight in arm.packed._weights) and arm.prepare(DECODE) == {}
+    layer, reference = arm.model.layers[0].mlp.up_proj, plain.layers[0].mlp.up_proj
+    for rows in (1, arm.packed.FEW_ROWS, arm.packed.FEW_ROWS + 1):
+        x = torch.randn(rows, config.d_model, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        exact = x.double() @ reference.kernel.double() + (0 if reference.bias is None else reference.bias.double())
+        found = layer(x)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-7)
+    assert len(arm.measure(DECODE, INPUTS)["tokens"][0]) == DECODE.new_tokens
+    arm.unload()
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_bias": True, "tie_embeddings": False}], ids=["tied", "bias and a head"])
 def test_single_rows_take_plain_products_where_a_trial_finds_them_faster(changes, tmp_path, monkeypatch):
     """On this machine either may be: the ratio of the trial's times is set here, everything else is as always."""
     config = plan.TINY.model_copy(update=changes)
