@@ -66,6 +66,8 @@ def define() -> None:
     flags.DEFINE_float("top_p", 1.0, "draw among the most probable tokens up to this mass")
     flags.DEFINE_float("min_p", 0.0, "drop tokens below this share of the most probable one")
     flags.DEFINE_float("repetition_penalty", 1.0, "lowers tokens that are there already; 1 = none")
+    flags.DEFINE_float("frequency_penalty", 0.0, "lowers a token for each time that the answer has it; 0 = none")
+    flags.DEFINE_float("presence_penalty", 0.0, "lowers tokens that the answer has; 0 = none")
     flags.DEFINE_integer("seed", 0, "of the draw", lower_bound=0, upper_bound=2**64 - 1)
     flags.DEFINE_multi_string("stop", [], "the text ends before this string; may be repeated")
     kernel_flags.define()

@@ -19,6 +19,7 @@ EXACT_ROWS, ROW_STEP = 8, 4
 MIN_TEMPERATURE = 1e-6
 # Far outside this range a float32 logit that is divided or multiplied overflows too.
 PENALTIES = 1e-6, 1e6
+MOST_SUBTRACTED = 2.0  # a frequency or presence penalty's largest size, as in OpenAI's interface
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
 
@@ -32,6 +33,8 @@ class SamplingParams(NamedTuple):
     top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
     min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
     repetition_penalty: float = 1.0  # in PENALTIES; 1 = none
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the answer has it, -2 to 2
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has, -2 to 2
 
 
 class Bucket(NamedTuple):
@@ -223,6 +226,10 @@ def check_sampling(sampling: SamplingParams) -> None:
             PENALTIES[0] <= sampling.repetition_penalty <= PENALTIES[1],
             f"from {PENALTIES[0]} to {PENALTIES[1]:.0f}",
         ),
+        **{
+            name: (abs(getattr(sampling, name)) <= MOST_SUBTRACTED, "from -2 to 2")
+            for name in ("frequency_penalty", "presence_penalty")
+        },
     }
     for field, (is_fine, wanted) in ranges.items():
         if not (is_fine and math.isfinite(getattr(sampling, field))):

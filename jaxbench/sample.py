@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import parameters, philox, prng, prompts
+from jaxbench import parameters, penalties, philox, prng, prompts
 from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 
 NUM_CANDIDATES = 256  # top-p tries this many tokens before the whole vocabulary: a sort costs XLA:CPU 300x top_k
@@ -53,16 +53,6 @@ class DecodeState(NamedTuple):
     key: Array  # Philox key
     row_ids: Int[Array, " B"]
     processor_states: tuple
-
-
-def penalize_repetition(
-    logits: Float[Array, "B V"], tokens: Int[Array, "B W"], lengths: Int[Array, " B"], *, penalty: float
-) -> Float[Array, "B V"]:
-    """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
-    is_token = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    seen = jnp.zeros(logits.shape, bool).at[rows, tokens].max(is_token)
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: SamplingParams) -> Float[Array, "B V"]:
@@ -355,9 +345,7 @@ class Generator(prompts.GeneratorBase):
     def _append(self, state: DecodeState, logits: Float[Array, "B V"], shared: tuple) -> DecodeState:
         """Turn logits into the next token of every unfinished row."""
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        if self._sampling.repetition_penalty != 1.0:
-            penalty = self._sampling.repetition_penalty
-            logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
+        logits = penalties.penalize(logits, state.tokens, state.lengths, step=state.step, sampling=self._sampling)
         context = (state.tokens, state.lengths, state.step)
         states = list(state.processor_states)
         for i, processor in enumerate(self._processors):

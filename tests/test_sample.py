@@ -16,15 +16,17 @@ from tests.three_backends import BACKENDS, CONFIG, NEW, PARAMS, PROMPTS, VOCAB, 
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
 
+FIELDS = sample.SamplingParams._fields
 SETTINGS = [
     {},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
     {"temperature": 1.5, "top_p": 0.95},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "plain", "filtered", "nucleus"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "plain", "filtered", "nucleus", "by count"])
 def test_three_backends_draw_the_same_tokens(settings):
     reference = make("torch", **settings)(PROMPTS, max_new_tokens=NEW, seed=5)
     assert reference.tokens.shape == (3, NEW)
@@ -206,16 +208,6 @@ def test_the_cache_of_a_used_state_is_donated(generators):
     assert state.cache.keys[0].is_deleted()
 
 
-def test_repetition_penalty_touches_only_tokens_in_the_context():
-    logits = np.array([[2.0, -2.0, 3.0, -3.0]], np.float32)
-    tokens, lengths = np.array([[0, 1, 3, 3]], np.int32), np.array([2], np.int32)
-    expected = np.array([[1.0, -4.0, 3.0, -3.0]])
-    in_jax = sample.penalize_repetition(jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(lengths), penalty=2.0)
-    in_torch = torch_sample.penalize_repetition(*map(torch.tensor, (logits, tokens, lengths)), penalty=2.0)
-    np.testing.assert_array_equal(np.asarray(in_jax), expected)
-    np.testing.assert_array_equal(in_torch.numpy(), expected)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -261,10 +253,10 @@ def test_row_ids_outside_31_bits_are_named(generators, row_id):
             generator([[1], [2]], max_new_tokens=1, seed=0, row_ids=[2**31 - 1, row_id])
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_settings_out_of_range_are_named(field):
-    sampling = sample.SamplingParams()._replace(**{field: -1})
-    with pytest.raises(ValueError, match=f"sampling: {field}=-1, wanted"):
+    sampling = sample.SamplingParams()._replace(**{field: -3})
+    with pytest.raises(ValueError, match=f"sampling: {field}=-3, wanted"):
         prompts.check_sampling(SimpleNamespace(**sampling._asdict()))
 
 
@@ -277,6 +269,8 @@ def test_settings_out_of_range_are_named(field):
         ("repetition_penalty", 1e-320),
         ("repetition_penalty", 1e8),
         ("top_p", float("nan")),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", float("nan")),
     ],
 )
 def test_settings_that_overflow_the_logits_are_named(field, value):
@@ -285,7 +279,7 @@ def test_settings_that_overflow_the_logits_are_named(field, value):
         prompts.check_sampling(sampling)
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("value", ["1", None, True])
 def test_settings_that_are_no_numbers_are_named(field, value):
     with pytest.raises(ValueError, match=f"sampling: {field}={value!r}, wanted a .*number"):

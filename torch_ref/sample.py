@@ -27,7 +27,7 @@ from torch import Tensor
 
 from jaxbench import philox, prompts
 from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
-from torch_ref import prng
+from torch_ref import penalties, prng
 from torch_ref.attention import KVCache
 from torch_ref.transformer import Transformer
 
@@ -46,17 +46,6 @@ class DecodeState(NamedTuple):
     key: Tensor  # Philox key
     row_ids: Int[Tensor, " B"]
     processor_states: tuple
-
-
-def penalize_repetition(
-    logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], lengths: Int[Tensor, " B"], *, penalty: float
-) -> Float[Tensor, "B V"]:
-    """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
-    is_token = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
-    is_token &= tokens < logits.shape[1]  # ids past the vocabulary stand for vectors
-    index = torch.where(is_token, tokens, 0).to(torch.int64)
-    counts = torch.zeros_like(logits).scatter_add_(1, index, is_token.to(logits.dtype))
-    return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filter_logits(logits: Float[Tensor, "B V"], sampling: SamplingParams) -> Float[Tensor, "B V"]:
@@ -278,9 +267,7 @@ class Generator(prompts.GeneratorBase):
     def _append(self, state: DecodeState, logits: Float[Tensor, "B V"], shared: tuple) -> DecodeState:
         """Turn logits into the next token of every unfinished row."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self._sampling.repetition_penalty != 1.0:
-            penalty = self._sampling.repetition_penalty
-            logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
+        logits = penalties.penalize(logits, state.tokens, state.lengths, step=state.step, sampling=self._sampling)
         context = (state.tokens, state.lengths, state.step)
         states = list(state.processor_states)
         for i, processor in enumerate(self._processors):

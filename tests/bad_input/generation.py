@@ -70,6 +70,8 @@ CASES = [
     of(f"{ONE}|--temperature=1|--top_p=1.5", "top_p=1.5"),
     of(f"{ONE}|--temperature=1|--min_p=1", "min_p=1.0", "in [0, 1)"),
     of(f"{ONE}|--repetition_penalty=0", "repetition_penalty=0.0", "from 1e-06 to 1000000"),
+    of(f"{ONE}|--frequency_penalty=2.5", "frequency_penalty=2.5", "from -2 to 2"),
+    of(f"{ONE}|--presence_penalty=nan", "presence_penalty=nan", "from -2 to 2"),
     of(f"{ONE}|--top_k=5", "--top_k=5", "--temperature=0"),
     of(f"{ONE}|--top_p=0.9", "--top_p=0.9", "--temperature=0"),
     of(f"{ONE}|--seed=-1", "seed", "-1"),
