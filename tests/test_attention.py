@@ -235,14 +235,15 @@ def test_torch_needs_no_key_positions_where_nothing_is_padded(implementation, wi
 
 
 @pytest.mark.parametrize(
-    ("length", "flags", "has_products", "is_dense"),
-    [(192, (), True, True), (160, (), True, False), (192, ("amx_bf16",), True, False), (192, (), False, False)],
+    ("length", "has_amx", "has_products", "is_dense"),
+    [(192, False, True, True), (160, False, True, False), (192, True, True, False), (192, False, False, False)],
 )
 def test_torch_attends_to_long_narrow_prompts_by_products_where_a_cpu_has_them_and_no_matrix_unit(
-    length, flags, has_products, is_dense, monkeypatch
+    length, has_amx, has_products, is_dense, monkeypatch
 ):
-    monkeypatch.setattr(torch_attention.process_environment, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(torch_attention, "_has_products", lambda dtype: has_products)
+    monkeypatch.setattr(torch_attention, "HAS_AMX", has_amx)
+    products = frozenset({torch.bfloat16} if has_products else ())
+    monkeypatch.setattr(torch_attention.functional, "NARROW_PRODUCTS", products)
     random = torch.Generator().manual_seed(0)
     sizes = ((1, length, 4, 8), (1, 2, 8, length), (1, 2, length, 8))
     arrays = [torch.randn(size, generator=random).to(torch.bfloat16) for size in sizes]

@@ -63,3 +63,23 @@ def test_from_its_bits_a_narrow_number_is_itself(monkeypatch):
     every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
     found = narrow_products.as_rounded(every)
     np.testing.assert_array_equal(found, every.astype(jnp.float32), strict=True)  # NaN where it is NaN
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["narrow", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_multiplies_types_without_a_product_in_float32_and_rounds_once(dtype, is_cast, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x, kernel = (torch.randn(size, generator=generator).to(dtype) for size in ((2, 5, 16), (16, 8)))
+    exact = [each.double().requires_grad_() for each in (x, kernel)]
+    expected = exact[0] @ exact[1]
+    expected.sum().backward()
+    monkeypatch.setattr(torch_functional, "NARROW_PRODUCTS", frozenset())
+    given = [(each.float() if is_cast else each).requires_grad_() for each in (x, kernel)]
+    with torch.autocast("cpu", dtype=dtype, enabled=is_cast):
+        found = torch_functional.matmul(*given)
+        tied = torch_functional.matmul(given[0], given[1].T, transposed=True)
+    found.sum().backward()
+    assert found.dtype == dtype and torch.equal(found, tied)
+    assert torch.equal(found, expected.float().to(dtype))
+    for mine, wanted in zip(given, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=torch.finfo(dtype).eps, atol=0)

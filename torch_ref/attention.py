@@ -24,6 +24,7 @@ from torch_ref import functional
 # the kernel wins, on 2 cores of an Intel Xeon in ms: 0.51 vs 7.0 for 256, 1.7 vs 14 for 512, 15 vs 179 for 1,777. So it
 # does where oneDNN has no product of the type and PyTorch multiplies it by scalar code (an EPYC without AVX-512).
 NARROW_DENSE = 192  # tokens
+HAS_AMX = "amx_bf16" in process_environment.cpu_flags()
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 SHARED = -1  # segment of keys that are visible to every segment: a prompt shared by several answers
 
@@ -147,7 +148,8 @@ def attention(
     grouped = grouped.to(key.dtype)
     is_fused, is_plain = implementation not in ("dense", "blocked"), spans.key_positions is None
     if is_fused and is_ordered and key.device.type == "cpu" and key.dtype.itemsize < 4:
-        is_fused = length < NARROW_DENSE or not _has_products(key.dtype) or _has_matrix_unit(key.dtype)
+        is_fused = length < NARROW_DENSE or key.dtype not in functional.NARROW_PRODUCTS
+        is_fused |= key.dtype == torch.bfloat16 and HAS_AMX
     if is_plain and not (is_fused and sliding_window is None and length in (1, key.shape[3])):
         index = torch.arange(key.shape[3], dtype=spans.query_positions.dtype, device=key.device)
         spans, is_plain = spans._replace(key_positions=index[None].expand(batch, -1)), False
@@ -160,21 +162,6 @@ def attention(
         dense = _ordered if is_ordered else _dense
         mixed = dense(grouped, key, value, attention_mask(spans, sliding_window, is_causal), softcap)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
-
-
-@torch.compiler.assume_constant_result
-def _has_products(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN multiplies matrices of this narrow type on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    ops = torch.ops.mkldnn
-    is_bfloat16 = dtype == torch.bfloat16
-    return ops._is_mkldnn_bf16_supported() if is_bfloat16 else ops._is_mkldnn_fp16_supported()
-
-
-@torch.compiler.assume_constant_result
-def _has_matrix_unit(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and "amx_bf16" in process_environment.cpu_flags()
 
 
 def attention_weights(
@@ -199,8 +186,12 @@ def split_blocks(x: Tensor, size: int, *, axis: int, fill: int = 0) -> Tensor:
 
 
 def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
-    """Contract operands of one dtype; the result is at least float32."""
-    return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))
+    """Contract operands of one dtype; the result is at least float32 (functional.matmul on narrow types)."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.device.type != "cpu" or left.dtype == wide or left.dtype in functional.NARROW_PRODUCTS:
+        return torch.einsum(equation, left, right).to(wide)
+    with torch.autocast("cpu", enabled=False):
+        return torch.einsum(equation, left.to(wide), right.to(wide))
 
 
 def _scores(

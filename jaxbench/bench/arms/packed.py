@@ -10,7 +10,7 @@ packing makes one row of float32 slower and several faster ("Another processor")
 
 Where oneDNN has no bfloat16 product (no AVX-512), PyTorch multiplies that type by scalar code: 1.2 GFLOP/s with the
 twin's kernels (I, O) and 17 with weights (O, I), where float32 reaches 140 (512 rows, 2 cores of an AMD EPYC, AVX2).
-So weights are held as (O, I) there, and several rows are multiplied in float32, as XLA does.
+So weights are held as (O, I) there, and several rows are multiplied in float32 (functional.matmul), as XLA does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_possible(dtype: str, device: str) -> bool:
     """Return True if oneDNN has a product of this type on this device."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return dtype == "float32" or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == "float32" or getattr(torch, dtype) in functional.NARROW_PRODUCTS
 
 
 def is_scalar(dtype: str, device: str) -> bool:
@@ -146,10 +146,9 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def _widened(
     x: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
 ) -> Float[Tensor, "*rows O"]:
-    linear = torch.nn.functional.linear
     if x.numel() <= FEW_ROWS * x.shape[-1]:
-        return linear(x, weight, bias)
-    return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+    return functional.linear(x, weight.T, bias)
 
 
 def _by_index(

@@ -16,6 +16,7 @@ from jaxbench.bench.arms import arm_table, contract, int4, jax_arms, torch_arms
 from jaxbench.measure import inductor, worker
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
+from torch_ref import functional
 
 DECODE = Workload(kind="decode", dtype="float32", batch=2, prompt_tokens=5, new_tokens=4)
 INPUTS = np.random.default_rng(0).integers(0, 128, (2, 5)).tolist()
@@ -68,7 +69,7 @@ def test_bfloat16_products_of_several_rows_are_float32_s_where_onednn_has_none(c
     config = plan.TINY.model_copy(update=changes)
     weights.save_checkpoint(tmp_path, config, initial.initial_params(config, seed=0, distinct=True))
     plain = loaded("torch_plain", str(tmp_path), "bfloat16").model
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(functional, "NARROW_PRODUCTS", frozenset())
     arm = loaded("torch_eager", str(tmp_path), "bfloat16")
     assert not any(weight.is_mkldnn for weight in arm.packed._weights) and arm.prepare(DECODE) == {}
     layer, reference = arm.model.layers[0].mlp.up_proj, plain.layers[0].mlp.up_proj
