@@ -42,7 +42,9 @@ class Rewriter:
     def __call__(
         self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
     ) -> list[str]:
-        """Rewrite each block of the texts with probability `attack.strength`; a block without a reply stays.
+        """Rewrite each block of the texts with probability `attack.strength`.
+
+        A block stays as it was if any step has no reply: half a back-translation would leave the language in between.
 
         Raises:
           ValueError: the model's context does not take a block and its reply.
@@ -58,13 +60,15 @@ class Rewriter:
         steps = [PARAPHRASE]
         if attack.attack == "back_translate":
             steps = [TRANSLATE.replace("{language}", attack.pivot), TRANSLATE.replace("{language}", "English")]
-        replies = words
+        replies, is_answered = words, [True] * len(words)
         for place, instruction in enumerate(steps):
             prompts = [instruction.replace("{text}", text.strip()) for text in replies]
             said = self._answer(prompts, replies, row_ids, seed=(seed + place) % 2**64, temperature=attack.temperature)
+            is_answered = [bool(new) and before for new, before in zip(said, is_answered)]
             replies = [new or old for new, old in zip(said, replies)]
-        for (row, i), new, old in zip(chosen, replies, words):
-            pieces[row][i] = old[: len(old) - len(old.lstrip())] + new.strip()
+        for (row, i), new, old, is_new in zip(chosen, replies, words, is_answered):
+            if is_new:
+                pieces[row][i] = old[: len(old) - len(old.lstrip())] + new.strip()
         return ["".join(own) for own in pieces]
 
     def _answer(

@@ -85,6 +85,18 @@ def test_a_reply_is_as_long_beside_a_longer_block_as_alone_and_follows_all_bits_
     assert alone != attacks.apply(attack, [short], seed=1 + 2**32, tools=tools, indices=[4]).texts[0]
 
 
+def test_a_block_whose_translation_back_has_no_reply_stays_as_it_was(monkeypatch):
+    def answers(self, prompts, originals, row_ids, *, seed, temperature):
+        if "into French" in prompts[0]:
+            return [f"Voila: {text}" for text in originals]
+        return ["" if "second" in text else "Back." for text in originals]
+
+    monkeypatch.setattr(rewrite.Rewriter, "_answer", answers)
+    attack = attacks.parse_attack({"attack": "back_translate", "block_words": 8})
+    text = "The first block has just eight words here.\n The second block has just eight words too."
+    assert rewrite.Rewriter(None)(attack, [text], seed=0) == ["Back.\n The second block has just eight words too."]
+
+
 def test_a_rewriting_step_has_draws_of_its_own_in_each_place_of_a_chain():
     seeds = []
     tools = attacks.Tools(rewrite=lambda attack, texts, *, seed, indices: seeds.append(seed) or list(texts))
