@@ -171,7 +171,7 @@ def detect_text(
     found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
-    if number > 1:
+    if number > 1 and found.payload[0] >= 0:
         console.print(f"payload {payload}, the likeliest of {number:,}; every p is corrected for all, z is its own")
     _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
     if judge is not None:

@@ -116,8 +116,9 @@ def detect(
 
     Args:
       payload: the message, if it is known before the texts are seen. If unset, every message that the scheme can carry
-        is tried and the likeliest is returned. Its p-values are those of `some message is there`, corrected for all
-        messages tried (significance.any_of); statistic and z-score are those of that message alone.
+        is tried and the likeliest is returned, -1 for a text without a scored token. Its p-values are those of `some
+        message is there`, corrected for all messages tried (significance.any_of); statistic and z-score are those of
+        that message alone.
 
     Raises:
       ValueError: the scheme has no such payload, or keys or prompt lengths do not fit the texts.
@@ -210,7 +211,8 @@ def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, p
         candidates.append(_likeliest(scores, size))
     best = _likeliest(significance.Detections(*map(np.concatenate, zip(*candidates))), len(candidates))
     names = ("p_value", "mid_p", "randomized_p")
-    return best._replace(**{name: significance.any_of(getattr(best, name), limit) for name in names})
+    corrected = {name: significance.any_of(getattr(best, name), limit) for name in names}
+    return best._replace(payload=np.where(best.num_scored > 0, best.payload, -1), **corrected)
 
 
 def _likeliest(scores: significance.Detections, size: int) -> significance.Detections:

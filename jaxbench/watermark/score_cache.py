@@ -20,7 +20,7 @@ from jaxbench.watermark.keys import Key
 from jaxbench.watermark.significance import Detections
 from jaxbench.watermark.texts import Ragged
 
-FORMAT = 4  # version of entries and of the scores in them; a change of any score needs a new number
+FORMAT = 5  # version of entries and of the scores in them; a change of any score needs a new number
 _NUMBERS = struct.Struct("<d3q4d")  # the fields of Detections except `reason`
 _FLOATS = (0, 4, 5, 6, 7)  # indices of the float fields
 

@@ -29,7 +29,7 @@ class Detections(NamedTuple):
     statistic: Float[np.ndarray, " N"]  # the sum, in the unit that the literature reports (Statistic.reported)
     num_scored: Int[np.ndarray, " N"]  # positions with distinct PRF inputs
     num_green: Int[np.ndarray, " N"]  # -1 if the scheme has no green tokens
-    payload: Int[np.ndarray, " N"]  # the message that was found, or looked for; -1 if the scheme carries none
+    payload: Int[np.ndarray, " N"]  # the likeliest message, or the one looked for; -1: no message, or no scored token
     score: Float[np.ndarray, " N"]  # (statistic - mean) / standard deviation under the null, 0 without scored positions
     p_value: Float[np.ndarray, " N"]  # exact, never below 2.2e-308
     mid_p: Float[np.ndarray, " N"]

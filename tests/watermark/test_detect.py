@@ -268,3 +268,11 @@ def test_a_scheme_is_given_by_its_name(name, backend):
     wanted = module.detect_batch(ids.tolist(), parse_scheme(name), Key(1), vocab_size=VOCAB)
     assert found.p_value.tolist() == wanted.p_value.tolist() and (found.num_scored == 19).all()
     assert found.payload.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("scheme", ["kgw", "gumbel"])
+def test_a_text_without_a_scored_token_has_no_payload_but_the_one_looked_for(scheme):
+    fields, texts = {"scheme": scheme, "payload_bits": 4, "context": rule("left", 1)}, [[3], [], [3, 4, 5]]
+    found = detect.detect_batch(texts, fields, Key(3), vocab_size=VOCAB)
+    assert found.payload[:2].tolist() == [-1, -1] and 0 <= found.payload[2] < 16
+    assert detect.detect_batch(texts, fields, Key(3), vocab_size=VOCAB, payload=7).payload.tolist() == [7, 7, 7]

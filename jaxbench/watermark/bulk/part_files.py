@@ -19,7 +19,7 @@ from jaxbench.watermark.keys import Key
 KINDS = ("parquet", "jsonl", "csv")
 LISTED = 100  # maximum bad lines in a report
 MANIFEST = "manifest.json"
-FORMAT = 6  # version of columns, reports and scores: a run does not resume from parts of another version
+FORMAT = 7  # version of columns, reports and scores: a run does not resume from parts of another version
 
 
 def kind_of(output: Path) -> str:
