@@ -124,7 +124,8 @@ def detect_file(
     rate = summary["texts"] / max(summary["seconds"], 1e-9)
     line = f"{summary['texts']:,} texts of {summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
     console.print(f"{line} ({rate:,.0f} texts/s)")
-    console.print(f"{_found(output, level):,} texts at p <= {level:g}")
+    chance = f"if none were marked, {level * summary['texts']:,.3g} or fewer by chance on average"
+    console.print(f"{_found(output, level):,} texts at p <= {level:g} ({chance})", soft_wrap=True)
     if summary["changed"]:
         console.print(f"{summary['changed']:,} texts were canonicalised (--nocanonicalize keeps them)")
     if summary["bad"]:
