@@ -281,7 +281,8 @@ def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
     wanted = ""
     if bar is not None:
         is_reached = row[shown.figure] <= bar if shown.is_limit else row[shown.figure] >= bar
-        wanted = f"{bar:{shown.bar}} {'reached' if is_reached else 'MISSED'}"
+        is_open = not shown.is_limit and row["low"] < bar <= row["high"]  # the share of a step has no interval
+        wanted = f"{bar:{shown.bar}} {'reached' if is_reached else 'MISSED'}{', not by the interval' * is_open}"
     return {name: form.format(**row, between=between, wanted=wanted) for name, form in shown.cells.items()}
 
 

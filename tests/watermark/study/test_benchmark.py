@@ -116,6 +116,21 @@ def test_files_hold_every_number(tmp_path, capsys):
     assert "80 reached" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "shown"),
+    [
+        (200.0, 90.0, 400.0, "80 reached"),
+        (200.0, 20.0, 2000.0, "80 reached, not by the interval"),
+        (60.0, 50.0, 70.0, "80 MISSED"),
+        (60.0, 20.0, 180.0, "80 MISSED, not by the interval"),
+    ],
+)
+def test_a_bar_inside_the_interval_is_said_to_be_undecided(ratio, low, high, shown):
+    (row,) = benchmark_report.summarise(pair_of_launches(), {}, {})["ratios"]
+    row |= {"ratio": ratio, "low": low, "high": high}
+    assert benchmark_report._cells(row, benchmark_report.SHOWN["ratios"])["wanted"] == shown
+
+
 def test_a_single_launch_has_no_interval_and_no_crash(tmp_path):
     records = [row for row in pair_of_launches() if row["launch"] == 0]
     summary = benchmark_report.summarise(records, {}, {})
