@@ -2,7 +2,8 @@
 
 Neither needs the key. A forger learns which n-grams a marked source favours and chains them, so that the detector finds
 a mark in text that the key's owner never generated. Source: Jovanovic et al. 2024, "Watermark stealing in large
-language models", arXiv:2402.19361, section 4; unlike the paper, no language model smooths the forged text.
+language models", arXiv:2402.19361, section 4; unlike the paper, no language model smooths the forged text. Under wide
+contexts, whose n-grams occur once, the chains are copied passages (`longest_copy`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,20 @@ def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list
         else:
             tokens += starts[int(next(picks))]
     return tokens[:num_tokens]
+
+
+def longest_copy(text: Sequence[int], samples: Sequence[Sequence[int]]) -> int:
+    """Return the length in tokens of the longest passage of a text that one of the samples has too, 0 for none.
+
+    A forger whose contexts occur once each copies: a long passage is the owner's own writing, and no forgery.
+    """
+    ids, longest = np.asarray(text, np.int64), 0
+    for sample in samples:
+        ending = np.zeros(len(ids) + 1, np.int64)  # length of the common passage that ends at each place of the text
+        for token in sample:
+            ending[1:] = np.where(ids == token, ending[:-1] + 1, 0)
+            longest = max(longest, int(ending.max()))
+    return longest
 
 
 def _count(samples: Sequence[Sequence[int]], width: int) -> tuple[Counter, Counter]:

@@ -1,6 +1,7 @@
 """Measure how well a detector separates marked from human text, from p-values alone (S file).
 
-N is the number of texts. All rates come with Wilson's interval (1927), which keeps its coverage near 0 and 1.
+N is the number of texts. All rates come with Wilson's interval (1927), which keeps its coverage near 0 and 1. It takes
+texts as independent draws. Texts that continue one prompt are not, so that `distinct` prompts count in their place.
 """
 
 from __future__ import annotations
@@ -32,15 +33,22 @@ def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
     return Rate(successes / count, float(low), float(high), count)
 
 
-def detected(p_values: Sequence[float], fpr: float) -> Rate:
-    """Return the share of texts with p <= fpr: power on marked texts, realised false-positive rate on human ones."""
+def detected(p_values: Sequence[float], fpr: float, *, distinct: int | None = None) -> Rate:
+    """Return the share of texts with p <= fpr: power on marked texts, realised false-positive rate on human ones.
+
+    distinct: independent draws that the texts amount to, for the interval; unset, or more than the texts: the texts.
+    """
     p = np.asarray(p_values, np.float64)
-    return rate(int((p <= fpr).sum()), p.size)
+    found = rate(int((p <= fpr).sum()), p.size)
+    if distinct is None or distinct >= p.size:
+        return found
+    fewer = rate(round(found.value * distinct), distinct)
+    return found._replace(low=min(fewer.low, found.low), high=max(fewer.high, found.high))
 
 
-def rates(p_values: Sequence[float], fprs: Sequence[float]) -> dict[str, dict]:
+def rates(p_values: Sequence[float], fprs: Sequence[float], *, distinct: int | None = None) -> dict[str, dict]:
     """Return `detected` at every level, as JSON."""
-    return {str(fpr): detected(p_values, fpr)._asdict() for fpr in fprs}
+    return {str(fpr): detected(p_values, fpr, distinct=distinct)._asdict() for fpr in fprs}
 
 
 def auroc(marked: Sequence[float], human: Sequence[float]) -> float:

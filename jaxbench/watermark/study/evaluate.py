@@ -103,7 +103,8 @@ class Evaluation:
             lengths, limit = [len(ids) for ids in texts[arm]["ids"]], s.generate.new_tokens
             own["ending"] = text_quality.ending(lengths, limit=limit, has_ended=texts[arm]["ended"])
         human = {"quality": self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})}
-        return {"arms": arms, "human": human, "realised": realised}
+        num_prompts = len(set(map(tuple, self.material.prompts)))
+        return {"arms": arms, "human": human, "realised": realised, "num_prompts": num_prompts}
 
     # What the stages compute
 
@@ -248,7 +249,8 @@ class Evaluation:
             made = [spoofing.forge(learnt, num_tokens=size, seed=seed, index=i) for i in range(FORGED)]
             p = bench.score(made, key).p_value
             accepted = detectability.rates(p, self.settings.detect.fprs)
-            forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": accepted}
+            copied = [spoofing.longest_copy(text, marked) for text in made]
+            forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": accepted, "longest_copied": copied}
         return {"guesses": [guess._asdict() for guess in guesses], "forged": forged}
 
     def _short(self, texts: list[str]) -> list[str]:

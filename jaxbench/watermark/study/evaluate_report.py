@@ -87,6 +87,9 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
     perplexities = [own["quality"]["perplexity"] for own in schemes.values()]
     table.add_row("median perplexity" + note, *("-" if value is None else f"{value:.2f}" for value in perplexities))
     console.print(table)
+    wanted, num_prompts = content["settings"]["generate"]["prompts"], content["summary"]["num_prompts"]
+    if num_prompts < wanted:
+        console.print(f"{wanted} texts continue {num_prompts} different prompts: intervals are those of as many texts")
     console.print(_times(content["times"]))
     console.print(f"{workdir / 'report.html'} (results.json, results.csv beside it)", markup=False, soft_wrap=True)
 

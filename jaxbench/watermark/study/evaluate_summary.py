@@ -18,8 +18,12 @@ CSV_COLUMNS = ("scheme", "attack", "strength", "tokens", "metric", "fpr", "value
 
 
 def summarize(settings: Evaluate, results: dict[str, Any]) -> dict[str, Any]:
-    """Compute every figure of the report as plain JSON (None for nan and infinity)."""
+    """Compute every figure of the report as plain JSON (None for nan and infinity).
+
+    Intervals over texts count different prompts where texts share some (detectability.py).
+    """
     found = {
+        "num_prompts": results["num_prompts"],
         "schemes": {name: _scheme(settings, name, results) for name in settings.schemes},
         "unmarked": {
             "quality": _quality(results["arms"][UNMARKED]["quality"][CLEAN]),
@@ -33,7 +37,7 @@ def summarize(settings: Evaluate, results: dict[str, Any]) -> dict[str, Any]:
 
 def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str, Any]:
     own = results["arms"][name]
-    detect, fprs = own["detect"], settings.detect.fprs
+    detect, fprs, distinct = own["detect"], settings.detect.fprs, results["num_prompts"]
     marked = array(detect["marked"]["p_values"])
     unmarked = array(detect[UNMARKED]["p_values"])
     human = np.stack([array(part["p_values"]) for part in detect["human"]])  # [keys, texts, lengths + 1]
@@ -43,9 +47,9 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
     for i, length in enumerate(detect["lengths"]):
         p, null = present(marked[:, i]), present(human[:, :, i])
         lengths[str(length)] = {
-            "tpr": detectability.rates(p, fprs),
+            "tpr": detectability.rates(p, fprs, distinct=distinct),
             "human_fpr": {str(f): _spread(human[:, :, i], f) for f in fprs},
-            "unmarked_fpr": detectability.rates(present(unmarked[:, i]), fprs),
+            "unmarked_fpr": detectability.rates(present(unmarked[:, i]), fprs, distinct=distinct),
             "auroc": detectability.auroc(p, null),
             "median_log10_p": _median(np.log10(p)),
             "texts": int(p.size),
@@ -62,7 +66,7 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
         "quality": _quality(own["quality"][CLEAN]),
         "generation": _means(own["generation"]),
         "ending": own["ending"],
-        "spoof": own.get("spoof"),
+        "spoof": _spoof(own.get("spoof")),
     }  # fmt: skip
 
 
@@ -77,7 +81,7 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
         "label": "no attack" if attack is None else attacks.label(attack),
         "attack": None if attack is None else attack.attack,
         "strength": 0.0 if attack is None else attack.strength,
-        "tpr": detectability.rates(p, settings.detect.fprs),
+        "tpr": detectability.rates(p, settings.detect.fprs, distinct=results["num_prompts"]),
         "auroc": detectability.auroc(p, present(human)),
         "median_log10_p": _median(np.log10(p)),
         "word_edits": mean(realised.get("word_edits", [0.0])),
@@ -85,6 +89,11 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
         "scored_tokens": mean(array(part["num_scored"])[:, -1]),
         "quality": None if judged is None else _quality(judged),
     }
+
+
+def _spoof(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the guessed keys and forged texts, with the median of the longest copied passages, in tokens."""
+    return found and found | {"longest_copied": _median(found["forged"].get("longest_copied", []))}
 
 
 def _spread(p_values: np.ndarray, fpr: float) -> dict[str, Any]:

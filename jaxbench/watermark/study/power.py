@@ -4,7 +4,8 @@ Every text is a continuation by the model at the given temperature, without top-
 for a number of tokens), under its own key. One generation serves all lengths: a text of 50 tokens is the beginning of
 one of 200. Detection runs twice: with the prompt as context, so that every generated token can be scored, and on the
 continuation alone, where the first tokens lack context. The interval is Wilson's at 95 %; a bar is reached if the
-interval's lower end reaches it.
+interval's lower end reaches it. Where there are fewer prompts than texts, the interval is that of as many texts as
+there are different prompts: how easily a text is marked depends on its prompt.
 
 Finished batches are files under workdir/chunks, so an interrupted run resumes where it stopped, and a run of more texts
 reuses those of a smaller one.
@@ -160,6 +161,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
     scheme, keys = settings.schemes[name], text_keys(settings, name, len(made))
+    distinct = len(np.unique(given, axis=0))
     lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
@@ -173,7 +175,7 @@ def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vo
                 bar = next(
                     (b.rate for b in settings.bars if (b.scheme, b.num_tokens, b.level) == (name, length, level)), None
                 )
-                rate = detectability.detected(scores.p_value, level)
+                rate = detectability.detected(scores.p_value, level, distinct=distinct)
                 yield Cell(name, length, level, sees_prompt, rate, float(scores.num_scored.mean()), bar)
 
 
@@ -194,6 +196,7 @@ def run(
     """
     workdir, begun = Path(workdir), time.process_time()
     given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
+    num_prompts = len(np.unique(given, axis=0))
     shape = weights.read_config(settings.model)
     check_length(settings.prompt_tokens + max(settings.lengths), shape.max_seq_len)
     choice = choose(settings, options, shape, say=say)
@@ -209,7 +212,7 @@ def run(
     result = {
         "passed": not missed,
         "num_texts": len(given),
-        "num_prompts": len(np.unique(given, axis=0)),
+        "num_prompts": num_prompts,
         "cpu_s": round(time.process_time() - begun, 1),
         "config_id": identity,
         **extra,
@@ -220,6 +223,8 @@ def run(
     outputs.write_json(workdir / "power.json", result)
     for cell in measured:
         say(line(cell))
+    if num_prompts < len(given):
+        say(f"{len(given)} texts continue {num_prompts} different prompts: intervals are those of {num_prompts} texts")
     return result
 
 

@@ -74,3 +74,17 @@ def test_bad_samples_are_refused():
         spoofing.learn([[1, 2]], [], width=4)
     with pytest.raises(ValueError, match="width=0, wanted at least 1"):
         spoofing.learn([[1, 2]], [], width=0)
+
+
+def test_the_longest_copy_is_the_longest_passage_in_common():
+    samples = [[1, 2, 3, 4, 5], [9, 4, 5, 6, 7, 7]]
+    for text, length in (([3, 4, 5, 6, 7, 1], 4), ([0, 1, 2, 0], 2), ([8, 8], 0), ([], 0), ([7, 7, 7], 2), ([6, 5], 1)):
+        assert spoofing.longest_copy(text, samples) == length
+
+
+def test_a_forger_with_wide_contexts_copies_and_one_with_narrow_contexts_does_not():
+    marked, copied = np.random.default_rng(3).integers(0, 60, (10, 300)), {}
+    for width in (1, 4):
+        learnt = spoofing.learn(marked, marked[:1], width=width)
+        copied[width] = spoofing.longest_copy(spoofing.forge(learnt, num_tokens=200, seed=0), marked)
+    assert copied[1] < 20 and copied[4] > 60

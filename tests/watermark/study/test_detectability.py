@@ -55,6 +55,15 @@ def test_the_level_itself_counts_as_found():
     assert detectability.detected([0.01, 0.0100001, 1e-9], 0.01).value == pytest.approx(2 / 3)
 
 
+@given(p=P, distinct=st.integers(1, 40))
+def test_texts_of_few_prompts_have_the_interval_of_as_many_texts_and_their_own_rate(p, distinct):
+    alone, found = detectability.detected(p, 0.01), detectability.detected(p, 0.01, distinct=distinct)
+    assert (found.value, found.count) == (alone.value, len(p)) and found.low <= alone.low <= alone.high <= found.high
+    many = detectability.detected(p * 50, 0.01, distinct=len(p))
+    assert many[:3] == pytest.approx(alone[:3]) and many.count == 50 * len(p)
+    assert detectability.rates(p, [0.01], distinct=distinct)["0.01"] == found._asdict()
+
+
 def test_tokens_needed_is_the_median_of_the_first_length_found():
     p = np.array([[0.5, 1e-4, 1e-4], [0.5, 0.5, 1e-4], [1e-4, 0.5, 0.5], [0.5, np.nan, np.nan]])
     assert detectability.tokens_needed([25, 50, 100], p, 1e-3) == 50

@@ -101,6 +101,19 @@ def test_marked_text_is_found_and_human_text_is_not(finished):
         assert own["attacks"]["copy-paste-50-marked"]["word_edits"] == pytest.approx(1, abs=0.02)
         assert 0 < own["attacks"]["delete-10"]["word_edits"] < 0.3
         assert own["spoof"]["guesses"][0]["corrected_p"] > 1e-3
+        assert own["spoof"]["longest_copied"] == np.median(own["spoof"]["forged"]["longest_copied"]) > 0
+
+
+def test_texts_that_continue_one_prompt_have_its_intervals_and_a_line_that_says_so(finished):
+    workdir, content, _ = finished
+    results = evaluate.Evaluation(settings(), workdir).run()
+    assert content["summary"]["num_prompts"] == results["num_prompts"] == 4
+    assert "different prompts" not in (workdir / "report.html").read_text()
+    fewer = content | {"summary": evaluate_summary.summarize(settings(), results | {"num_prompts": 1})}
+    for part, name in (("lengths", "50"), ("attacks", "none"), ("attacks", "delete-10")):
+        own, other = (each["summary"]["schemes"]["kgw"][part][name]["tpr"]["0.01"] for each in (content, fewer))
+        assert (own["value"], own["count"]) == (other["value"], other["count"]) and other["low"] < own["low"] < 1
+    assert "which continue 1 different prompts" in evaluate_report.render(fewer, {})
 
 
 def test_every_kind_of_stage_has_its_time_once_however_often_it_was_begun(finished):

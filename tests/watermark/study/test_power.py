@@ -59,6 +59,18 @@ def test_marked_texts_are_found_and_a_reached_bar_is_said(made, given):
     assert "bar 0.5 reached" in power.line(found[1])
 
 
+def test_texts_of_two_prompts_reach_no_bar_that_two_texts_do_not(made, given):
+    twice, tokens = np.tile(given[:2], (40, 1)), np.tile(made[1]["gumbel"][:2], (40, 1))
+    settings = SETTINGS.model_copy(update={"passphrase": "other"})
+    keys = [power.text_keys(SETTINGS, "gumbel", 6)[row % 2] for row in range(80)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(power, "text_keys", lambda *_: keys)
+        found = list(power.cells(settings, "gumbel", twice, tokens, vocab_size=TINY.vocab_size))
+    cell = next(cell for cell in found if cell.num_tokens == 40 and cell.sees_prompt)
+    assert cell.rate.value == 1 and cell.rate.count == 80 and cell.rate.low == detectability.rate(2, 2).low
+    assert power.is_missed(cell) and "bar 0.5 MISSED" in power.line(cell)
+
+
 def test_the_prompt_as_context_gives_every_token_a_score(made, given):
     found = list(power.cells(SETTINGS, "gumbel", given, made[1]["gumbel"], vocab_size=TINY.vocab_size))
     with_prompt, alone = (next(c for c in found if c.sees_prompt == sees) for sees in (True, False))
