@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import philox
+from jaxbench.pretrained import tokenizer
+from jaxbench.text import packing
 from jaxbench.watermark import config, reference
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip
@@ -200,6 +202,24 @@ def test_a_repeat_under_either_of_two_keys_is_not_scored(kind):
         for row in range(len(tokens)):
             used = [(*seeds[row, i], tokens[row, i]) for i in np.flatnonzero(found.scored[row])]
             assert 20 < len(used) == len(set(used))
+
+
+def new_seeds(tokens, **rule):
+    """Return the share of positions whose seed no earlier position of the text has: what schemes that draw can mark."""
+    rule, shares = reference.ContextRule(**rule), []
+    for number, row in enumerate(tokens):
+        seeds = reference.context_seeds(rule, Key(number + 1), row[None])[0][rule.length :]
+        shares.append(len(np.unique(seeds, axis=0)) / len(seeds))
+    return float(np.mean(shares))
+
+
+def test_the_rule_min_gives_few_new_seeds_and_fewer_in_text_that_repeats_its_tokens():
+    human = np.array(packing.real_prompts(tokenizer.load_tokenizer(), [200] * 60, packing.load_text()))
+    other = np.random.default_rng(0).integers(0, 49152, human.shape)
+    assert new_seeds(other, kind="min", width=4) == pytest.approx(2 / 5, abs=0.02)
+    # the figures of docs/watermark.md, "Marked share"
+    assert [round(100 * new_seeds(human[:, :size], kind="min", width=4)) for size in (50, 200)] == [34, 25]
+    assert [round(100 * new_seeds(human, kind="left", width=width)) for width in (1, 4)] == [55, 97]
 
 
 def test_texts_shorter_than_their_context_have_no_scored_position():
