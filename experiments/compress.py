@@ -367,7 +367,7 @@ def define_pack() -> None:
     """Define the flags of pack."""
     cli.define_model()
     flags.DEFINE_string("weights", None, "what `train` wrote", required=True)
-    flags.DEFINE_integer("bits", 4, "of what training changed in an encoder's layers", lower_bound=2, upper_bound=8)
+    flags.DEFINE_integer("bits", 4, "of an encoder's changes; kept in 4, from 5 on in 8", lower_bound=2, upper_bound=8)
     flags.DEFINE_string("output", None, "weights: a .safetensors file", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
 

@@ -5,6 +5,7 @@ Each arm is saved as a part of --workdir: a killed run resumes with the next arm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,5 +124,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
 
 
 def percent(value: Sequence[float]) -> str:
-    """A share with its interval, in percent."""
-    return "{:.0f} [{:.0f}, {:.0f}]".format(*(100 * each for each in value))
+    """A share with its interval, if they exist, in percent."""
+    if math.isnan(value[0]):
+        return "none"
+    return f"{100 * value[0]:.0f}" + ("" if math.isnan(value[1]) else f" [{100 * value[1]:.0f}, {100 * value[2]:.0f}]")

@@ -5,6 +5,7 @@
   passages; "untuned" is the decoder without its adapters, given the whole passage.
 - Loss: of the first right answer, nats per token. Recovery: (closed - own) / (closed - open), of means over articles.
 - Exact match and F1 of the most probable answer, as SQuAD counts them. Retention: (own - closed) / (open - closed).
+  Neither share exists where the whole passage is no better than none.
 - The right answer to a question that its passage does not answer is the word NO_ANSWER.
 """
 
@@ -128,7 +129,8 @@ def figures(found: Mapping[str, Sequence[Answered]], asked: Sequence[questions.Q
             row[name] = evaluate.mean_interval(value[has_answer], articles[has_answer])
         for name, relative in (("nats", "recovery"), ("exact_match", "exact_match_retained"), ("f1", "f1_retained")):
             ends = [values["closed"][name], values["open"][name], own[name]]
-            row[relative] = evaluate.share(*(each[has_answer] for each in ends), articles[has_answer])
+            better = "lower" if name == "nats" else "higher"
+            row[relative] = evaluate.share(*(each[has_answer] for each in ends), articles[has_answer], better=better)
         row["no_answer"] = {
             "said_where_there_is_none": _mean(own["no_answer"][~has_answer]),
             "said_where_there_is_one": _mean(own["no_answer"][has_answer]),

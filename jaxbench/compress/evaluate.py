@@ -1,8 +1,9 @@
 """Evaluate a compressor on texts that it was not trained on, versus a free baseline: keeping some of the text.
 
 - Recovery of a continuation: (loss after nothing - loss after vectors) / (loss after nothing - loss after the whole
-  text), of means over documents, each the mean of its windows. Direct: the tokens that follow at once. Far: those after
-  64 more tokens of plain text, which carry what the last few tokens of the compressed text would carry.
+  text), of means over documents, each the mean of its windows; none where the whole text is no better than nothing.
+  Direct: the tokens that follow at once. Far: those after 64 more tokens of plain text, which carry what the last few
+  tokens of the compressed text would carry.
 - Keep-last: the last tokens of the text instead of vectors, as many as there are vectors.
 - Controls: the tag alone, and vectors of another text. What they recover is not content: a tag that was trained on
   books tells the decoder that a book continues.
@@ -12,9 +13,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -180,7 +182,7 @@ def said_freely(
     Returns:
       `same`: share of FREE tokens, or of a shorter chunk, that are right at their position; one extra word shifts the
       rest. `words`: F1 of the words, at any position. `others`: F1 versus the next window's text, which has common
-      words too.
+      words too; NaN if there is one window only.
     """
     size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tag(RECONSTRUCT), []
     for own in made:
@@ -194,10 +196,11 @@ def said_freely(
         progress(len(ids))
     wanted = [window.context[:count] for window in drawn]
     texts, right = ([compressor.tokenizer.decode(ids[ids >= 0].tolist()) for ids in each] for each in (said, wanted))
+    others = np.array([answers.f1(own, [text]) for own, text in zip(texts, right[1:] + right[:1])])
     return {
         "same": np.array([(own == ids).mean() for own, ids in zip(said, wanted)]),
         "words": np.array([answers.f1(own, [text]) for own, text in zip(texts, right)]),
-        "others": np.array([answers.f1(own, [text]) for own, text in zip(texts, right[1:] + right[:1])]),
+        "others": others if len(drawn) > 1 else np.full(len(drawn), np.nan),
     }
 
 
@@ -217,21 +220,34 @@ def recovery(
     losses: Mapping[str, np.ndarray], name: str, documents: Sequence[int], protocol: int
 ) -> tuple[float, float, float]:
     """Recovery of a continuation with a 95 % interval over documents; protocol: 0 direct, 1 far."""
-    return share(*(losses[each][:, protocol] for each in ("none", "full", name)), documents)
+    return share(*(losses[each][:, protocol] for each in ("none", "full", name)), documents, better="lower")
+
+
+def gap(losses: Mapping[str, np.ndarray], documents: Sequence[int], protocol: int) -> tuple[float, float, float]:
+    """What the whole text lowers the loss by, in nats per token, of which recovery is a share; arguments as above."""
+    return interval(np.subtract, *(by_document(losses[each][:, protocol], documents) for each in ("none", "full")))
 
 
 def share(
-    nothing: np.ndarray, everything: np.ndarray, own: np.ndarray, documents: Sequence[int]
-) -> tuple[float, float, float]:
+    nothing: np.ndarray, everything: np.ndarray, own: np.ndarray, documents: Sequence[int], *,
+    better: Literal["lower", "higher"],
+) -> tuple[float, float, float]:  # fmt: skip
     """Position of `own` from `nothing` (0) to `everything` (1), of means over documents, with a 95 % interval.
 
-    Not finite if the two ends are equal.
+    NaN unless `everything` is better than `nothing`: otherwise what is worse than both would have a share above 1. If
+    the interval of that gap reaches 0, the share may be any number, and only its ends are NaN.
+
+    Args:
+      better: which values are: lower losses, or higher scores.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return interval(
-            lambda nothing, everything, own: (nothing - own) / (nothing - everything),
-            *(by_document(values, documents) for values in (nothing, everything, own)),
-        )
+    samples = [by_document(values, documents) for values in (nothing, everything, own)]
+    sign = 1.0 if better == "lower" else -1.0
+    ends = interval(lambda nothing, everything: sign * (nothing - everything), *samples[:2])
+    if not ends[0] > 0:
+        return math.nan, math.nan, math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):  # resamples with equal ends
+        found = interval(lambda nothing, everything, own: (nothing - own) / (nothing - everything), *samples)
+    return found if ends[1] > 0 else (found[0], math.nan, math.nan)
 
 
 def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float, float, float]:

@@ -79,9 +79,10 @@ def run(
             return {name: evaluate.mean_interval(each, documents[: len(each)]) for name, each in values.items()}
 
         # Stores other than float32 are named: for them, an earlier version saved figures of unrounded vectors without
-        # the store's name. For all stores, it saved nats as means over windows, in `ratio-N.json`.
+        # the store's name. For all stores, it saved nats as means over windows, in `ratio-N.json`, and shares of gaps
+        # below 0 in `figures-N.json`.
         part = f"{ratio}.json" if plan.store == "float32" else f"{ratio}-{plan.store}.json"
-        row, was_there = store.kept(workdir / f"figures-{part}", compute)
+        row, was_there = store.kept(workdir / f"shares-{part}", compute)
         row["freely"], _ = store.kept(workdir / f"freely-{part}", freely)
         row["read_back"] = {"nothing": floor, **row["read_back"]}
         say(_line(row) + (" (finished before)" if was_there else ""))
@@ -95,6 +96,7 @@ def _figures(
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
         row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
+        row[f"{name}_gap_nats"] = evaluate.gap(losses, documents, protocol)
         means = {each: evaluate.by_document(value[:, protocol], documents) for each, value in losses.items()}
         row[f"{name}_nats"] = {each: float(mean.mean()) for each, mean in means.items()}  # from which recovery follows
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
@@ -104,10 +106,17 @@ def _figures(
 def _line(row: Mapping[str, Any]) -> str:
     parts = [f"{row['ratio']:2d}x"]
     for name in ("direct", "far"):
-        parts.append(f"{name} " + " ".join(f"{arm} {100 * each[0]:.0f} %" for arm, each in row[name].items()))
-    parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
-    parts.append("freely " + " ".join(f"{name} {100 * each[0]:.1f} %" for name, each in row["freely"].items()))
+        mean, low, high = row[f"{name}_gap_nats"]
+        gap = f"{mean:.3f}" if math.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+        parts.append(f"{name}, of {gap} nats: " + _shares(row[name], "{:.0f} %"))
+    parts.append("read back " + _shares(row["read_back"], "{:.1f} %"))
+    parts.append("freely " + _shares(row["freely"], "{:.1f} %"))
     return "  ".join(parts)
+
+
+def _shares(of: Mapping[str, Any], form: str) -> str:
+    """Shares by name, in percent; "none" where there is none."""
+    return " ".join(f"{name} {'none' if math.isnan(x) else form.format(100 * x)}" for name, (x, *_) in of.items())
 
 
 def picture(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:

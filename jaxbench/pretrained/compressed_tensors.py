@@ -232,6 +232,10 @@ def _reader(module, part, whole, shapes, types, read, grid: Grid, source: Path) 
     for name, shape in wanted.items():
         if shapes[name] != shape or min(whole) < 1:
             raise ValueError(f"{source}: {name} has shape {shapes[name]}, wanted {shape} for {bound(whole)} on {grid}")
+    if grid.group_size is not None and whole[1] % grid.group_size:  # the package refuses it too
+        raise ValueError(
+            f"{source}: group_size={grid.group_size} does not divide the {whole[1]} inputs of {module}.weight"
+        )
     if scale_type not in SCALE_TYPES:
         raise ValueError(f"{source}: {module}.weight_scale has type {scale_type}, wanted {', '.join(SCALE_TYPES)}")
     grid = grid._replace(scale_dtype=SCALE_TYPES[scale_type])

@@ -21,12 +21,17 @@ def normalized(text: str) -> str:
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
     """1.0 if an answer, normalized, is one of the right ones (or empty, if there are none), else 0.0."""
-    return float(any(normalized(answer) == normalized(each) for each in right or ("",)))
+    return float(any(normalized(answer) == each for each in _normalized(right)))
 
 
 def f1(answer: str, right: Sequence[str]) -> float:
     """F1 (harmonic mean of precision and recall) of an answer's words, the best over the right ones, 0 to 1."""
-    return max(_f1(normalized(answer).split(), normalized(each).split()) for each in right or ("",))
+    return max(_f1(normalized(answer).split(), each.split()) for each in _normalized(right))
+
+
+def _normalized(right: Sequence[str]) -> list[str]:
+    """Right answers, normalized, without those of which nothing is left, as "The": no answer is not right for them."""
+    return [words for each in right if (words := normalized(each))] or [""]
 
 
 def _f1(words: list[str], right: list[str]) -> float:

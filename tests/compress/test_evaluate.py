@@ -190,7 +190,49 @@ def test_all_that_is_read_of_a_window_is_what_one_file_of_all_windows_would_hold
     np.testing.assert_array_equal(np.stack(whole)[:, :-1], kept.reshape(count, 32, -1))
 
 
-def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):
+def test_the_next_text_is_no_control_where_there_is_none(compressor):
+    drawn = evaluate.windows(TEXTS, 1, seed=0, context=CONTEXT)
+
+    def generate(ids, *, vectors, max_new_tokens, seed):
+        return prompts.Generation(drawn[0].context[None, :max_new_tokens], np.full(1, max_new_tokens))
+
+    found = evaluate.said_freely(generate, compressor, drawn, evaluate.compressed(compressor, drawn))
+    assert found["words"].tolist() == [1.0] and np.isnan(found["others"]).all()
+
+
+DOCUMENTS = [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_nothing_is_recovered_of_a_text_that_is_no_better_than_none(better):
+    sign = 1.0 if better == "lower" else -1.0
+    none = sign * np.array([3.0, 3.2, 2.9, 3.4])
+    for worse in (0.0, 0.1):
+        shares = evaluate.share(none, none + sign * worse, none + sign * 0.2, DOCUMENTS, better=better)
+        assert np.isnan(shares).all()
+    value, low, high = evaluate.share(none, none - sign * 0.1, none - sign * 0.2, DOCUMENTS, better=better)
+    assert (value, low, high) == pytest.approx((2, 2, 2))  # better than the whole text
+
+
+def test_a_share_of_a_gap_that_may_be_0_has_no_interval():
+    none, full = np.array([3.0, 3.0, 2.9, 3.4]), np.array([2.7, 2.7, 3.0, 3.3])
+    mean, low, _ = evaluate.gap({"none": none[:, None], "full": full[:, None]}, DOCUMENTS, 0)
+    assert mean == pytest.approx(0.1) and low < 0
+    value, *ends = evaluate.share(none, full, none - 0.05, DOCUMENTS, better="lower")
+    assert value == pytest.approx(0.5) and np.isnan(ends).all()
+    assert answer_run.percent((value, *ends)) == "50" and answer_run.percent((np.nan,) * 3) == "none"
+
+
+def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path, monkeypatch):
+    measured = evaluate.bounds
+
+    def swapped(*args, **options):  # a random decoder is better behind nothing than behind the text
+        found = measured(*args, **options)
+        return found | {"none": found["full"], "full": found["none"]}
+
+    unswapped = measured(reader, compressor, evaluate.windows(TEXTS, 7, seed=0, context=CONTEXT), start=1)
+    assert np.isnan(evaluate.recovery(unswapped, "full", [0, 1, 2, 0, 1, 2, 0], 0)).all()
+    monkeypatch.setattr(evaluate, "bounds", swapped)
     side = answer_run.side(DECODER, params, compressor.tokenizer, "float32")
     drawn, said = evaluate.windows(TEXTS, 7, seed=0, context=CONTEXT), []  # one text has a window more
     plan = evaluate_run.Plan((2, 4), chunks=3, start=1)
@@ -207,6 +249,9 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params,
     nats = rows[0]["far_nats"]
     recovered = (nats["none"] - nats["vectors"]) / (nats["none"] - nats["full"])
     assert recovered == pytest.approx(rows[0]["far"]["vectors"][0])
+    mean, low, high = rows[0]["far_gap_nats"]
+    assert low < mean < high and mean == pytest.approx(nats["none"] - nats["full"])
+    assert f"far, of {mean:.3f} [{low:.3f}, {high:.3f}] nats: keep " in said[0]
     value, low, high = rows[0]["read_back"]["vectors"]
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}

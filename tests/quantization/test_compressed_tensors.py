@@ -171,6 +171,15 @@ def test_a_folder_of_another_kind_is_refused_by_what_differs(path, value, messag
         weights.load_checkpoint(_changed(tmp_path, change))
 
 
+def test_groups_that_do_not_divide_a_matrix_are_refused_before_they_are_misread(tmp_path):
+    def change(described):
+        described["config_groups"]["group_0"]["weights"]["group_size"] = 40
+
+    folder = _changed(tmp_path, change)  # as many groups as there are of 32, begun ones counted
+    with pytest.raises(ValueError, match="group_size=40 does not divide the (64|96) inputs of model.layers.0.*weight"):
+        weights.load_checkpoint(folder)
+
+
 @pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_packed"])
 def test_a_matrix_with_a_missing_part_is_refused(part, tmp_path):
     from safetensors.numpy import load_file, save_file

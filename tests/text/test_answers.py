@@ -20,6 +20,8 @@ TEXTS = st.text("aZ the,. 1'\n", max_size=30)
         ("", [], 1.0, 1.0),
         ("mill", [], 0.0, 0.0),
         ("mill mill", ["mill"], 0.0, 2 / 3),
+        ("", ["The", "mill"], 0.0, 0.0),  # of "The" nothing is left, which makes no answer none
+        ("...", ["a"], 1.0, 1.0),
     ],
 )
 def test_answers_are_counted_as_squad_counts_them(answer, right, exact, f1):
