@@ -135,7 +135,10 @@ def quantized(made: Any) -> Any:
     spec, tokens, calibrator = model(), None, None
     if made.needs_calibration:
         texts = packing.load_text(VALUES.data)
-        tokens = windows.rows_of(tokenizer.load_tokenizer(spec), texts, VALUES.rows, VALUES.length)
+        words, wanted = tokenizer.load_tokenizer(spec), VALUES.rows * VALUES.length
+        tokens = windows.rows_of(words, texts, VALUES.rows, VALUES.length)
+        if (size := windows.count_tokens(words, texts, wanted)) < wanted:
+            say(f"the calibration text has {size} tokens, of which --rows and --length want {wanted}: rows repeat them")
     held = weights.load_checkpoint(spec)
     if not VALUES.output.endswith(".gguf"):
         folder_export.check_model(held.config)

@@ -53,11 +53,11 @@ class Grid(NamedTuple):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight with its share of scale and zero; a scale per output is not counted."""
+        """Bits per weight with its share of scale and zero; a scale and a zero per output are not counted."""
         if self.group_size is None:
             return float(self.bits)
         scale = 32 if self.scale_dtype == "float32" else 16
-        return self.bits + (scale + {"none": 0, "integer": self.bits, "least": 16}[self.zero]) / self.group_size
+        return self.bits + (scale + {"none": 0, "integer": self.bits, "least": scale}[self.zero]) / self.group_size
 
 
 class Quantized(NamedTuple):

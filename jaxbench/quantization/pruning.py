@@ -49,13 +49,17 @@ def scores(
       input_norms: 2-norm over tokens of each input of each kernel (pruning_text.input_norms); None = magnitude.
 
     Raises:
-      ValueError: norms of a kernel are missing, of another length, negative or not finite; or no kernel is prunable.
+      ValueError: norms of a kernel are missing, of another length, negative or not finite; or no kernel is prunable, or
+        one has weights that are not finite.
     Source: Sun et al. 2023, arXiv:2306.11695, equation 1.
     """
     names = prunable(params)
     if not names:
         raise ValueError(f"pruning: none of {len(params)} parameters is a kernel inside a layer")
     found = {name: np.abs(params[name]) for name in names}
+    for name, value in found.items():  # NaN is neither small nor large, and would be removed beyond what is asked
+        if not np.isfinite(value).all():
+            raise ValueError(f"pruning: {name} has NaN or infinite values, {np.isfinite(value).mean():.3%} are finite")
     if input_norms is None:
         return found
     for name in names:

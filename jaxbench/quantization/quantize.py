@@ -78,7 +78,7 @@ def quantize(
         for name, (matrix, error) in rounded.items():
             made.matrices[prefix + name], made.errors[prefix + name] = matrix, error
             if recipe.activations == "static":
-                limit = static_range(found[SOURCES[name]], recipe.activation_scales)
+                limit = static_range(found[SOURCES[name]], recipe.activation_scales, type=recipe.type)
                 made.input_ranges[prefix + name] = limit
         now = {f"{name}.kernel": grids.dequantized(matrix).T for name, (matrix, _) in rounded.items()}
         made.params.update({prefix + name: value for name, value in layer.items() if name not in now})

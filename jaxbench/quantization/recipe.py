@@ -72,11 +72,12 @@ class QuantizedModel(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all weights: codes and scales by their bits, other parameters in float32."""
-        bits = sum(
-            m.codes.size * m.grid.bits_per_weight + (32 * m.scales.size if m.grid.group_size is None else 0)
-            for m in self.matrices.values()
-        )
+        """Bytes of all weights: codes, scales and zeros by their bits, other parameters in float32."""
+        bits = 0.0
+        for matrix in self.matrices.values():
+            inputs = matrix.codes.shape[1]
+            grid = matrix.grid._replace(group_size=matrix.grid.group_size or inputs)  # a scale per output counts here
+            bits += matrix.codes.size * grid.bits_per_weight
         return round(bits / 8) + sum(4 * value.size for value in self.params.values())
 
 

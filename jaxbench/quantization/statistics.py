@@ -5,13 +5,14 @@ They are sums over tokens, so that batches can be added and nothing grows with t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 # Bins of |x| from 2^-24 on, eight per octave, smaller values in the first: a percentile is known within 9 %.
 LOWEST, PER_OCTAVE, BINS = -24, 8, 384
+LARGEST = {"int": 127, "e4m3": 448}  # code of an input, by type
 # Matrices of a block, by the one whose inputs they share.
 SOURCES = {
     "attention.q_proj": "attention.q_proj",
@@ -46,11 +47,14 @@ def edges() -> Float[np.ndarray, " bins"]:
     return 2.0 ** (LOWEST + (np.arange(BINS) + 1) / PER_OCTAVE)
 
 
-def static_range(statistics: InputStatistics, rule: str, *, levels: int = 127, percentile: float = 0.9999) -> float:
+def static_range(
+    statistics: InputStatistics, rule: str, *, type: Literal["int", "e4m3"] = "int", percentile: float = 0.9999
+) -> float:
     """Return the |x| that maps to the largest code of a static activation scale.
 
     Args:
       rule: minmax, percentile, or mse (the least squared error, from the histogram).
+      type: of the codes, as grids.Grid has it: how far apart they are decides that error.
 
     Raises:
       ValueError: no tokens, or an unknown rule.
@@ -69,7 +73,9 @@ def static_range(statistics: InputStatistics, rule: str, *, levels: int = 127, p
     candidates = np.unique(upper[counts > 0])
     errors = []
     for limit in candidates:
-        step = limit / levels
+        step = limit / LARGEST[type]
+        if type == "e4m3":  # eight codes per octave; below 2^-6 as far apart as in its octave
+            step = step * 2.0 ** (np.maximum(np.floor(np.log2(middle / step)), -6) - 3)
         inside = np.where(middle < step / 2, middle**2, step**2 / 12)  # values that round to 0 are lost entirely
         errors.append((counts * np.where(middle > limit, (middle - limit) ** 2, inside)).sum())
     return float(candidates[int(np.argmin(errors))])

@@ -41,6 +41,14 @@ def norms_for(params, seed=0):
 # Masks
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_and_not_removed(value):
+    params = kernel(0)
+    params["layers.0.mlp.up_proj.kernel"][2, 3] = value
+    with pytest.raises(ValueError, match="layers.0.mlp.up_proj.kernel has NaN or infinite values, 97.917% are finite"):
+        pruning.scores(params)
+
+
 @FAMILIES
 def test_kernels_inside_layers_are_pruned_and_nothing_else(config):
     params = params_of(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -259,8 +260,18 @@ def test_the_quantize_command_writes_what_it_says(folder, tmp_path):
     assert max(len(np.unique(groups[g, :, o])) for g in range(2) for o in range(8)) <= 8
     held = weights.load_checkpoint(folder)
     np.testing.assert_array_equal(read.params["embed.embedding"], held.params["embed.embedding"])
+    assert "rows repeat" not in out
     code, out = run_command("quantize.py", f"--model={folder}", "--bits=3", f"--output={tmp_path / 'w3'}")
     assert code == 2 and "exists and is not an empty folder" in out
+
+
+def test_rows_that_repeat_a_short_calibration_text_are_said(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("The mill stands by the river and turns.")
+    code, out = run_command(
+        "quantize.py", f"--model={folder}", "--bits=3", "--rounding=gptq", f"--data={tmp_path / 'short.txt'}",
+        "--rows=8", "--length=16", f"--output={tmp_path / 'w3'}",
+    )  # fmt: skip
+    assert code == 0 and re.search(r"has (39|40) tokens, of which --rows and --length want 128: rows repeat", out), out
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_its_matrices_are_rounded(tmp_path):

@@ -123,6 +123,22 @@ def test_a_static_range_leaves_out_what_its_rule_says(rule):
     assert error(limit) <= 1.02 * min(error(candidate) for candidate in statistics.edges())
 
 
+@pytest.mark.parametrize("degrees", [3, 100])
+def test_a_static_range_of_float8_has_the_least_squared_error_of_float8(degrees):
+    values = np.abs(np.random.default_rng(0).standard_t(degrees, size=100_000)).astype(np.float32)
+    values[:1000] *= 1e-5  # codes below the normal ones
+    _, absolute, largest, histogram = (np.asarray(p) for p in inputs._statistics(jnp.asarray(values[:, None]), True))
+    found = statistics.InputStatistics(len(values), np.ones((1, 1)), absolute, largest, histogram)
+
+    def error(limit):
+        step = limit / 448
+        codes = np.clip(values / step, 0, 448).astype(jnp.float8_e4m3fn).astype(np.float32)
+        return ((codes * step - values) ** 2).sum()
+
+    limit = statistics.static_range(found, "mse", type="e4m3")
+    assert error(limit) <= 1.05 * min(error(candidate) for candidate in statistics.edges() if candidate < 1000)
+
+
 def test_gptq_is_nearly_as_good_as_the_best_of_all_codes():
     """2 bits, 6 inputs: all 4^6 codes can be tried."""
     random = np.random.default_rng(0)
@@ -211,6 +227,14 @@ def test_what_is_not_calibrated_is_the_same_whoever_asks(model):
         "embed.embedding"
     } == (params.keys())
     assert found[0].bytes < sum(v.nbytes for v in params.values()) / 5
+
+
+def test_bytes_count_a_scale_and_a_zero_of_each_output(model):
+    config, params = model
+    recipe = Recipe(bits=4, group_size=None, zero="integer", scale_dtype="bfloat16", embedding_bits=None)
+    made = quantize.quantize(config, params, recipe)
+    matrices = sum(m.codes.size // 2 + len(m.codes) * 2 + len(m.codes) // 2 for m in made.matrices.values())
+    assert made.bytes == matrices + 4 * sum(value.size for value in made.params.values())
 
 
 def test_what_cannot_be_quantised_is_refused(model):

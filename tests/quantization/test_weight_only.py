@@ -84,6 +84,13 @@ def test_four_bits_with_float16_scales_take_four_and_a_half_bits_a_weight():
     assert held.bytes * 8 == 4.5 * matrix("q4_0").codes.size == held.form.grid.bits_per_weight * 96 * 40
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_least_weights_take_as_many_bits_as_scales(dtype):
+    grid = Grid(4, 32, "least", dtype)
+    held = packing.pack(grids.nearest(np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32), grid))
+    assert held.bytes * 8 == grid.bits_per_weight * 3 * 64
+
+
 def test_a_scale_that_its_type_does_not_hold_is_refused():
     with pytest.raises(ValueError, match="no values of float16, the largest difference is"):
         packing.pack(matrix("q4_0")._replace(scales=matrix("q4_0").scales + np.float32(1e-6)))

@@ -47,7 +47,7 @@ def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Window
       ValueError: the text has fewer tokens than the windows, which would overlap for the most part.
     """
     texts = documents(path, second_half=True)
-    if (size := _count(tokenizer, texts, count * length)) < count * length:
+    if (size := count_tokens(tokenizer, texts, count * length)) < count * length:
         raise ValueError(
             f"prompts: the text has {size} tokens ({path or 'half of the default text'}), {count} windows of {length} "
             "were wanted; pass more text, or fewer windows"
@@ -76,7 +76,7 @@ def rows_of(tokenizer: Any, texts: Sequence[str], count: int, length: int) -> In
     return np.array([ids[start : start + length] for start in starts], np.int32)
 
 
-def _count(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
+def count_tokens(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
     """Count the tokens of texts, up to `enough`."""
     count = 0
     for part in (part for text in texts for part in text.split("\n\n") if part.strip()):
