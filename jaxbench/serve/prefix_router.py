@@ -16,8 +16,12 @@ MOST_AHEAD = 8  # requests by which a request's own replica may be busier than t
 
 
 def ranked(beginning: str, replicas: Sequence[str]) -> list[str]:
-    """Rank replicas by name, the one that a beginning belongs to first."""
-    return sorted(replicas, key=lambda name: hashlib.sha256(f"{beginning}\0{name}".encode()).digest())
+    """Rank replicas by name, the one that a beginning belongs to first.
+
+    A beginning may have a lone surrogate, which its replica refuses; an error here would never reach the client.
+    """
+    key = beginning.encode(errors="surrogatepass") + b"\0"
+    return sorted(replicas, key=lambda name: hashlib.sha256(key + name.encode()).digest())
 
 
 def order(beginning: str, busy: Mapping[str, int], *, excluded: Collection[str], most_ahead: int) -> list[str]:

@@ -37,6 +37,7 @@ def test_beginnings_are_spread_and_keep_their_replica_when_another_goes():
     assert all(60 < list(first.values()).count(name) < 140 for name in names)
     without = {text: ranked(text, ["a", "c"])[0] for text in first}
     assert all(without[text] == name for text, name in first.items() if name != "b")
+    assert sorted(ranked("\ud800", names)) == names  # no Unicode text: an error would leave its client without answer
 
 
 def test_a_replica_that_refused_is_not_asked_again_and_the_least_busy_other_is():
@@ -209,7 +210,7 @@ def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
         assert [cached(each) for each in again] == [128] * 6  # whole blocks, each at the replica that knows the text
         chunks = client.completions.create(prompt=texts[0], stream=True, **how)
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == first[0].choices[0].text
-        for body, status in ((b"{", 400), (b'{"prompt": "a", "max_tokens": -1}', 400)):
+        for body, status in ((b"{", 400), (b'{"prompt": "a", "max_tokens": -1}', 400), (b'{"prompt": "\\ud800"}', 400)):
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data=body), timeout=60)
             assert error.value.code == status and b"message" in error.value.read()
