@@ -31,6 +31,7 @@ URLS: dict[str, tuple[type, type[stream.Form]]] = {
 PREFIX = "batch-"  # of an answer's id; the number of its line follows
 FORMAT = 6  # version of the answers; a part file of another one is not resumed
 ATTEMPTS = 3  # of a request whose engine died under it; the last one runs alone
+PAUSE_S = 0.02  # of a request that the engine has no room for
 
 
 class Line(pydantic.BaseModel):
@@ -172,6 +173,7 @@ class Turns:
     def __init__(self) -> None:
         self._alone = asyncio.Lock()
         self._running: set[asyncio.Future[None]] = set()
+        self.submitting = asyncio.Lock()  # held by the attempt that waits for room in the engine
 
     @contextlib.asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
@@ -203,7 +205,7 @@ async def _answered(service: Service, name: str, id: str, line: Line, turns: Tur
     for attempt in range(ATTEMPTS):
         async with turns.last() if attempt == ATTEMPTS - 1 else turns.beside():
             try:
-                status, value = await _attempt(service, name, f"{id}-{attempt}", line, id)
+                status, value = await _attempt(service, name, f"{id}-{attempt}", line, id, turns)
             except intake.Bad as error:
                 status, value = error.status, error.body
         if status != 500:
@@ -212,7 +214,9 @@ async def _answered(service: Service, name: str, id: str, line: Line, turns: Tur
     return {"id": id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
-async def _attempt(service: Service, name: str, id: str, line: Line, shown: str) -> tuple[int, dict[str, Any]]:
+async def _attempt(
+    service: Service, name: str, id: str, line: Line, shown: str, turns: Turns
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """Return status and body of the answer to a line; 500 where another attempt may succeed. shown: the answer's id.
 
     Raises:
@@ -222,7 +226,7 @@ async def _attempt(service: Service, name: str, id: str, line: Line, shown: str)
     body = intake.checked(line.body, kind)
     if body.stream:
         raise intake.Bad(f"stream={body.stream}: a file has whole answers; leave it out")
-    answers = await _submitted(service, name, id, body)
+    answers = await _submitted(service, name, id, body, turns)
     value, error = await form(shown, name, service.tokenizer, body).whole(answers)
     if error is None:
         return 200, value
@@ -231,17 +235,24 @@ async def _attempt(service: Service, name: str, id: str, line: Line, shown: str)
     return 500, error_body(error, "server_error")
 
 
-async def _submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Any]:
+async def _submitted(
+    service: Service, name: str, id: str, body: CompletionBody | ChatBody, turns: Turns
+) -> list[Any]:  # fmt: skip
     """Submit a body as soon as there is room for it; return its answers in progress.
+
+    One body at a time waits for room: each try reads its prompt and tries its grammar, while all answers wait.
 
     Raises:
       Bad: the model does not take it.
       ValueError: the model cannot be loaded.
     """
-    while True:
-        try:
-            return await intake.submitted(service, name, id, body)
-        except Refused as error:
-            if service.state in ("failed", "draining"):
-                raise ValueError(f"engine: {service.problem or error}") from error
-            await asyncio.sleep(0.02)
+    async with turns.submitting:
+        while True:
+            try:
+                return await intake.submitted(service, name, id, body)
+            except Refused as error:
+                if service.state in ("failed", "draining"):
+                    raise ValueError(f"engine: {service.problem or error}") from error
+                await asyncio.sleep(PAUSE_S)
+                while service.state == "ready" and service.room < body.n * body.num_prompts:
+                    await asyncio.sleep(PAUSE_S)

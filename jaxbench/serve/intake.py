@@ -216,10 +216,9 @@ async def submitted(service: Service, name: str, id: str, body: CompletionBody |
     if body.model is not None:
         check_model(body.model, name)
     most = min(service.config.max_choices, service.config.engine.limits.max_requests)
-    num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
-    if body.n * num_prompts > most:
-        said = "" if num_prompts == 1 else f" for each of {num_prompts} prompts"
-        raise Bad(f"n={body.n}{said}; wanted at most {most} answers", param="n" if num_prompts == 1 else "prompt")
+    if body.n * (count := body.num_prompts) > most:
+        said = "" if count == 1 else f" for each of {count} prompts"
+        raise Bad(f"n={body.n}{said}; wanted at most {most} answers", param="n" if count == 1 else "prompt")
     service.check_ready()
     prompts = await aside(_length(body), _prompt_ids, service, body)
     new = [_new_tokens(service, body, ids) for ids in prompts]

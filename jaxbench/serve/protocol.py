@@ -100,6 +100,11 @@ class _Asked(Body):
         return stop
 
     @property
+    def num_prompts(self) -> int:
+        """Number of prompts, each of which gets n answers."""
+        return 1
+
+    @property
     def followed(self) -> list[str]:
         """Names of the given fields that constrain the answer."""
         wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
@@ -221,6 +226,11 @@ class CompletionBody(_Asked):
         """The prompts, each a text or token ids; answers come in their order."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts, each of which gets n answers."""
+        return len(self.prompts)
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -185,6 +185,11 @@ class Service:
         if self.state != "ready":
             raise Refused(503, {"draining": "the server is ending"}.get(self.state, f"the model is {self.state}"))
 
+    @property
+    def room(self) -> int:
+        """Number of answers that it takes now, if it is ready."""
+        return self.config.engine.limits.max_requests - len(self.answers)
+
     def submit(self, requests: Sequence[Request], *, go_on: bool) -> list[Answer]:
         """Hand requests to the engine.
 
@@ -194,10 +199,9 @@ class Service:
           Refused: the engine is not ready, is ending, or is full.
         """
         self.check_ready()
-        limits = self.config.engine.limits
-        most = limits.max_running + limits.max_waiting
-        if len(self.answers) + len(requests) > most:
-            raise Refused(429, f"{len(self.answers)} answers are in progress, and {most} may be; try again later")
+        if len(requests) > self.room:
+            count, most = len(self.answers), self.config.engine.limits.max_requests
+            raise Refused(429, f"{count} answers are in progress, and {most} may be; try again later")
         made = [Answer(each, self.tokenizer, prompt=each.prompt if go_on else ()) for each in requests]
         for answer in made:
             self.answers[answer.request.id] = answer

@@ -18,7 +18,7 @@ from jaxbench.serve import batch
 from jaxbench.serve.engine import Event
 from jaxbench.serve.request import Request
 from jaxbench.serve.scheduler import Limits
-from jaxbench.serve.service import Answer, Service
+from jaxbench.serve.service import Answer, Refused, Service
 from jaxbench.serve.settings import EngineConfig, ServerConfig
 from tests.generation import tiny
 from tests.test_cli import command, refused
@@ -210,6 +210,30 @@ def test_answers_that_finish_before_an_earlier_one_are_kept_and_not_asked_for_ag
     assert asked[-2:] == [99, 0]
     rows = [json.loads(row)["custom_id"] for row in store.rows(folder / "slow.jsonl")]
     assert rows == [each["custom_id"] for each in requests()] and not job.part.exists()
+
+
+def test_a_request_that_waits_for_room_is_not_read_again_and_again(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(request(i, n=3)) + "\n" for i in range(8)))
+    job = batch.check(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), [], overwrite=False)
+    service, asked = SimpleNamespace(tokenizer=Silent(), config=config(tmp_path), state="ready", room=5), []
+
+    def end(answers):
+        service.room += len(answers)
+        for each in answers:
+            each.take(Event(each.request.id, None, None, "length", None))
+
+    async def submitted(service, name, id, body):
+        asked.append(id)
+        if body.n > service.room:
+            raise Refused(429, "full")
+        service.room -= body.n
+        answers = [Answer(Request(f"{id}-{i}", (1,), 5), service.tokenizer) for i in range(body.n)]
+        asyncio.get_running_loop().call_later(0.2, end, answers)
+        return answers
+
+    monkeypatch.setattr(batch.intake, "submitted", submitted)
+    assert asyncio.run(batch.run(service, "tiny", job, lambda rows: None)) == 0
+    assert len(asked) <= 2 * 8 and len(store.rows(job.output)) == 8  # each while it is full, and once there is room
 
 
 def test_a_part_file_is_read_line_by_line_and_a_row_cut_short_is_removed(tmp_path, monkeypatch):
