@@ -12,6 +12,8 @@ PREFIX = "jaxbench_serve_"
 GAUGES = {
     "running": "requests that are computed", "waiting": "requests that wait", "blocks": "blocks of the cache",
     "blocks_available": "blocks that nobody reads", "blocks_known": "blocks whose text is known",
+    "preempted": "requests that lost their blocks, since the engine's start", "steps": "since the engine's start",
+    "guessed": "tokens that were guessed, since the engine's start", "guessed_right": "of these, those that were right",
 }  # fmt: skip
 
 
@@ -22,8 +24,6 @@ class Metrics:
         self._registry = CollectorRegistry()
         options = {"registry": self._registry}
         self._gauges = {name: Gauge(PREFIX + name, about, **options) for name, about in GAUGES.items()}
-        self._preempted = Gauge(PREFIX + "preempted", "requests that lost their blocks, since the start", **options)
-        self._steps = Gauge(PREFIX + "steps", "steps of the engine, since its start", **options)
         self._deaths = Counter(PREFIX + "worker_deaths", "workers that ended unasked", **options)
         self._http = Counter(PREFIX + "http_requests", "by path and status", ["path", "status"], **options)
         self._answers = Counter(PREFIX + "answers", "by the way they ended", ["ended"], **options)
@@ -43,8 +43,6 @@ class Metrics:
         """Set the gauges from Engine.stats."""
         for name, gauge in self._gauges.items():
             gauge.set(stats[name])
-        self._preempted.set(stats["preempted"])
-        self._steps.set(stats["steps"])
 
     def token(self, seconds: float, *, is_first: bool) -> None:
         """Count a token that came `seconds` after the one before it, or after the request."""
@@ -82,8 +80,9 @@ class Metrics:
             self._rules.labels(name).set(value)
 
     def worker_died(self) -> None:
-        """Count a death of the engine's process."""
+        """Count a death of the engine's process, and set the gauges: an engine that is gone runs and holds nothing."""
         self._deaths.inc()
+        self.engine(dict.fromkeys(GAUGES, 0))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's format."""
