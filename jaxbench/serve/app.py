@@ -272,7 +272,8 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     is_ready = service.state == "ready"
     headers = {} if is_ready else {"Retry-After": str(RETRY_S)}
-    return JSONResponse({"status": service.state} | service.about, 200 if is_ready else 503, headers)
+    told = service.progress if service.state == "loading" else service.about
+    return JSONResponse({"status": service.state} | told, 200 if is_ready else 503, headers)
 
 
 async def metrics(request: Request) -> Response:

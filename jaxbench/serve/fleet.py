@@ -67,7 +67,7 @@ class Replica:
         return self._service.state
 
     async def max_seq_len(self, *, beginning: str) -> int | None:
-        """Return the length of the model's context in tokens, None if it is loaded again at the moment."""
+        """Return the length of the model's context in tokens."""
         return self._service.about.get("max_seq_len")
 
     async def answer(

@@ -106,7 +106,8 @@ class Service:
     def __init__(self, config: ServerConfig, tokenizer: Any, watermarks: Watermarks | None = None):
         self.config, self.tokenizer, self.watermarks = config, tokenizer, watermarks
         self.state: Literal["loading", "ready", "draining", "failed"] = "loading"
-        self.about: dict[str, Any] = {}  # of the model, once it is loaded
+        self.about: dict[str, Any] = {}  # of the model, once it is loaded; kept while it is loaded again
+        self.progress: dict[str, Any] = {}  # of its loading: done, total
         self.problem = ""  # why the last worker ended
         self.answers: dict[str, Answer] = {}
         self.finder: Finder | None = None  # of watermarks, once the model is loaded
@@ -128,7 +129,7 @@ class Service:
                 self._happened_safely(event)
             return
         if report.kind == "ready":
-            self.about = report.about
+            self.about, self.progress = report.about, {}
             if self.watermarks is not None and self.finder is None:
                 cache = self.config.result_cache.open()
                 self.finder = self.watermarks.finder(self.tokenizer, report.about["vocab_size"], cache)
@@ -142,7 +143,7 @@ class Service:
             for id in list(self.answers):
                 self._happened(Event(id, None, None, "error", report.error))
         else:
-            self.about = report.about
+            self.progress = report.about
 
     def _happened_safely(self, event: Event) -> None:
         """Call `_happened`; an exception ends this answer and no other."""
