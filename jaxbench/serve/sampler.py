@@ -97,8 +97,11 @@ def _gumbel(logits: Float[Array, " V"], sampling: Sampling, step: int) -> Float[
 
 
 def logprobs(logits: Float[Array, " V"], token: int, count: int) -> TokenLogprobs:
-    """Return log-probabilities, in float64, of a token and of the `count` most probable ones, in descending order."""
-    wide = logits.astype(np.float64)
+    """Return log-probabilities, in float64, of a token and of the `count` most probable ones, in descending order.
+
+    A vocabulary of fewer tokens gives them all.
+    """
+    wide, count = logits.astype(np.float64), min(count, len(logits))
     peak = wide.max()
     total = peak + np.log(np.exp(wide - peak).sum())
     top = np.argpartition(-wide, count - 1)[:count] if count else np.zeros(0, np.int64)
