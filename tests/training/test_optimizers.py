@@ -9,16 +9,17 @@ from jaxbench import initial
 from jaxbench.memory import decoder_config
 from jaxbench.parity import memory_meshes, meshes
 from jaxbench.training import optimizers
-from jaxbench.training.step_config import OptimizerConfig, StepConfig, holds_zeros
+from jaxbench.training.precision import DelayedScaling, LossScaling
+from jaxbench.training.step_config import HYPERPARAMETERS, OptimizerConfig, RematConfig, StepConfig, holds_zeros
 from torch_ref.memory import decoder as torch_decoder
 from torch_ref.training import optimizer_step as torch_update
 
 # Optimisers that the twin lacks, against their papers in numpy
 
 
-def optimised(kind, gradients, start, **how):
+def optimised(kind, gradients, start, given=None, **how):
     """Return the parameters after each gradient, with optax in float64."""
-    config = OptimizerConfig(kind=kind, **how)
+    config = OptimizerConfig(kind=kind, **how) if given is None else given
     params = {name: jnp.asarray(value) for name, value in start.items()}
     state = optimizers.transform(config, 0.0, params).init(params)
     for gradient in gradients:
@@ -119,3 +120,33 @@ def test_the_twin_decays_the_same_parameters():
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     kept = {names[id(parameter)] for parameter in groups[1]["params"]}
     assert kept == {name for name in params if name.endswith(KEPT)}
+
+
+# Settings that a choice does not read
+
+
+def test_a_setting_that_the_chosen_optimizer_policy_or_precision_does_not_read_is_refused():
+    told = r"kind=sgd does not read b1=0.5 \(read by adamw, lion, muon; default 0.9\), muon_ratio=3.0 .*; leave it out"
+    with pytest.raises(ValueError, match=told):
+        OptimizerConfig(kind="sgd", b1=0.5, muon_ratio=3.0)
+    with pytest.raises(ValueError, match=r"policy=none does not read group=4 \(read by group; default 2\)"):
+        RematConfig(group=4)
+    with pytest.raises(ValueError, match=r"precision=bfloat16 does not read loss_scaling=.*'initial': 2.0.*, only"):
+        StepConfig(precision="bfloat16", loss_scaling=LossScaling(initial=2.0))
+    with pytest.raises(ValueError, match=r"precision=float16 does not read delayed_scaling=.*'history': 3.*, only"):
+        StepConfig(precision="float16", delayed_scaling=DelayedScaling(history=3))
+
+
+@pytest.mark.parametrize("kind", HYPERPARAMETERS)
+def test_every_setting_that_an_optimizer_may_have_changes_its_steps_and_no_other(kind, x64):
+    start, *gradients = examples(("layers.0.kernel", (6, 8)), ("embed.embedding", (5, 4)))
+    others = {"b1": 0.3, "b2": 0.4, "eps": 1e-2, "momentum": 0.5, "muon_ratio": 3.0}
+
+    def moved(**how):
+        given = OptimizerConfig(kind=kind).model_copy(update=how)  # which checks nothing
+        return optimised(kind, gradients, start, given=given)
+
+    plain = moved()
+    read = {name for name, value in others.items() if any(
+        np.any(after != plain[key]) for key, after in moved(**{name: value}).items())}  # fmt: skip
+    assert read == set(HYPERPARAMETERS[kind])
