@@ -170,12 +170,12 @@ class Board:
     """TensorBoard scalars of a run; if they cannot be written, one line reports it and the run continues without."""
 
     def __init__(self, folder: Path, *, start: int, is_written: bool = True):
-        """Open the folder; TensorBoard discards scalars that an earlier process wrote from step `start` on."""
+        """Open the folder; TensorBoard discards scalars that an earlier process wrote after step `start`."""
         from tensorboardX import SummaryWriter, record_writer
 
         self._folder, self._files = folder, _BoardFiles()
         record_writer.register_writer_factory(SCHEME, self._files)  # for the file that is opened next
-        self._writer = SummaryWriter(f"{SCHEME}:{folder}", purge_step=start, write_to_disk=is_written)
+        self._writer = SummaryWriter(f"{SCHEME}:{folder}", purge_step=start + 1, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int]) -> None:
         """Write the scalars of a step; a non-finite one is left out, since the writer warns about each."""

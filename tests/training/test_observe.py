@@ -167,3 +167,20 @@ def test_the_board_can_be_read_back(tmp_path):
     board.close()
     (path,) = (tmp_path / "a:b").iterdir()
     assert path.name.startswith("events.out.tfevents.") and b"loss" in path.read_bytes()
+
+
+def test_tensorboard_shows_the_step_that_a_run_goes_on_from_and_none_that_it_takes_again(tmp_path):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    for start, last in ((0, 5), (4, 6)):  # the second goes on from step 4, whose checkpoint was the last one
+        board = observe.Board(tmp_path / str(start), start=start)
+        for step in range(start + 1, last + 1):
+            board.add(step, {"loss": start + step / 10})
+        board.close()
+    for number, start in enumerate((0, 4)):  # files of one second have one name, which TensorBoard reads in order
+        (file,) = (tmp_path / str(start)).iterdir()
+        (tmp_path / "both").mkdir(exist_ok=True)
+        file.rename(tmp_path / "both" / f"events.out.tfevents.{number}")
+    shown = event_accumulator.EventAccumulator(str(tmp_path / "both")).Reload().Scalars("loss")
+    assert [each.step for each in shown] == [1, 2, 3, 4, 5, 6]
+    assert [each.value for each in shown] == pytest.approx([0.1, 0.2, 0.3, 0.4, 4.5, 4.6])
