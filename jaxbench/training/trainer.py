@@ -176,9 +176,11 @@ class _Trainer:
             upcoming = ahead.submit(own_rows, done)
             while done < s.steps and not early:
                 arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
-                if done == first_traced and self.processes.is_first:
-                    self.engine.start_profile(str(self.workdir / PROFILE))
-                    self.is_traced = True
+                if done == first_traced:
+                    self._flush(done)  # else the trace would hold the steps that the device still works on
+                    if self.processes.is_first:
+                        self.engine.start_profile(str(self.workdir / PROFILE))
+                        self.is_traced = True
                 self.throughput.start()
                 rate = schedules.learning_rate(s.schedule, done, peak=self.peak_learning_rate, steps=s.steps)
                 self.pending.append((done, rate, self.engine.step(arrays, rate)))

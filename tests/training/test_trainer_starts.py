@@ -21,7 +21,16 @@ SHAPE = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 1, "num_kv_head
 
 
 def train(
-    workdir, text, *, steps=4, validation_path=None, tokenizer="byte", save_every=250, make=engine.Engine, **evaluation
+    workdir,
+    text,
+    *,
+    steps=4,
+    validation_path=None,
+    tokenizer="byte",
+    save_every=250,
+    make=engine.Engine,
+    profile_steps=None,
+    **evaluation,
 ):
     data = {"seq_len": 8, "validation_path": validation_path, "tokenizer": tokenizer}
     run = TrainConfig(
@@ -29,8 +38,28 @@ def train(
         learning_rate=1e-2, evaluation={"every_steps": 1, "batches": 1} | evaluation, schedule={"kind": "constant"},
         checkpoints={"export": False, "every_steps": save_every}, logging={"peak_tflops": 1.0},
     )  # fmt: skip
-    trainer.run(run, make, workdir=workdir, backend="torch", data_path=str(text))
+    trainer.run(run, make, workdir=workdir, backend="torch", data_path=str(text), profile_steps=profile_steps)
     return json.loads((workdir / "summary.json").read_text())
+
+
+class Slow(engine.Engine):
+    """An engine whose device is done with a step when its metrics are fetched, and that counts those it is not."""
+
+    queued, at_start = 0, None
+
+    def step(self, batch, learning_rate):
+        self.queued += 1
+        return super().step(batch, learning_rate)
+
+    def fetch(self, metrics):
+        self.queued -= 1
+        return super().fetch(metrics)
+
+    def start_profile(self, folder):
+        Slow.at_start = self.queued
+
+    def stop_profile(self):
+        pass
 
 
 def losses(workdir):
@@ -143,3 +172,10 @@ def test_initial_values_are_let_go_once_the_engine_has_its_own(tmp_path, text):
 
     with pytest.raises(RuntimeError, match=r"^0 of \d\d arrays are held"):
         train(tmp_path / "run", text, make=make)
+
+
+def test_a_trace_begins_when_the_device_has_finished_the_steps_before_it(tmp_path, text):
+    train(tmp_path / "w", text, steps=6, make=Slow, every_steps=6, profile_steps=(4, 6))  # logged after the sixth
+    assert Slow.at_start == 0
+    records = (tmp_path / "w" / "records.jsonl").read_text().splitlines()
+    assert [json.loads(record)["step"] for record in records] == [1, 2, 3, 4, 5, 6, 6]
