@@ -219,8 +219,11 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
         end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
         starts = [0]
         with open(made / IDS, "wb") as file:
-            for document in documents(path, progress):
-                ids = small_tokenizers.encode_array(tokenizer, document)
+            for number, document in enumerate(documents(path, progress), start=1):
+                try:
+                    ids = small_tokenizers.encode_array(tokenizer, document)
+                except ValueError as error:
+                    raise ValueError(f"dataset: {path or 'the default text'} document {number}: {error}") from error
                 if len(ids):
                     # Some tokenizers append the end token themselves.
                     ending = end[:0] if ids[-1] == tokenizer.eos_id else end
@@ -335,13 +338,14 @@ class PackedDataset:
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Order of an epoch's documents, their ends in tokens in that order, and order of its rows."""
-        if epoch not in self._epochs:
+        known = self._epochs  # replaced, never changed: another thread may ask for other epochs meanwhile
+        if epoch not in known:
             order = self._order("dataset.documents", epoch, len(self._lengths))
             rows = self._order("dataset.rows", epoch, self.rows_per_epoch)
-            kept = list(self._epochs)[-1:]  # a batch may span two epochs
+            kept = list(known)[-1:]  # a batch may span two epochs
             ends = np.cumsum(self._lengths[order])
-            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: (order, ends, rows)}
-        return self._epochs[epoch]
+            known = self._epochs = {e: known[e] for e in kept} | {epoch: (order, ends, rows)}
+        return known[epoch]
 
     def _order(self, site: str, epoch: int, count: int) -> Int32[np.ndarray, " count"]:
         """Permutation of an epoch, drawn from Philox; 0, 1, .. without shuffling."""

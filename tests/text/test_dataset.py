@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -122,6 +124,13 @@ def test_bad_text_is_named(tmp_path, name, content, message, tokenizer):
         dataset.prepare(tmp_path / name, tokenizer=tokenizer, cache=tmp_path / "c")
 
 
+def test_a_character_that_the_tokenizer_does_not_know_is_named_with_its_file_and_document(tmp_path):
+    known = small_tokenizers.CharacterTokenizer("abc")
+    path = jsonl(tmp_path / "held_out.jsonl", ["ab", "cab", "az"])
+    with pytest.raises(ValueError, match=r"dataset: .*held_out\.jsonl document 3: .*character 'z' at place 1"):
+        dataset.prepare(path, tokenizer=known, cache=tmp_path / "c")
+
+
 def test_token_files_are_read_where_they_lie_and_cut_at_end_tokens(tmp_path):
     ids = np.array([5, 6, 0, 7, 0, 8], np.uint16)
     np.save(tmp_path / "a.npy", ids)
@@ -239,6 +248,23 @@ def test_any_number_of_hosts_reads_the_same_global_batch(hosts):
                  for h in range(hosts)]  # fmt: skip
         for wanted, found in zip(whole.batch(step, 6), zip(*parts)):
             np.testing.assert_array_equal(np.concatenate(found), wanted)
+
+
+def test_two_threads_may_read_rows_of_different_epochs():
+    rows = dataset.PackedDataset(corpus_of([list(range(1, 24))]), 8, seed=0)  # three rows an epoch
+    wanted = rows.rows(0, 60).tokens
+
+    def read(offset):
+        places = [(7 * i + offset) % 57 for i in range(1500)]
+        return all(np.array_equal(rows.rows(place, 3).tokens, wanted[place : place + 3]) for place in places)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert all(threads.map(read, (0, 31)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_bad_sizes_are_refused():
