@@ -35,6 +35,7 @@ GEMM_SIZE, ACCELERATOR_GEMM_SIZE = 1024, 8192
 
 _MEASURED: dict[tuple[str, str, str], float] = {}  # peak_of's measured rates, FLOP/s
 
+FLUSH_S = 2.0  # seconds after which a scalar is on disk: of a run that is killed, a checkpoint may hold its step
 SCHEME = "jaxbench"  # prefix of the paths that tensorboardX opens through _BoardFiles
 
 
@@ -175,7 +176,9 @@ class Board:
 
         self._folder, self._files = folder, _BoardFiles()
         record_writer.register_writer_factory(SCHEME, self._files)  # for the file that is opened next
-        self._writer = SummaryWriter(f"{SCHEME}:{folder}", purge_step=start + 1, write_to_disk=is_written)
+        self._writer = SummaryWriter(
+            f"{SCHEME}:{folder}", purge_step=start + 1, flush_secs=FLUSH_S, write_to_disk=is_written
+        )
 
     def add(self, step: int, values: Mapping[str, float | int]) -> None:
         """Write the scalars of a step; a non-finite one is left out, since the writer warns about each."""

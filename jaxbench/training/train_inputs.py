@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,13 +152,19 @@ def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
     """Return the rows of a configuration's text, which is tokenised on first use.
 
     Raises:
-      ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.
+      ValueError: a bad file (see dataset.prepare), or a held-out text beside token ids of an unknown tokenizer.
     """
     source, data = path or settings.data.path, settings.data
     bar, progress = observe.reading("tokenising")
     with bar:
         corpus = dataset.prepare(source, tokenizer=data.tokenizer, progress=progress)
     if data.validation_path is not None:
+        if corpus.tokenizer is None and Path(data.validation_path).suffix not in dataset.TOKEN_SUFFIXES:
+            raise ValueError(
+                f"data.validation_path={data.validation_path} is a text, and {source} holds token ids of a tokenizer "
+                f"that data.tokenizer={data.tokenizer} does not say; wanted ids of the same one "
+                f"({', '.join(dataset.TOKEN_SUFFIXES)}), or its name as data.tokenizer"
+            )
         first, last = corpus, dataset.prepare(data.validation_path, tokenizer=corpus.tokenizer or data.tokenizer)
     else:
         first, last = dataset.split(corpus, data.validation_fraction)

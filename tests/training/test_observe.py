@@ -2,6 +2,7 @@
 
 import resource
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -184,3 +185,16 @@ def test_tensorboard_shows_the_step_that_a_run_goes_on_from_and_none_that_it_tak
     shown = event_accumulator.EventAccumulator(str(tmp_path / "both")).Reload().Scalars("loss")
     assert [each.step for each in shown] == [1, 2, 3, 4, 5, 6]
     assert [each.value for each in shown] == pytest.approx([0.1, 0.2, 0.3, 0.4, 4.5, 4.6])
+
+
+def test_scalars_are_on_disk_soon_though_the_run_is_killed_before_it_closes_them(tmp_path):
+    board = observe.Board(tmp_path, start=0)
+    (path,) = tmp_path.iterdir()
+    try:
+        board.add(1, {"loss": 1.5})
+        until = time.monotonic() + 10 * observe.FLUSH_S
+        while b"loss" not in path.read_bytes():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        board.close()

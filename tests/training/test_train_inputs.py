@@ -35,6 +35,19 @@ def test_an_id_that_the_tokenizer_has_not_is_refused_before_the_first_step(place
     assert train_inputs.prepare(without, str(tmp_path / "ids.npy"))[0].byte_lengths is None
 
 
+def test_a_held_out_text_beside_ids_of_an_unknown_tokenizer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "held_out.txt").write_text("the cat sat on the mat; " * 30)
+    ids = str(tmp_path / "ids.npy")
+    np.save(ids, np.arange(200) % 300)
+    run = settings(vocab_size=300, validation_path=str(tmp_path / "held_out.txt"))
+    with pytest.raises(
+        ValueError, match=r"held_out\.txt is a text, and .*ids\.npy holds token ids of a tok"
+    ):
+        train_inputs.prepare(run, ids)
+    train_inputs.prepare(settings(vocab_size=300, validation_path=ids), ids)
+
+
 def test_a_run_is_the_same_wherever_its_texts_lie():
     here, there = (settings(path=f"{where}/a.txt", validation_path=f"{where}/b.txt") for where in ("here", "there"))
     assert here.identity() == there.identity()
