@@ -41,9 +41,7 @@ def test_a_held_out_text_beside_ids_of_an_unknown_tokenizer_is_refused(tmp_path,
     ids = str(tmp_path / "ids.npy")
     np.save(ids, np.arange(200) % 300)
     run = settings(vocab_size=300, validation_path=str(tmp_path / "held_out.txt"))
-    with pytest.raises(
-        ValueError, match=r"held_out\.txt is a text, and .*ids\.npy holds token ids of a tok"
-    ):
+    with pytest.raises(ValueError, match=r"held_out\.txt is a text, and .*ids\.npy holds token ids of a tok"):
         train_inputs.prepare(run, ids)
     train_inputs.prepare(settings(vocab_size=300, validation_path=ids), ids)
 
