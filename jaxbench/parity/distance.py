@@ -71,8 +71,9 @@ class RatioEntry(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if neither error is more than the ratio times the other plus the slack."""
-        return bool(max(self.error, self.other_error) <= self.limit)
+        """True if neither error is more than the ratio times the other plus the slack; two infinite ones never pass."""
+        largest = max(self.error, self.other_error)
+        return bool(np.isfinite(largest) and largest <= self.limit)
 
     @property
     def badness(self) -> float:

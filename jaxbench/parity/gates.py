@@ -201,7 +201,10 @@ def oracle(
 
 
 def chance(what: str, p_values: Mapping[str, float], *, source: str, digits: float = 6.0) -> Gate:
-    """Gate P11: no test statistic is as rare as one in 10**digits draws by chance; the error is -log10(p)."""
-    errors = {name: -float(np.log10(max(p, 1e-300))) for name, p in p_values.items()}
+    """Gate P11: no test statistic is as rare as one in 10**digits draws by chance; the error is -log10(p).
+
+    A statistic that is undefined (p is NaN), such as that of values that are not finite, fails.
+    """
+    errors = {name: float("inf") if np.isnan(p) else -float(np.log10(max(p, 1e-300))) for name, p in p_values.items()}
     where = max(errors, key=errors.__getitem__)
     return Gate("P11", what, errors[where] <= digits, errors[where], digits, where, source)

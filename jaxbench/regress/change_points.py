@@ -16,7 +16,7 @@ import numpy as np
 LEAST = 4  # runs per segment, at least
 GAMMA = 0.25  # of the kernel, in units of the noise's variance
 PENALTY = 1.0  # per change point, in units of the logarithm of the number of runs
-NOISELESS = 1e-9  # change of a logarithm below which two counts are the same
+NOISELESS = 1e-9  # relative change below which two values are the same
 
 
 class ChangePoint(NamedTuple):
@@ -28,28 +28,36 @@ class ChangePoint(NamedTuple):
 
 
 def change_points(values: Sequence[float], *, counted: bool = False) -> list[ChangePoint]:
-    """Find the change points of a series in time order; none if a value is not positive and finite, or too few values.
+    """Find the change points of a series in time order; none if a value is not finite, or too few values.
 
     Args:
-      counted: the series has no noise, so every change is a change point, in a series of any length.
+      counted: the series has no noise, so every change is a change point, in a series of any length, from 0 and to 0
+        too. Any other series has none if a value is not positive.
     """
     x = np.asarray(values, np.float64)
-    if len(x) < 2 or not np.all(np.isfinite(x)) or x.min() <= 0:
+    if len(x) < 2 or not np.all(np.isfinite(x)):
         return []
-    logs = np.log(x)
-    steps = np.diff(logs)
-    if counted:
-        edges = [int(i) + 1 for i in np.flatnonzero(np.abs(steps) > NOISELESS)]
-    elif len(x) < 2 * LEAST or (spread := _spread(steps)) == 0:
-        edges = []
-    else:
-        import ruptures
-
-        found = ruptures.KernelCPD(kernel="rbf", min_size=LEAST, params={"gamma": GAMMA}).fit((logs / spread)[:, None])
-        edges = [int(edge) for edge in found.predict(pen=PENALTY * math.log(len(x)))[:-1]]
+    edges = _edges_of_counts(x) if counted else _edges(x)
     bounds = [0, *edges, len(x)]
     levels = [float(np.median(x[start:end])) for start, end in zip(bounds, bounds[1:])]
     return [ChangePoint(at, levels[i], levels[i + 1]) for i, at in enumerate(edges)]
+
+
+def _edges_of_counts(x: np.ndarray) -> list[int]:
+    """First runs of new levels in a series without noise; a count may be 0, such as that of recompilations."""
+    size = np.maximum(np.abs(x[1:]), np.abs(x[:-1]))
+    return [int(i) + 1 for i in np.flatnonzero(np.abs(np.diff(x)) > NOISELESS * size)]
+
+
+def _edges(x: np.ndarray) -> list[int]:
+    """First runs of new levels in a series with noise, all of whose values are positive."""
+    if len(x) < 2 * LEAST or x.min() <= 0 or (spread := _spread(np.diff(np.log(x)))) == 0:
+        return []
+    import ruptures
+
+    scaled = (np.log(x) / spread)[:, None]
+    found = ruptures.KernelCPD(kernel="rbf", min_size=LEAST, params={"gamma": GAMMA}).fit(scaled)
+    return [int(edge) for edge in found.predict(pen=PENALTY * math.log(len(x)))[:-1]]
 
 
 def _spread(steps: np.ndarray) -> float:

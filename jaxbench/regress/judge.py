@@ -155,7 +155,7 @@ def _without_ratio(name: str, pairs: Sequence[Pair]) -> Finding:
 
 
 def _exact(name: str, pairs: Sequence[Pair], margin: Margin) -> Finding:
-    base, head = (float(np.median(side)) for side in zip(*pairs))
+    base, head = (verdicts.median(side) if np.isfinite(side).all() else math.nan for side in zip(*pairs))
     metric = metrics.metric_of(name)
     if not (math.isfinite(base) and math.isfinite(head)):
         return _broken(name, base, head, len(pairs))

@@ -70,6 +70,16 @@ def test_a_nan_on_both_sides_does_not_pass():
     assert not distance.compare(both, both, kind="output").passed
 
 
+@pytest.mark.parametrize("how", [{}, {"is_single_draw": True}], ids=["twins", "pair"])
+def test_an_error_ratio_of_two_sides_that_are_not_finite_does_not_pass(how):
+    broken, exact = {"x": np.array([1.0, np.nan])}, {"x": np.array([1.0, 2.0])}
+    how |= {"kind": "outputs", "dtype": "bfloat16", "slack_epsilons": 1.0}
+    assert distance.compare_errors(exact, exact, exact, **how).passed
+    for values, others in ((broken, broken), (broken, exact), (exact, broken)):
+        assert not distance.compare_errors(values, others, exact, **how).passed
+        assert not distance.averaged([distance.compare_errors(values, others, exact, **how)]).passed
+
+
 @pytest.mark.parametrize("huge", [np.inf, -np.inf, np.finfo(float).min])
 def test_equal_infinities_are_left_out_and_those_of_one_side_never_pass(huge):
     reference, off = np.array([1.0, huge, 2.0]), np.array([1.0, huge, 2.0 + 1e-3])

@@ -65,6 +65,9 @@ def test_a_statistic_that_chance_hardly_gives_fails():
     assert gates.chance("draws", {"x": 0.3, "y": 1e-5}, source="a test").passed
     failed = gates.chance("draws", {"x": 0.3, "y": 1e-9}, source="a test")
     assert not failed.passed and failed.where == "y" and failed.error == pytest.approx(9.0)
+    for undefined in ({"x": 0.3, "y": np.nan}, {"y": np.nan, "x": 0.3}):  # such as a test of values that are NaN
+        failed = gates.chance("draws", undefined, source="a test")
+        assert not failed.passed and (failed.where, failed.error) == ("y", np.inf)
 
 
 def test_sampled_tokens_are_compared_exactly_and_the_first_difference_is_named():

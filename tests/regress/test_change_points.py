@@ -44,6 +44,11 @@ def test_counts_change_where_they_change():
     assert change_points([7.0] * 10 + [8.0] * 10) == [ChangePoint(10, 7.0, 8.0)]
 
 
+def test_a_count_that_leaves_0_or_returns_to_it_changes_there():
+    assert change_points([0.0, 0.0, 3.0, 3.0, 0.0], counted=True) == [ChangePoint(2, 0.0, 3.0), ChangePoint(4, 3.0, 0.0)]
+    assert change_points([0.0] * 30, counted=True) == change_points([0.0, float("nan")], counted=True) == []
+
+
 @pytest.mark.parametrize("spread", [0.01, 0.03, 0.05, 0.07])
 def test_rounded_values_have_none_by_chance_and_a_step_of_some_units_is_found(spread):
     found = []

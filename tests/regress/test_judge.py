@@ -180,6 +180,7 @@ def test_a_timed_series_with_a_zero_is_undecided_and_not_judged_as_a_count(pairs
     assert one("words.peak_memory_bytes", [Pair(0.0, 0.0)] * 3).verdict == "no change"
 
 
-def test_one_launch_of_head_that_is_not_finite_is_critical_however_the_median_is():
-    found = one(TIME, [Pair(1.0, 1.0), Pair(1.0, 1.0), Pair(1.0, math.inf)])
+@pytest.mark.parametrize("series", [TIME, OPS, "decode.bits_per_byte"])
+def test_one_launch_of_head_that_is_not_finite_is_critical_however_the_median_is(series):
+    found = one(series, [Pair(1.0, 1.0), Pair(1.0, 1.0), Pair(1.0, math.inf)])
     assert (found.verdict, found.level) == ("regression", "critical") and report.interval(found) == "not finite"
