@@ -45,7 +45,10 @@ def project(
 
 
 class Embed(nnx.Module):
-    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model.
+
+    scale multiplies what is looked up, in the table's type and rounded to it, as Gemma's published code does.
+    """
 
     def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         self.embedding = nnx.Param(jnp.zeros((num_embeddings, features), dtype))

@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         part = part if norm is None else norm(part)
         angles = context.local_angles if self.is_local else context.angles
         part = part if angles is None else functional.rotate(part, *angles)
-        return part if scale == 1.0 else part * scale
+        return part if scale == 1.0 else functional.times(part, scale)
 
 
 class MLP(nnx.Module):

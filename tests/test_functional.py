@@ -1,13 +1,17 @@
-"""Gradients that functions on narrow arrays have of their own, beside float64's and PyTorch's."""
+"""Functions on narrow arrays: their own gradients beside float64 and PyTorch, and factors that are not rounded."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma2 import modeling_gemma2
 
-from jaxbench import functional, narrow_products
+from jaxbench import functional, narrow_products, nn, prng
+from jaxbench.eqx import nn as eqx_nn
 from torch_ref import functional as torch_functional
+from torch_ref import nn as torch_nn
+from torch_ref import prng as torch_prng
 
 ROWS, WIDTH, EPS = (3, 5), 32, 1e-5
 
@@ -83,3 +87,39 @@ def test_torch_multiplies_types_without_a_product_in_float32_and_rounds_once(dty
     assert torch.equal(found, expected.float().to(dtype))
     for mine, wanted in zip(given, exact, strict=True):
         torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def _share(found, exact) -> float:
+    """By which factor rows are too large as a whole, less 1: roundings of single values cancel."""
+    found, exact = (np.asarray(each, np.float64) for each in (found, exact))
+    return float((found * exact).sum() / np.square(exact).sum() - 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_factor_is_not_rounded_to_the_narrow_type_that_it_multiplies(dtype):
+    narrow = torch.tensor(np.random.default_rng(0).normal(size=(2, 64, 256)), dtype=getattr(torch, dtype))
+    exact = narrow.double().numpy()
+    x = jnp.asarray(exact, dtype)
+    for factor in (1.3, 12.0**-0.5):
+        for found in (functional.times(x, factor), torch_functional.times(narrow, factor).float()):
+            assert abs(_share(found, exact * factor)) < 2e-4
+    rate, site = 0.1, {"site": 3}  # in bfloat16 0.9 is 0.8984
+    kept = functional.dropout(x, rate, functional.DropoutStream(prng.key_from_seed(0), 0), **site)
+    theirs = torch_functional.dropout(
+        narrow, rate, torch_functional.DropoutStream(torch_prng.key_from_seed(0), 0), **site
+    )
+    np.testing.assert_array_equal(np.asarray(kept, np.float32), theirs.float().numpy())
+    is_kept = np.asarray(kept, np.float32) != 0
+    assert abs(_share(kept, np.where(is_kept, exact, 0.0) / (1.0 - rate))) < 2e-4
+
+
+def test_every_backend_rounds_an_embedding_scale_to_the_tables_type_as_gemma_does():
+    table, index = np.random.default_rng(0).normal(size=(64, 32)), np.arange(64, dtype=np.int32)[None]
+    theirs = modeling_gemma2.Gemma2TextScaledWordEmbedding(64, 32, padding_idx=0, embed_scale=640**0.5)
+    theirs.weight.data.copy_(torch.tensor(table))
+    wanted = theirs.to(torch.bfloat16)(torch.tensor(index)).float().detach().numpy()
+    how = {"dtype": "bfloat16", "scale": 640**0.5}
+    for library in (nn, eqx_nn, torch_nn):
+        embed = library.load_params(library.Embed(64, 32, **how), {"embedding": table})
+        found = embed(torch.tensor(index)).float().detach().numpy() if library is torch_nn else embed(index)
+        np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)

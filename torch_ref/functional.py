@@ -93,6 +93,11 @@ def dropout(
     return torch.where(keep, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def times(x: Float[Tensor, "..."], factor: float) -> Float[Tensor, "..."]:
+    """Multiply by a number that the type of x need not hold: PyTorch does not round it to that type."""
+    return x * factor
+
+
 def linear(x: Float[Tensor, "*rows I"], kernel: Float[Tensor, "I O"], bias: Float[Tensor, " O"] | None) -> Tensor:
     """Affine map of the last axis: x @ kernel (+ bias) [*rows O]."""
     return add_bias(matmul(x, kernel), bias)

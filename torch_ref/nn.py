@@ -42,12 +42,16 @@ def project(
 
 
 class Embed(torch.nn.Module):
-    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model.
+
+    scale multiplies what is looked up, in the table's type and rounded to it, as Gemma's published code does.
+    """
 
     def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         super().__init__()
         self.embedding = torch.nn.Parameter(torch.zeros(num_embeddings, features, dtype=getattr(torch, dtype)))
-        self.scale = scale
+        # Rounded here, since PyTorch does not round a number that it multiplies by; its device may be meta otherwise.
+        self.scale = float(torch.tensor(scale, dtype=getattr(torch, dtype), device="cpu"))
 
     def forward(self, index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """Embedding of each index."""

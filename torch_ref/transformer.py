@@ -90,7 +90,7 @@ class Attention(torch.nn.Module):
         part = part if norm is None else norm(part)
         angles = context.local_angles if self.is_local else context.angles
         part = part if angles is None else functional.rotate(part, *angles)
-        return part if scale == 1.0 else part * scale
+        return part if scale == 1.0 else functional.times(part, scale)
 
 
 def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tensor:

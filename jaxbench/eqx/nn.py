@@ -44,7 +44,10 @@ def project(
 
 
 class Embed(eqx.Module):
-    """Embedding table; transposed, the output head of a tied model. scale multiplies what is looked up."""
+    """Embedding table; transposed, the output head of a tied model.
+
+    scale multiplies what is looked up, in the table's type and rounded to it, as Gemma's published code does.
+    """
 
     embedding: Array
     scale: float = eqx.field(static=True)
