@@ -82,6 +82,8 @@ class _Run(pydantic.BaseModel):
 def read(path: Path) -> dict[str, Any]:
     """Read a run's file; a side of a series whose median is not finite is left out.
 
+    A launch that is null was infinite, since the median of launches with a NaN is none, and is so again.
+
     Raises:
       ValueError: it is damaged, or of a newer schema.
     """
@@ -101,10 +103,16 @@ def read(path: Path) -> dict[str, Any]:
     if schema > SCHEMA:
         raise ValueError(f"history: {path} has schema {schema}; this version reads up to {SCHEMA}")
     kept = {
-        name: {side: each for side, each in sides.items() if is_finite(each["median"])}
+        name: {side: _with_launches(each) for side, each in sides.items() if is_finite(each["median"])}
         for name, sides in record["series"].items()
     }
     return record | {"series": {name: sides for name, sides in kept.items() if sides}}
+
+
+def _with_launches(side: dict[str, Any]) -> dict[str, Any]:
+    if None not in side.get("launches", ()):
+        return side
+    return side | {"launches": [math.inf if value is None else value for value in side["launches"]]}
 
 
 def text(record: Mapping[str, Any]) -> str:

@@ -45,7 +45,10 @@ def test_counts_change_where_they_change():
 
 
 def test_a_count_that_leaves_0_or_returns_to_it_changes_there():
-    assert change_points([0.0, 0.0, 3.0, 3.0, 0.0], counted=True) == [ChangePoint(2, 0.0, 3.0), ChangePoint(4, 3.0, 0.0)]
+    assert change_points([0.0, 0.0, 3.0, 3.0, 0.0], counted=True) == [
+        ChangePoint(2, 0.0, 3.0),
+        ChangePoint(4, 3.0, 0.0),
+    ]
     assert change_points([0.0] * 30, counted=True) == change_points([0.0, float("nan")], counted=True) == []
 
 

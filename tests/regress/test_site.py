@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxbench.regress import html_report
 from jaxbench.regress.alerts import Book
 from jaxbench.regress.history import History
 from jaxbench.regress.judge import Finding
@@ -178,6 +179,19 @@ def test_a_damaged_run_is_said_and_the_others_are_shown(tmp_path):
     found = content.gather(history)
     assert len(found.runs) == 1 and list(found.damaged) == [path.name]
     assert "1 files cannot be read" in write.texts(found)["index.html"]
+
+
+def test_a_run_with_a_launch_that_was_infinite_is_kept_and_shown(tmp_path):
+    history, name, infinite = History(tmp_path), "case0.tokens_per_s", [100.0, 100.0, math.inf]
+    broken = run(0, num_series=1)
+    broken["series"][name] = {side: {"median": 100.0, "launches": infinite} for side in ("head", "base")}
+    id = history.add(broken)
+    history.tag(id, "kept")
+    record = history.load(id)
+    assert record["series"][name]["head"]["launches"] == infinite  # null in the file, which is JSON
+    assert [each.head for each in primary.spreads(record)] == [None]
+    assert (name, *["100 tokens/s"] * 2, "100 tokens/s to inf tokens/s", "3") in html_report.series_rows(record)
+    assert write.texts(content.gather(history))
 
 
 def test_a_site_replaces_a_site_and_nothing_else(made, tmp_path):

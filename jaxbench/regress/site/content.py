@@ -171,9 +171,12 @@ def _finite(value: float) -> float | None:
 
 
 def _interval(side: Mapping[str, Any]) -> tuple[float, float | None, float | None]:
-    """Return the median of a run's launches and a 95 % interval of their geometric mean, None for too few launches."""
+    """Return the median of a run's launches and a 95 % interval of their geometric mean.
+
+    The interval is None for too few launches, equal ones, and some that are not positive and finite.
+    """
     launches = side.get("launches", ())
-    if len(launches) < 3 or min(launches) <= 0 or min(launches) == max(launches):
+    if len(launches) < 3 or min(launches) <= 0 or max(launches) in (min(launches), math.inf):
         return side["median"], None, None
     _, low, high = verdicts.t_interval([math.log(value) for value in launches]).ratio()
     return side["median"], low, high

@@ -85,6 +85,6 @@ def _range(side: Mapping[str, Any], unit: str) -> str:
 
 def _spread(side: Mapping[str, Any]) -> float | None:
     launches = side.get("launches", ())
-    if len(launches) < 2 or min(launches) <= 0:
+    if len(launches) < 2 or min(launches) <= 0 or max(launches) == math.inf:
         return None
     return statistics.stdev(math.log(value) for value in launches)
