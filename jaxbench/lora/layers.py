@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """Affine map of x, and scale * dropout(x) A B."""
         dropped = functional.dropout(x, self.lora_dropout, _stream.get(), site=self.site)
-        return super().__call__(x) + self.lora_scale * self.lora_b(self.lora_a(dropped))
+        return super().__call__(x) + functional.times(self.lora_b(self.lora_a(dropped)), self.lora_scale)
 
 
 class LoraBlock(transformer.Block):

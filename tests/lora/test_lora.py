@@ -4,13 +4,14 @@ import json
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from jaxbench import config, functional, initial, prng, transformer
+from jaxbench import config, functional, initial, nn, prng, transformer
 from jaxbench.lora import layers as flax_layers
 from jaxbench.lora import peft_files
 from jaxbench.lora.config import LoraConfig, merged, with_lora
@@ -93,6 +94,17 @@ def test_backends_agree_with_dropout_and_merged_kernels_compute_the_same():
         found = twin(*given, dropout=torch_functional.DropoutStream(torch_prng.key_from_seed(0), 3))
     np.testing.assert_allclose(found, dropped, rtol=0, atol=2e-6)
     assert np.abs(np.asarray(dropped) - plain).max() > 1e-3
+
+
+def test_a_factor_of_adapters_is_not_rounded_to_bfloat16():
+    random = np.random.default_rng(0)
+    x, first, second = (random.normal(size=shape).astype(np.float32) for shape in ((1, 64, 48), (48, 3), (3, 48)))
+    mine = flax_layers.LoraLinear(nn.Linear(48, 48, use_bias=False, dtype="bfloat16"), SOME, "x", dtype="bfloat16")
+    x, first, second = (jnp.asarray(each, "bfloat16") for each in (x, first, second))
+    mine.lora_a.kernel[...], mine.lora_b.kernel[...] = first, second
+    found, plain = mine(x), np.asarray(mine.lora_b(mine.lora_a(x)), np.float64)  # the kernel itself is zero
+    share = float((np.asarray(found, np.float64) * plain).sum() / np.square(plain).sum())
+    assert abs(share / (5.0 / 3.0) - 1.0) < 3e-4  # 5 / 3 in bfloat16 is 0.16 % less
 
 
 def test_new_adapters_leave_the_decoder_as_it_is():

@@ -40,7 +40,7 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Float[Tensor, "B T I"]) -> Float[Tensor, "B T O"]:
         """Affine map of x, and scale * dropout(x) A B."""
         dropped = functional.dropout(x, self.lora_dropout, _stream.get(), site=self.site)
-        return super().forward(x) + self.lora_scale * self.lora_b(self.lora_a(dropped))
+        return super().forward(x) + functional.times(self.lora_b(self.lora_a(dropped)), self.lora_scale)
 
 
 class LoraBlock(transformer.Block):
