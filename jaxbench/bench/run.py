@@ -103,8 +103,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "CPU with AVX-512's bfloat16 and without matrix units; train.kernels=xla leaves them to XLA.",
         "On a CPU torch_eager and torch_compile infer with weights packed for oneDNN's products, and multiply "
         "single rows by plain ones where these are a tenth faster (tried at each launch, `single_row` of its "
-        "records); transformers infers without. Where oneDNN has no bfloat16 product (CPUs without AVX-512), the twin's "
-        "products of several rows are float32's, rounded to bfloat16, as XLA's are; transformers has PyTorch's own.",
+        "records); transformers infers without. Where oneDNN has no bfloat16 product (CPUs without AVX-512), products "
+        "of several rows are float32's, rounded to bfloat16, as XLA's are; transformers has PyTorch's own.",
         "torch_eager and transformers compute with the sizes they are given; JAX and torch_compile pad prompts to "
         "multiples of 8 tokens (at least 16), above 64 of 16, above 256 of 64, and rows above 8 to multiples of 4. "
         "Rates count the tokens given.",

@@ -217,6 +217,7 @@ CASES: tuple[Case, ...] = (
          packed=True, kernel="fused", device="gpu"),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
+    Case("sample/filters", LLAMA, module="sample", exact="sampling", backends=("flax",)),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          options=BLOCKED),
     _sparse("local", local=2),

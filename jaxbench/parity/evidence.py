@@ -15,8 +15,8 @@ from jaxbench.parity import capture, cases, distance, gates
 from jaxbench.parity.cases import Case
 
 LEARNING_RATE = 3e-3  # large, so that 20 steps move every parameter far above the tolerance
-SAMPLING = {"temperature": 0.9, "top_k": 24, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
-SAMPLING |= {"frequency_penalty": 0.2, "presence_penalty": 0.3}
+# Each of the five changes what the cases draw, so that leaving one out shows (sampling.py has every slip in one).
+SAMPLING = {"temperature": 0.7, "top_k": 8, "top_p": 0.7, "min_p": 0.4, "repetition_penalty": 1.5}
 SEED = 7  # of dropout and sampling
 NUM_SAMPLED = 32  # tokens drawn per row, if the context allows
 NUM_BATCHES = 4  # distinct batches, which the training steps cycle through

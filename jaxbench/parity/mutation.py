@@ -28,6 +28,7 @@ from jaxbench.parity import (
     evidence,
     gates,
     hallucination_bugs,
+    sampling_bugs,
     shared_bugs,
     step_bugs,
 )
@@ -265,7 +266,7 @@ TORCH_BUGS: tuple[Mutation, ...] = (
 
 MUTATIONS = (
     *TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS, *hallucination_bugs.HALLUCINATION_BUGS,
-    *compress_bugs.COMPRESS_BUGS, *step_bugs.STEP_BUGS,
+    *compress_bugs.COMPRESS_BUGS, *step_bugs.STEP_BUGS, *sampling_bugs.SAMPLING_BUGS,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import initial, philox, rotary
-from jaxbench.config import RotaryScaling
+from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.parity.injection import Mutation
 from jaxbench.pretrained import hf_config, weights
 from jaxbench.text import dataset, packing
@@ -85,6 +85,11 @@ def _eps_of_its_own(original: Callable, settings: Any) -> dict[str, Any]:
     return original(settings) | {"norm_eps": 1e-6}
 
 
+def _yarn_factor_once(scaling: RotaryScaling) -> float:
+    """Root of yarn's factor: as if only queries, and not keys too, were multiplied by it."""
+    return (0.1 * np.log(scaling.factor) + 1.0) ** 0.5 if scaling.kind == "yarn" else 1.0
+
+
 _ROTARY, _PHILOX, _INITIAL = (rotary, "frequencies"), (philox, "philox4x32"), (initial, "initial_params")
 _RATES, _ROW = (schedules, "learning_rate"), (dataset.PackedDataset, "_row")
 SHARED_BUGS: tuple[Mutation, ...] = tuple(
@@ -99,6 +104,10 @@ SHARED_BUGS: tuple[Mutation, ...] = tuple(
          lambda original, seed: original(seed)[::-1]),
         ("philox-uniform-without-its-half", "philox", (philox, "uniform"),
          lambda original, words: original(words) - 2.0**-25),
+        ("dropout-one-mask-for-all-layers", "philox", (philox, "dropout_sites"),
+         lambda original, num_layers: original(1) * num_layers),
+        ("dropout-one-mask-for-both-branches", "philox", (philox, "dropout_sites"),
+         lambda original, num_layers: [(attention, attention) for attention, _ in original(num_layers)]),
         ("normal-of-half-the-variance", "philox", (philox, "normal"), _narrow_normals),
         ("initial-deviation-10-percent-off", "initial", _INITIAL,
          lambda original, *args, **options: original(*args, std=0.022, **options)),
@@ -116,6 +125,12 @@ SHARED_BUGS: tuple[Mutation, ...] = tuple(
         ("families-query-and-key-swapped", "families", (weights, "_parts"), _query_and_key_swapped),
         ("families-rotary-rows-not-undone", "families", (weights, "rotate_half_rows"),
          lambda original, value, head_dim: value),
+        ("families-yarn-factor-of-queries-alone", "families", (RotaryScaling, "magnitude"),
+         property(_yarn_factor_once)),
+        ("families-scores-by-head-width-alone", "families", (TransformerConfig, "query_scale"),
+         property(lambda config: 1.0)),
+        ("families-windows-in-the-other-layers", "families", (TransformerConfig, "at_layer"),
+         lambda original, config, index: original(config, index + 1)),
         ("families-norm-eps-of-its-own", "families", (hf_config, "_llama_from_hf"), _eps_of_its_own),
     )
 )  # fmt: skip

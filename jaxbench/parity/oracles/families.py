@@ -23,6 +23,12 @@ SHAPE = {
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+WINDOWS = {"sliding_window": 9, "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention"]}
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 # In addition to one plain model of every family: options that families turn off by default.
 VARIANTS = {
     "llama, llama3 rotary, tied": ("llama", GROUPED | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -33,6 +39,12 @@ VARIANTS = {
         | {"attention_bias": True, "mlp_bias": True},
     ),
     "mistral, window": ("mistral", GROUPED | {"sliding_window": 9}),
+    "qwen2, yarn rotary": ("qwen2", GROUPED | {"rope_parameters": YARN}),
+    "gemma2, windows": (
+        "gemma2",
+        GROUPED | WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3, windows": ("gemma3_text", GROUPED | WINDOWS | {"rope_parameters": BY_KIND}),
 }
 # Their files add 1 to norms, and transformers reads them only in part; tests/pretrained/test_gguf_file.py reads back
 # what it wrote by the formulas instead.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,8 @@ import scipy.special
 import scipy.stats
 import torch
 
-from jaxbench import philox, prng
+import torch_ref.functional
+from jaxbench import functional, philox, prng
 from jaxbench.parity import cases, gates
 from torch_ref import prng as torch_prng
 
@@ -28,10 +32,11 @@ CRC32_CHECK = {"123456789": 0xCBF43926}  # the check value of CRC-32/ISO-HDLC in
 STEP, SITE, ROWS, COUNT = 5, "layers.3.mlp.dropout", (0, 7, 2**31 - 1), 19
 SEED = (philox.site_id(SITE) << 32) | STEP  # XLA's counter ends with the key, so ours must too
 MANY = 20_000
+RATE, LAYERS, SHAPE = 0.1, 2, (4, 64, 32)  # of dropout: rate, layers, and axes [B T D] of what it acts on
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Gates of words, sites, uniform and normal values."""
+    """Gates of words, sites, uniform and normal values, and of dropout's masks."""
     known = np.array([words for _, _, words in KNOWN_ANSWERS], np.int64).T
     xla = np.stack([xla_words(SEED, row, COUNT) for row in ROWS])
     answers, streams = _answers(), _streams()
@@ -54,7 +59,36 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
                      source="Box and Muller 1958, of XLA's words by scipy's Rayleigh quantile", tolerance=1e-12),
         gates.chance("uniform distribution", {"20,000": scipy.stats.kstest(uniforms, "uniform").pvalue}, source=ks),
         gates.chance("normal distribution", {"20,000": scipy.stats.kstest(normals, "norm").pvalue}, source=ks),
+        *(gate for library in (functional, torch_ref.functional) for gate in _dropout(library)),
     ]  # fmt: skip
+
+
+def _dropout(library: Any) -> list[gates.Gate]:
+    """Gates of one backend's dropout: what is kept grows by 1 / (1 - rate); no two masks of a model are alike."""
+    name, is_torch = library.__name__.partition(".")[0], library is torch_ref.functional
+    ones = torch.ones(SHAPE, dtype=torch.float64) if is_torch else jnp.ones(SHAPE)
+    key = (torch_prng if is_torch else prng).key_from_seed(SEED)
+    sites = {f"layer {i} {part}": site for i, pair in enumerate(philox.dropout_sites(LAYERS))
+             for part, site in zip(("attention", "mlp"), pair)}  # fmt: skip
+    first = sites["layer 0 attention"]
+    places = {where: (STEP, site) for where, site in sites.items()} | {"the next step": (STEP + 1, first)}
+    kept = {
+        where: np.asarray(library.dropout(ones, RATE, library.DropoutStream(key, step), site=site))
+        for where, (step, site) in places.items()
+    }
+    values = {where: x[x != 0.0] for where, x in kept.items()}
+    wanted = {where: np.full(len(x), 1.0 / (1.0 - RATE)) for where, x in values.items()}
+    shares = {where: scipy.stats.binomtest(len(x), ones.shape.numel() if is_torch else ones.size, 1.0 - RATE).pvalue
+              for where, x in values.items()}  # fmt: skip
+    rows = {f"{where}, row {row}": x[row].ravel() for where, x in kept.items() for row in range(2)}
+    alike = {
+        f"{a} and {b}": float(scipy.stats.pearsonr(rows[a], rows[b]).pvalue) for a, b in itertools.combinations(rows, 2)
+    }
+    return [
+        gates.oracle(f"{name}: what dropout keeps", values, wanted, source="Srivastava et al. 2014, inverted"),
+        gates.chance(f"{name}: shares that dropout keeps", shares, source="scipy.stats.binomtest"),
+        gates.chance(f"{name}: dropout's masks are independent", alike, source="scipy.stats.pearsonr"),
+    ]
 
 
 def _answers() -> dict[str, np.ndarray]:
