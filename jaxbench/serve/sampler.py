@@ -47,7 +47,7 @@ def choose(state: RequestState, logits: Float[Array, " V"]) -> tuple[int, TokenL
 def penalized(
     logits: Float[Array, " V"], sampling: Sampling, tokens: Sequence[int], answer: Sequence[int]
 ) -> Float[Array, " V"]:
-    """Apply penalties and biases: as jaxbench.penalties."""
+    """Apply penalties, as jaxbench.penalties does, and biases."""
     changed = logits.astype(np.float32, copy=True)
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(tokens, np.int64))
