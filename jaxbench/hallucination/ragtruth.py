@@ -109,12 +109,16 @@ def load(folder: str | Path) -> Data:
 
     Raises:
       ValueError: a file is missing, cut short or has a bad row, such as a response without a letter and a digit or a
-        source without a context; two rows have the same id; a response's source is missing.
+        source without a context; two rows have the same id; a response's source is missing; there is no response.
     """
     sources, *files = _files(Path(folder))
     by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources, Source))
     read = (pair for file in files for pair in _rows(file, Response))
     responses = _by_id((row.id, row, place) for row, place in _with_sources(read, by_id, sources))
+    if not responses:
+        raise ValueError(
+            f"--data={folder}: {', '.join(file.name for file in files)}: {len(responses)} responses; wanted some"
+        )
     return Data(sources=by_id, responses=tuple(responses.values()))
 
 

@@ -59,12 +59,18 @@ def threshold(tokens: Sequence[Tokens], labels: Sequence[Array], logits: Sequenc
 
 
 def spans(offsets: Array, probability: Array, threshold: float, text: str) -> list[tuple[int, int]]:
-    """Runs of tokens at or above a threshold as characters (start, end), without white space at their ends."""
+    """Runs of tokens at or above a threshold as characters (start, end), without white space at their ends.
+
+    A run has what is between its tokens: some tokenizers (Llama 3's) leave the space before a word out of its token.
+    """
     found: list[tuple[int, int]] = []
-    for start, end in offsets[probability >= threshold].tolist():
-        if found and start <= found[-1][1]:
+    last = -2
+    for i in np.flatnonzero(probability >= threshold).tolist():
+        start, end = offsets[i].tolist()
+        if found and (i == last + 1 or start <= found[-1][1]):
             found[-1] = (found[-1][0], max(end, found[-1][1]))
-        elif end > start:
+        else:
             found.append((start, end))
+        last = i
     stripped = [(b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip())) for a, b in found]
     return [(a, b) for a, b in stripped if a < b]

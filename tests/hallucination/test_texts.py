@@ -1,6 +1,7 @@
 """Data, layout, lexical evidence, sentences, copying heads."""
 
 import json
+import time
 import unicodedata
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_a_context_reaching_the_last_token_and_an_empty_response_are_refused():
         layout.response_arrays([layout.Text([1, 2, 3], range(0, 1))], [[[1, 2], []]])
 
 
+def test_a_folder_without_a_response_is_refused(tmp_path):
+    path = small.write(tmp_path) / "responses.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"--data=.*: responses\.jsonl: 0 responses; wanted some"):
+        ragtruth.load(tmp_path)
+
+
 @given(st.text(alphabet="ab .!?\n1", max_size=60))
 def test_sentences_are_in_order_and_hold_every_letter(text):
     found = sentences.sentences(text)
@@ -119,6 +127,17 @@ def test_abbreviations_and_numbered_lines_end_no_sentence():
     assert [text[a:b] for a, b in sentences.sentences(text)] == [
         "1. Dr. Reed met J. Smith at 5 p.m. today.", "It rained!", "2. He left.",
     ]  # fmt: skip
+    for number in ("5551234", "18005551234", "9780306406157"):  # of a telephone, of a book
+        assert sentences.sentences(f"Call {number}. He left.") == [
+            (0, 6 + len(number)),
+            (7 + len(number), 15 + len(number)),
+        ]
+
+
+def test_a_long_run_of_marks_is_looked_at_once():
+    text, started = "." * 50_000 + "x. It rained.", time.process_time()
+    assert [text[a:b] for a, b in sentences.sentences(text)] == [text[:50_002], "It rained."]
+    assert time.process_time() - started < 20  # over a minute by the square of the run's length
 
 
 def test_a_token_with_the_space_before_its_word_is_of_the_words_sentence():
