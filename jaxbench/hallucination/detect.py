@@ -34,6 +34,7 @@ from jaxbench.hallucination.layout import PromptArrays
 from jaxbench.hallucination.response_features import ResponseFeatures
 from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
 from jaxbench.hallucination.where import Where
+from jaxbench.text.lines import has_surrogate
 
 
 class HallucinationDetector:
@@ -128,7 +129,8 @@ class HallucinationDetector:
         """Verdict on a response to a question about a context.
 
         Raises:
-          ValueError: context is empty; the response has no letter and no digit, or more tokens than half the window.
+          ValueError: context is empty; the response has no letter and no digit, or more tokens than half the window; a
+            text has a lone surrogate.
         """
         (verdict,) = self.detect_group(context, question, (response,))
         return verdict
@@ -140,6 +142,9 @@ class HallucinationDetector:
           ValueError: as `detect`.
         """
         for response in responses:
+            for name, text in (("context", context), ("question", question), ("response", response)):
+                if has_surrogate(text):
+                    raise ValueError(f"{name}: {text[:40]!a} has a lone surrogate, which is no Unicode text")
             if response.strip() and not any(letter.isalnum() for letter in response):
                 raise ValueError(f"response: {response[:40]!r} has no letter and no digit; there is nothing to judge")
         group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxbench.hallucination import sentences
 from jaxbench.hallucination.verdict import Sentence, Verdict
+from jaxbench.text.lines import has_surrogate
 
 
 class Follower:
@@ -30,12 +31,13 @@ class Follower:
     def add(self, text: str) -> tuple[Sentence, ...]:
         """Append text to the answer; return the sentences that this completes, which are read together.
 
-        A sentence is complete once the space or line end after it has arrived; without spaces, the next character.
+        A sentence is complete once the space or line end after it has arrived; without spaces, the next character. A
+        character may arrive as the two halves of its surrogate pair, which is how JavaScript cuts a text.
 
         Raises:
-          ValueError: context empty, or an answer longer than half of the reader's window.
+          ValueError: context empty, an answer longer than half of the reader's window, or half a character inside it.
         """
-        self.text += text
+        self.text = _paired(self.text, text)
         # the letter stands for what comes next, so that the last sentence is always the one that is still open
         complete = [each for each in sentences.sentences(self.text + "x")[:-1] if each[1] < len(self.text)]
         return self._known(self.text[: complete[-1][1]] if complete else "", len(complete))
@@ -55,6 +57,14 @@ class Follower:
         new = self.verdict.sentences[self._num_known : num_complete]
         self._num_known = num_complete
         return new
+
+
+def _paired(text: str, more: str) -> str:
+    """Join texts; a surrogate pair that they were cut in becomes its character."""
+    if has_surrogate(text[-1:]) and has_surrogate(more[:1]):
+        pair = (text[-1] + more[0]).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return text[:-1] + pair + more[1:]
+    return text + more
 
 
 def check(given: Mapping[str, bool]) -> None:
@@ -117,6 +127,9 @@ def _object(line: str) -> dict[str, str]:
     is_object = isinstance(given, dict) and set(given) in ({"text"}, {"context", "question"})
     if not is_object or not all(isinstance(text, str) for text in given.values()):
         raise ValueError(f"wanted an object with the texts context and question, or text; got {line[:60]!r}")
+    for name in ("context", "question"):  # an answer's text may come in halves of a character
+        if has_surrogate(given.get(name, "")):
+            raise ValueError(f"{name} {given[name][:40]!a} has a lone surrogate, which is no Unicode text")
     if not given.get("context", "-").strip():
         raise ValueError(f"context {given['context'][:40]!r} is empty")
     return given

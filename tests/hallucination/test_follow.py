@@ -68,6 +68,30 @@ def test_blank_lines_between_objects_are_skipped_and_counted(made):
         list(follow.follow_lines(detector.follow, [*lines, "{"]))
 
 
+def test_a_character_that_arrives_in_the_halves_of_its_pair_is_that_character(made):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    lines = [
+        {"context": CONTEXT, "question": QUESTION},
+        {"text": "By \ud83d"},
+        {"text": "\ude00. It"},
+        {"text": " \ud83d"},
+    ]
+    said = follow.follow_lines(detector.follow, map(json.dumps, lines))
+    assert next(said)["text"] == "By \U0001f600."
+    with pytest.raises(ValueError, match=r"response: 'By .*ud83d' has a lone surrogate"):  # the other half never came
+        next(said)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_text_that_is_not_unicode_is_named(made, place):
+    _, _, path, _, model = made
+    texts = ["In 1820.", "when", "In 1820."]
+    texts[place] += "\ud83d"
+    with pytest.raises(ValueError, match=("context", "question", "response")[place] + ": .*has a lone surrogate"):
+        detect.HallucinationDetector(path, model=model).detect(*texts)
+
+
 @pytest.mark.parametrize(
     "line, problem",
     [
@@ -76,6 +100,7 @@ def test_blank_lines_between_objects_are_skipped_and_counted(made):
         ('{"text": 5}', "line 1: wanted an object with the texts"),
         ('{"context": "a"}', "line 1: wanted an object with the texts"),
         ('{"context": " ", "question": ""}', "line 1: context ' ' is empty"),
+        ('{"context": "a", "question": "\\ud83d"}', "line 1: question .* has a lone surrogate"),
     ],
 )
 def test_lines_that_are_no_answers_are_named(line, problem):
