@@ -69,8 +69,7 @@ def check(
     for path, flag in zip(inputs, ("--input", "--detector")):
         if not Path(path).is_file():
             raise ValueError(f"{flag}={path} is no file")
-    stats = [(Path(path).resolve(), Path(path).stat()) for path in inputs]
-    identity = [FORMAT, GROUP_ROWS, *([str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats)]
+    identity = [FORMAT, GROUP_ROWS, *([str(Path(path).resolve()), *_state(path)] for path in inputs)]
     identity += [each for each in (package, device) if each not in ("jaxbench", "cpu")]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
     part = wanted.output.with_name(f"{wanted.output.name}.{name}.part")
@@ -127,7 +126,8 @@ def detect(
     results: one of ENGINES; unused with one process of this machine, which reads with all threads and devices.
 
     Raises:
-      ValueError: a row cannot be judged; it is named, and before the first verdict if its length is the reason.
+      ValueError: a row cannot be judged; it is named, and before the first verdict if its length is the reason; or the
+        file changed meanwhile, so that verdicts are not of the rows that they would be written beside.
     """
     check_lengths(detector, source)
     return _detected(detector, source, part, processes=processes, results=results)
@@ -150,7 +150,7 @@ def _detected(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield what `detect` returns."""
     part.parent.mkdir(parents=True, exist_ok=True)
-    done = _whole_lines(part)
+    before, done = _state(source), _whole_lines(part)
     work = itertools.islice(groups(source), done, None)
     if results is worker_pool.results and processes == 1:
         found = _judged_here(detector, work)
@@ -166,9 +166,18 @@ def _detected(
                     file.flush()
                     done += 1
                     yield waiting.pop(done - 1)
+        if Path(source).is_file() and _state(source) != before:
+            done = 0
+            raise ValueError(f"--input={source} changed while it was judged; its verdicts are dropped, run it again")
     finally:
         if not done:  # nothing to resume from
             part.unlink(missing_ok=True)
+
+
+def _state(path: str | Path) -> tuple[int, int]:
+    """Size and time of a file, which change with its content."""
+    stat = Path(path).stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _judged_here(detector: HallucinationDetector, work: Iterator[Group]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

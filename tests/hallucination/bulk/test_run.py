@@ -208,6 +208,19 @@ def start(made, source, output, engine, processes):
     return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def test_an_input_that_is_written_anew_meanwhile_gets_no_verdicts_of_its_former_rows(made, tmp_path):
+    source, output = write(tmp_path / "in.jsonl", rows(made[0])), tmp_path / "out.jsonl"
+    wanted = run.Outputs.of(output=str(output))
+    part, _ = run.check(str(source), str(made[2]), wanted)
+    found = run.detect(detect.HallucinationDetector(made[2], model=made[4]), source, part)
+    next(found)
+    other = write(tmp_path / "other.jsonl", [row | {"id": f"other {row['id']}"} for row in rows(made[0])])
+    os.replace(other, source)
+    with pytest.raises(ValueError, match=r"--input=.*in\.jsonl changed while it was judged"):
+        list(found)
+    assert not part.exists() and not output.exists()
+
+
 def test_a_killed_process_leaves_whole_groups(made, judged, tmp_path):
     folder, _ = judged
     source = write(tmp_path / "rows.jsonl", rows(made[0]) * 40)
