@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxbench.hallucination import detector, linear, metrics, ragtruth, token_inputs
-from jaxbench.hallucination.study import evaluate, rows, table
+from jaxbench.hallucination.study import evaluate, report, rows, table
 from tests.hallucination import small
 from tests.structure import ROOT
 from tests.test_cli import command, refused
@@ -270,7 +271,7 @@ def test_words_alone_are_judged_by_the_command(tmp_path):
     assert sorted(found["the task alone"]["reliability"]) == ["said", "share"]
     assert found[rows.BASELINE]["brier"] is None
     picture = ElementTree.parse(tmp_path / "out" / "evaluation.svg").getroot()
-    named = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    named = [each.text for each in picture.iter(SVG + "text")]
     assert set(found) <= set(named) and named.index("the task alone") < named.index("number of novel words")
     page = (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
     assert "Probabilities and how often they come true" in page and rows.BASELINE in page
@@ -291,7 +292,18 @@ def test_probabilities_that_come_true_lie_on_the_diagonal():
     assert metrics.brier(labels, labels.astype(float)) == 0.0
 
 
+def test_a_picture_draws_every_figure_at_its_place_and_none_that_does_not_exist():
+    drawn = {"a": {"pooled": [0.2, 0.15, 0.25], "stratified": [math.nan] * 3}}
+    drawn["b"] = {"pooled": [1.0, 0.95, 1.0], "stratified": [0.5, 0.45, 0.55]}
+    picture = ElementTree.fromstring(report.picture(drawn))
+    place = {each.text: float(each.get("x")) for each in picture.iter(SVG + "text") if each.get("class") == "note"}
+    circles = [float(each.get("cx")) for each in picture.iter(SVG + "circle") if each.get("r") == "3"]
+    assert circles == pytest.approx([place["0.2"], place["1.0"], place["0.5"]], abs=0.1)
+    assert len([each for each in picture.iter(SVG + "line") if each.get("class") is None]) == 3
+
+
 NAMES_OF = ("sources", "responses")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_features_that_are_missing_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxbench.measure.svg_card import MARGIN, WIDTH, card, element
 Rows = Mapping[str, Mapping[str, Any]]
 MEASURES = {"pooled": "#3b82f6", "stratified": "#e5722a"}  # AUC, and the colour it is drawn in
 LEFT, LINE, TOP = 330, 24, 118  # of the picture: room for names, height of a row, where rows begin
-FIRST, LAST = 0.3, 0.9  # AUC at the picture's edges
+FIRST, LAST = 3, 9  # tenths of AUC at the picture's edges, at least: it is widened to what is drawn
 STYLE = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 
 
@@ -49,12 +50,15 @@ def picture(found: Rows) -> str:
     """Draw the AUC of every row with its interval, pooled and within cells of task and generator."""
     rows, right = ordered(found), WIDTH - MARGIN
     end = TOP + LINE * len(rows)
+    drawn = [x for _, row in rows for measure in MEASURES for x in row[measure] if math.isfinite(x)]
+    first = math.floor(min(FIRST, *(10 * x for x in drawn))) if drawn else FIRST
+    last = math.ceil(max(LAST, *(10 * x for x in drawn))) if drawn else LAST
 
     def at(value: float) -> float:
-        return LEFT + (min(max(value, FIRST), LAST) - FIRST) / (LAST - FIRST) * (right - LEFT)
+        return LEFT + (10 * value - first) / (last - first) * (right - LEFT)
 
     body = []
-    for tenth in range(3, 10):
+    for tenth in range(first, last + 1):
         x = at(tenth / 10)
         body.append(element("line", class_="grid", x1=x, x2=x, y1=TOP - 12.0, y2=float(end)))
         body.append(element("text", f"{tenth / 10:.1f}", class_="note", x=x, y=end + 18.0, text_anchor="middle"))
@@ -67,8 +71,10 @@ def picture(found: Rows) -> str:
         body.append(element("text", name, class_="arm", x=LEFT - 14.0, y=y + 4, text_anchor="end"))
         for offset, (measure, color) in zip((-4, 4), MEASURES.items()):
             value, low, high = row[measure]
-            body.append(element("line", x1=at(low), x2=at(high), y1=y + offset, y2=y + offset, stroke=color))
-            body.append(element("circle", cx=at(value), cy=y + offset, r=3, fill=color))
+            if math.isfinite(low):  # there is no figure where no cell has both classes
+                body.append(element("line", x1=at(low), x2=at(high), y1=y + offset, y2=y + offset, stroke=color))
+            if math.isfinite(value):
+                body.append(element("circle", cx=at(value), cy=y + offset, r=3, fill=color))
     note = "AUC with 95 % intervals over sources; stratified: pairs of answers of one task and one generator"
     return card("Which answers are hallucinated", note, body, height=end + 40, style=STYLE)
 
