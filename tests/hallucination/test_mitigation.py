@@ -12,7 +12,7 @@ import transformers
 
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
-from jaxbench.hallucination import layout, mitigation, reference
+from jaxbench.hallucination import layout, linear, mitigation, ragtruth, reference
 from jaxbench.hallucination.bulk import row_files
 from jaxbench.hallucination.study import mitigated
 from jaxbench.hallucination.verdict import Verdict
@@ -268,10 +268,36 @@ def test_detect_takes_what_answer_writes():
     assert not {*mitigation.ADDED} & {*Verdict._fields}
 
 
-def test_answers_of_an_arm_are_read_again_from_their_file(tmp_path):
-    kept = {"context": "a", "question": "", "response": "b", "num_cut": 0}
-    (tmp_path / "AARF.jsonl").write_text(json.dumps(kept) + "\n")
-    assert mitigated.answers("AARF", settings(), True, [], tmp_path) == [kept]
+def test_answers_of_an_arm_are_read_again_from_their_file_and_those_of_another_run_are_not(tmp_path):
+    kept, how = {"context": "a", "question": "", "response": "b", "num_cut": 0}, {"new_tokens": 64}
+    path = mitigated.arm_path(tmp_path, "AARF", settings(), True, [], **how)
+    path.write_text(json.dumps(kept) + "\n")
+    assert mitigated.answers("AARF", settings(), True, [], tmp_path, **how) == [kept]
+    others = [(settings(tau=0.5), True, [], how), (settings(), False, [], how), (settings(), True, [kept], how)]
+    others.append((settings(), True, [], {"new_tokens": 32}))
+    paths = [mitigated.arm_path(tmp_path, "AARF", *each, **last) for *each, last in others]
+    assert path not in paths and len(set(paths)) == 4
+
+
+def test_words_are_judged_by_a_regression_that_has_seen_no_answer_to_the_context(tmp_path, monkeypatch):
+    sources = [
+        {"source_id": f"s{i}", "task": "QA", "context": f"House {i // 2}.", "question": f"{i}"} for i in range(40)
+    ]
+    rows = [
+        {"id": f"r{i}", "source_id": f"s{i}", "model": "m", "response": f"House {i}.", "labels": []} for i in range(40)
+    ]
+    label = {"start": 0, "end": 5, "label_type": "Evident Conflict"}
+    for row in rows[::4]:
+        row["labels"] = [label]
+    for name, each in (("sources", sources), ("responses", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    data, fitted, fit = ragtruth.load(tmp_path), [], linear.fit
+    monkeypatch.setattr(mitigated.linear, "choose", lambda x, labels, source: 1.0)
+    monkeypatch.setattr(
+        mitigated.linear, "fit", lambda x, labels, **how: fitted.append(len(x)) or fit(x, labels, **how)
+    )
+    mitigated.lexical_regression(data, [data.sources["s1"], data.sources["s4"]])  # s0 has the context of s1, s5 of s4
+    assert fitted == [36]
 
 
 def test_the_control_scales_as_many_other_heads_and_differences_are_paired_by_source():

@@ -176,6 +176,14 @@ def test_forms_are_not_read_before_the_first_one_has_read_everything(model, tmp_
     study = readers.Study(small.settings(model), "m", data, ("s1",), tmp_path / "features", tmp_path)
     assert [row.id for row in study.part(True).responses] == ["r1", "r2", "r3"]
     assert [row.id for row in study.part(False).responses] == ["r4"]
+    again = data.sources["s2"].model_copy(update={"context": data.sources["s1"].context})  # another question about it
+    same = study._replace(data=data.model_copy(update={"sources": data.sources | {"s2": again}}))
+    assert len(same.part(True).responses) == 3 and same.part(False).responses == ()
     assert [study.reading(name).lens_tokens for name in ("lens_4", "lens_all", "2_bits")] == [None, None, 3]
     with pytest.raises(ValueError, match="features of 4 of 4 responses are not in .*run `hallucination.py features`"):
         readers.check_features(study)
+
+
+def test_finished_results_are_not_those_of_other_data(model, tmp_path):
+    found = {readers.kept(tmp_path, small.settings(model), "m", ("s1",), measured=1, data_sha256=data) for data in "ab"}
+    assert len(found) == 2

@@ -25,6 +25,7 @@ from jaxbench.hallucination import (
 )
 from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination.group import Group
+from jaxbench.hallucination.study import tuned
 from jaxbench.lora.config import LoraConfig
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from tests.hallucination import small
@@ -156,6 +157,12 @@ def test_what_is_below_the_tuned_blocks_is_read_once(member, monkeypatch):
     tuned_sources.read(lower, data, processes=1, bar=quiet)
     other = lower._replace(settings=lower.settings.model_copy(update={"window": 200}))
     assert not {path for path, *_ in other.groups(data)} & {path for path, *_ in lower.groups(data)}
+
+
+def test_finished_folds_are_not_those_of_other_data_or_code(member, tmp_path):
+    lower = member[1]
+    named = [(lower, "a"), (lower, "b"), (lower._replace(code="other"), "a")]
+    assert len({tuned.kept(tmp_path, *each) for each in named}) == 3
 
 
 def test_sources_of_the_same_texts_share_a_file_and_each_keeps_its_responses(member):

@@ -10,6 +10,8 @@ of scores over plain answers to sources of the split `train`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,13 +83,24 @@ def calibrate(settings: Mitigation, given: Sequence[ragtruth.Source], *, new_tok
     }
 
 
-def answers(name: str, settings: Mitigation, is_on: bool, given: Sequence[ragtruth.Source], folder: Path) -> list[dict]:
+def arm_path(
+    folder: Path, name: str, settings: Mitigation, is_on: bool, rows: Sequence[dict], *, new_tokens: int
+) -> Path:
+    """Path of an arm's answers, named by all that decides them: a run with other flags or data reads no old ones."""
+    chosen = json.dumps([settings.model_dump(), is_on, new_tokens, list(rows)])
+    short = "".join(letter for letter in name if letter.isalnum())
+    return folder / f"{short}-{hashlib.sha256(chosen.encode()).hexdigest()[:12]}.jsonl"
+
+
+def answers(
+    name: str, settings: Mitigation, is_on: bool, given: Sequence[ragtruth.Source], folder: Path, *, new_tokens: int
+) -> list[dict]:
     """Return the rows of one arm's answers, from their file if it is finished."""
-    path = folder / f"{''.join(letter for letter in name if letter.isalnum())}.jsonl"
+    rows = [{"source_id": each.source_id, "context": each.context, "question": each.asked} for each in given]
+    path = arm_path(folder, name, settings, is_on, rows, new_tokens=new_tokens)
     if not path.is_file():
         answering = mitigation.load(None, settings, is_on=is_on, package="jaxbench")
-        rows = [{"source_id": each.source_id, "context": each.context, "question": each.asked} for each in given]
-        how = {"new_tokens": VALUES.new_tokens, "batch_size": 8}
+        how = {"new_tokens": new_tokens, "batch_size": 8}
         for _ in mitigation.answer_rows(answering, rows, path.with_suffix(".part"), path, **how):
             print(".", end="", flush=True)
         print(name, flush=True)
@@ -106,10 +119,10 @@ def losses(rows: Sequence[dict], reader: Any, tokenizer: Any, window: int) -> li
     return found
 
 
-def lexical_regression(data: ragtruth.Data, without: set[str]) -> linear.Linear:
-    """Fit the regression on seven counts to all labelled responses to other sources."""
-    made = table.make(data, None)
-    rows = np.flatnonzero(~np.isin(made.labels.source, sorted(without)))
+def lexical_regression(data: ragtruth.Data, without: Sequence[ragtruth.Source]) -> linear.Linear:
+    """Fit the regression on seven counts to all labelled responses to other contexts than those of some sources."""
+    made, contexts = table.make(data, None), {source.context for source in without}
+    rows = np.flatnonzero([data.source(response).context not in contexts for response in data.responses])
     x, labels = detector.prepared(made.inputs.whole, "lexical")[rows], made.labels.response[rows]
     return linear.fit(x, labels, strength=linear.choose(x, labels, made.labels.source[rows]))
 
@@ -154,12 +167,13 @@ def main() -> int:
     given, model = sources(data, "dev", VALUES.sources), weights.load_checkpoint(None).config
     wanted = arms(settings, num_layers=model.num_layers, num_heads=model.num_heads)
     part = list(wanted.items())[cli.part()]
-    rows = {name: answers(name, each or settings, each is not None, given, workdir) for name, each in part}
+    how = {"new_tokens": VALUES.new_tokens}
+    rows = {name: answers(name, each or settings, each is not None, given, workdir, **how) for name, each in part}
     if len(rows) < len(wanted):
         return cli.EXIT_OK
     empty = {row["source_id"] for each in rows.values() for row in each if not lexical.tokens(row["response"])}
     rows = {name: [row for row in each if row["source_id"] not in empty] for name, each in rows.items()}
-    regression = lexical_regression(data, {source.source_id for source in given})
+    regression = lexical_regression(data, given)
     loaded = extract.load_reader(reader_settings.ReaderSettings(), package="jaxbench")
     by_arm = {name: measured(each, regression, losses(each, *loaded)) for name, each in rows.items()}
     source = np.array([row["source_id"] for row in rows[PLAIN]])

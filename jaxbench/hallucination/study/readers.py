@@ -89,8 +89,12 @@ class Study(NamedTuple):
         return extract.Store(self.folder, settings, self.model_sha256)
 
     def part(self, is_judged: bool) -> ragtruth.Data:
-        """Return the data with only the judged responses, or only the others."""
-        rows = tuple(row for row in self.data.responses if (row.source_id in self.sources) == is_judged)
+        """Return the data with only the judged responses, or only others, which share no context with a judged one."""
+        judged = {self.data.sources[name].context for name in self.sources}
+        rows = tuple(
+            row for row in self.data.responses
+            if (row.source_id in self.sources if is_judged else self.data.source(row).context not in judged)
+        )  # fmt: skip
         return self.data.model_copy(update={"responses": rows})
 
 
@@ -249,6 +253,16 @@ def wanted_forms(given: Sequence[str]) -> list[str]:
     return [BASE, *(name for name in given if name != BASE)]
 
 
+def kept(
+    workdir: Path, settings: ReaderSettings, model_sha256: str, sources: Sequence[str], *, measured: int,
+    data_sha256: str,
+) -> Path:  # fmt: skip
+    """Path of the folder of finished results, named by all that decides them."""
+    chosen = [settings.identity(), model_sha256, list(sources), measured, extract.code_version(saved_detector.CODE)]
+    name = hashlib.sha256(json.dumps([*chosen, data_sha256]).encode()).hexdigest()[:12]
+    return workdir / f"readers_{name}"
+
+
 def begin(settings: ReaderSettings) -> Study:
     """Return the study that the flags select."""
     from jaxbench.pretrained import weights
@@ -259,9 +273,10 @@ def begin(settings: ReaderSettings) -> Study:
     ragtruth.check_labels(data, VALUES.data)
     sources = drawn(data, "dev", VALUES.sources, seed=VALUES.seed)
     sha256 = weights.checksum(settings.model)
-    chosen = [settings.identity(), sha256, sources, VALUES.measured, extract.code_version(saved_detector.CODE)]
-    name = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:12]
-    return Study(settings, sha256, data, sources, workdir / "features", workdir / f"readers_{name}")
+    finished = kept(
+        workdir, settings, sha256, sources, measured=VALUES.measured, data_sha256=ragtruth.sha256(VALUES.data)
+    )
+    return Study(settings, sha256, data, sources, workdir / "features", finished)
 
 
 def check_features(study: Study) -> None:

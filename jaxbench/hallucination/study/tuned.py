@@ -131,6 +131,12 @@ def gained(made: table.Table, settings: evaluate.Evaluation, better: Row, worse:
     return {name: list(each) for name, each in zip(evaluate.MEASURES, found)}
 
 
+def kept(folder: Path, lower: Any, data_sha256: str) -> Path:
+    """Path of the folder of finished folds, named by all that decides them but the fold; lower: tuned_sources.Lower."""
+    identity = [lower.tuning.model_dump(), lower.model_sha256, lower.settings.identity(), lower.code, data_sha256]
+    return folder / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def fold_path(folder: Path, fold: Fold) -> Path:
     """Path of an outer fold's file, named by its train and test responses."""
     numbers = json.dumps([part.tolist() for part in fold])
@@ -166,9 +172,7 @@ def main() -> int:
     with terminal.progress(len(data.responses)) as advance:
         made = table.make(data, features, progress=lambda: advance(1))
     tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
-    identity = [lower.tuning.model_dump(), lower.model_sha256, lower.settings.identity()]
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    folder = workdir / "tuned" / name
+    folder = kept(workdir / "tuned", lower, ragtruth.sha256(VALUES.data))
     cli.keep(f"finished folds are in {folder}; the same command goes on")
     todo = [(fold_path(folder, fold), fold) for fold in outer_folds(made, settings)]
     todo = [each for each in todo if not each[0].exists()]
