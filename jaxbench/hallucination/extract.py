@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxbench import outputs, worker_pool
@@ -84,6 +85,22 @@ class Store:
             return load_file(self.path(key))
         except Exception as error:  # safetensors raises its own type and OSError
             raise ValueError(f"{self.path(key)}: cannot be read ({error}); remove it, and it is made again") from error
+
+
+def num_with_cut_context(items: Iterable[Item], store: Store) -> int:
+    """Number of responses, of those in the cache, whose context did not fit the reader's window and lost its end.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    count = 0
+    for path in map(store.path, map(store.key, items)):
+        try:
+            with safe_open(path, framework="np") as file:  # one number, not the whole file
+                count += file.get_tensor("num_cut").item() > 0
+        except Exception as error:  # safetensors raises its own type and OSError
+            raise ValueError(f"{path}: cannot be read ({error}); remove it, and it is made again") from error
+    return count
 
 
 def groups(items: Iterable[Item], store: Store) -> list[Group]:

@@ -41,4 +41,6 @@ def read(
             advance(count)
     seconds = time.monotonic() - started
     rate = f", {60 * done / seconds:.1f} responses a minute" if done else ""
-    return f"{done} responses in {seconds:.0f} s{rate}"
+    cut = extract.num_with_cut_context(items, store)
+    lost = f"; the contexts of {cut} of {len(items)} did not fit the window and lost their ends" if cut else ""
+    return f"{done} responses in {seconds:.0f} s{rate}{lost}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxbench import initial
-from jaxbench.hallucination import encoding, extract, lexical, pooled, token_inputs
+from jaxbench.hallucination import encoding, extract, lexical, pooled, reading, token_inputs, where
 from jaxbench.pretrained import small_tokenizers, weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from tests.generation import tiny
@@ -54,6 +54,16 @@ def test_the_same_text_twice_is_one_file(place, tmp_path):
     items = small.items(place[0])[:1]
     made, count = read(place, tmp_path, items=items * 3)
     assert count == 1 and len(list(tmp_path.glob("*/*.safetensors"))) == 1
+
+
+def test_a_run_says_how_many_contexts_lost_their_ends(place, tmp_path):
+    fits, cut = extract.Item("In 1820.", "", "Yes."), extract.Item("The mill was built in 1820. " * 5, "", "Yes.")
+    made, count = read(place, tmp_path, items=[fits, cut])
+    assert count == 2 and made.read(made.key(cut))["num_cut"].item() > 0
+    how = {"package": "jaxbench", "where": where.Where(), "processes": 1}
+    said = [reading.read(items, store(place, tmp_path)[1], made, **how) for items in ([fits], [fits, cut, cut])]
+    assert "window" not in said[0]
+    assert said[1].endswith("; the contexts of 2 of 3 did not fit the window and lost their ends")
 
 
 def test_features_have_a_row_a_token_and_a_column_a_head(place, flax):
