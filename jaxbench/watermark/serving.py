@@ -94,7 +94,8 @@ class Watermarks:
 
         Raises:
           ValueError: it has a payload but no watermark, its watermark is unknown or has no such payload, or the
-            watermark draws and the request is greedy or asks for a further answer to the same prompt.
+            watermark draws and the request is greedy, or ignores its seed and it asks for a further answer to the
+            same prompt.
         """
         name, payload = request.watermark, request.payload
         if name is None and payload:
@@ -109,8 +110,8 @@ class Watermarks:
             raise ValueError(f"watermark_payload: {payload}; {name} carries payloads from 0 to {limit - 1}")
         if scheme.draws and request.sampling.temperature == 0:
             raise ValueError(f"temperature: 0 leaves nothing to draw, and watermark {name} marks by drawing")
-        if scheme.draws and request.sampling.choice > 0:
-            raise ValueError(f"n: watermark {name} draws all answers to a prompt alike; ask for 1")
+        if scheme.ignores_seed and (choice := request.sampling.choice) > 0:
+            raise ValueError(f"n: {choice + 1} answers; watermark {name} draws those to one prompt alike, ask for 1")
 
     def marks(self, vocab_size: int) -> Marks:
         """Prepare the watermarks for logits of vocab_size tokens."""

@@ -108,6 +108,19 @@ def test_a_text_is_marked_in_company_as_it_is_alone_and_its_key_is_found(engine,
     assert payload["payload"] is not None and found["num_tokens"] == len(request.prompt) + 100
 
 
+@pytest.mark.parametrize("name", ["synthid", "dip"])
+def test_several_answers_to_one_prompt_differ_and_each_has_the_mark(engine, watermarks, name):
+    asked = [
+        Request(f"{name}-{choice}", (1, 2, 3), 100, Sampling(temperature=1.0, seed=5, choice=choice), watermark=name)
+        for choice in range(3)
+    ]
+    answers = [tokens(events) for events in engine.generate(asked).values()]
+    assert len(set(map(tuple, answers))) == 3
+    finder = Finder(watermarks, None, CONFIG.vocab_size)
+    for answer in answers:
+        assert finder.find([1, 2, 3, *answer], [name], prompt_tokens=3)["p_value"] < 1e-4
+
+
 def test_both_backends_mark_alike(watermarks):
     random = np.random.default_rng(1)
     one, other = (Marks(watermarks, vocab_size=96, package=package) for package in ("jaxbench", "torch_ref"))
@@ -146,7 +159,10 @@ def test_what_cannot_be_marked_is_refused_with_the_place_and_the_value(engine, w
         ({"watermark": "kgw", "payload": 1}, "watermark_payload: 1; kgw carries payloads from 0 to 0"),
         ({"payload": 1}, "watermark_payload: 1 without a watermark"),
         ({"watermark": "gumbel", "sampling": Sampling()}, "temperature: 0 leaves nothing to draw"),
-        ({"watermark": "dip", "sampling": Sampling(temperature=1.0, choice=1)}, "n: watermark dip draws all answers"),
+        (
+            {"watermark": "gumbel", "sampling": Sampling(temperature=1.0, choice=1)},
+            "n: 2 answers; watermark gumbel draws those to one prompt alike",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             engine.add(base._replace(**change))

@@ -29,6 +29,7 @@ class Scheme(Base):
 
     scheme: str  # its name in configurations and commands
     draws: ClassVar[bool] = False  # True: replaces the draw of a token; False: changes the logits before the draw
+    ignores_seed: ClassVar[bool] = False  # True: its draw follows from key and context alone
     device: ClassVar[str]  # module of ../device/ (and torch_ref's) that marks logits and reads words on a device
     word_fields: ClassVar[tuple[str, ...]] = ("context",)  # fields that decide its words; detection compiles for these
     key_field: ClassVar[str | None] = None  # field with the only key, of another toolkit's lists; None: takes keys

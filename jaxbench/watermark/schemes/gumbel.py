@@ -35,6 +35,7 @@ class Gumbel(Scheme):
     payload_bits: int = Field(default=0, ge=0, le=16)  # a message of this many bits, 0 = none
 
     draws: ClassVar[bool] = True
+    ignores_seed: ClassVar[bool] = True
     device: ClassVar[str] = "gumbel"
     word_fields: ClassVar[tuple[str, ...]] = ("context", "prf")
 
