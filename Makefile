@@ -56,10 +56,11 @@ gpu: environment  ## what waits for a GPU, stage by stage in 9 minutes (without 
 gpu_pack: environment  ## code and wheels in one folder, for a GPU machine without a network: out/gpu-pack
 	@$(PY) experiments/gpu.py --pack=out/gpu-pack $(ARGS)
 
-# A file's tests stay in one process, whose fixtures and compiled programs they share.
+# A file's tests stay in one process, whose fixtures and compiled programs they share. If a process dies, the run ends
+# with its test's name: a new process would be waited for without end (pytest-xdist 3.8).
 test: assets  ## the test suite, in two processes (WORKERS=0: in one, for --pdb)
 	@echo "==> tests"
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
 
 lint: environment  ## style and structure, seconds
 	@echo "==> ruff and the structure tests"
