@@ -61,7 +61,7 @@ def threshold(tokens: Sequence[Tokens], labels: Sequence[Array], logits: Sequenc
 def spans(offsets: Array, probability: Array, threshold: float, text: str) -> list[tuple[int, int]]:
     """Runs of tokens at or above a threshold as characters (start, end), without white space at their ends.
 
-    A run has what is between its tokens: some tokenizers (Llama 3's) leave the space before a word out of its token.
+    A run has what is between its tokens: tokenizers with `trim_offsets` leave the space before a word out of its token.
     """
     found: list[tuple[int, int]] = []
     last = -2

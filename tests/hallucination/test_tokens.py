@@ -77,7 +77,7 @@ def test_spans_are_runs_of_marked_tokens_without_white_space_at_their_ends():
     assert [text[a:b] for a, b in found] == ["was built", "1850"]
     assert token_scoring.spans(offsets, np.eye(7)[3], 0.5, text) == []  # white space alone
     assert token_scoring.spans(offsets, probability, 0.95, text) == []
-    # the same tokens without the space before a word, as Llama 3's tokenizer gives their places; [14, 14]: a space
+    # the same tokens without the space before a word, as with `trim_offsets`; [14, 14]: a space
     bare = np.array([[0, 2], [3, 6], [7, 12], [14, 14], [14, 16], [17, 21], [21, 22]])
     assert token_scoring.spans(bare, probability, 0.5, text) == found
     assert token_scoring.spans(bare, np.array([0.9, 0.1, 0.9, 0.1, 0.9, 0.1, 0.1]), 0.5, text) == [

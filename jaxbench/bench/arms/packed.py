@@ -102,7 +102,7 @@ def release() -> None:
 
 def _product(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None):
     packed = weight.contiguous()
-    if is_possible(str(weight.dtype).removeprefix("torch."), weight.device.type):
+    if weight.dtype == torch.float32 or weight.dtype in functional.NARROW_PRODUCTS:
         packed = torch.ops.mkldnn._reorder_linear_weight(packed, None)
     index, num_outputs = torch.tensor(len(_weights)), weight.shape[0]
     _weights.append(packed)

@@ -126,8 +126,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         model.eval().requires_grad_(False)
         params.clear()  # the model has copies; free the file's mapped pages before making more
         self.single_row = None
-        place = (self.dtype, self.torch_device)
-        if self._packs() or (self.is_packed and self.packed.is_scalar(*place)):
+        if self._packs() or (self.is_packed and self.packed.is_scalar(self.dtype, self.torch_device)):
             self.packed.pack(model)
         return model
 
