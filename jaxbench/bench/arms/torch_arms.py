@@ -173,7 +173,10 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
 
 
 class PlainArm(EagerArm):
-    """EagerArm with the products that torch.matmul chooses: the control that shows the effect of packing."""
+    """EagerArm with the products that torch.matmul chooses: the control that shows the effect of packing.
+
+    Where a narrow type has no product, functional.matmul widens here too; transformers is the control of that.
+    """
 
     name = "torch_plain"
     is_packed = False
