@@ -34,12 +34,14 @@ TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask Linux 
 GC_OBJECTS = 20_000  # between collections (Python's 700): tracing makes many objects that live, and few cycles
 MARKER = "JAXBENCH_LAUNCHED"  # set in the restarted process; holds its id, which a restart keeps
 INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: the variables' previous values, null if unset
+CACHES, DEVICE_COUNT = "JAX_ENABLE_COMPILATION_CACHE", "--xla_force_host_platform_device_count"
 
 
 def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     """Environment variables that a process for `device` needs, on top of the ones it inherits.
 
-    The platforms are always those of `device`. Everything else keeps the user's own value where one is set.
+    The platforms are always those of `device`. Everything else keeps the user's own value where one is set. Where
+    XLA_FLAGS asks for several devices of a processor, programs are not cached (`simulated_devices`).
     library: the one that computes in it. One malloc arena for all threads makes XLA's programs faster and PyTorch's
     slower, so "PyTorch" keeps glibc's default.
 
@@ -63,6 +65,8 @@ def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
         del wanted[ARENAS]
     if device != "tpu":
         wanted["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu would query the cloud's metadata server, for minutes
+    if device == "cpu" and simulated_count() > 1:
+        wanted[CACHES] = "false"
     if device == "gpu":
         wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch and JAX share the device
     kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
@@ -107,6 +111,10 @@ def simulated_devices(count: int) -> dict[str, str]:
     a wait ends (with the process) after four minutes instead of 40 seconds, because a busy machine may stall. The
     user's own flags come first and take precedence.
 
+    Programs of several devices are compiled in each process: in one that comes from the compile cache, XLA no longer
+    knows that a collective inside a branch or loop comes before or after those beside it, so that two devices may enter
+    them in different orders, and wait for each other for ever (docs/xla_cpu.md rule 19).
+
     Raises:
       ValueError: count < 1.
     """
@@ -114,13 +122,21 @@ def simulated_devices(count: int) -> dict[str, str]:
         raise ValueError(f"process_environment: {count} simulated devices, wanted at least 1")
     own = os.environ.get("XLA_FLAGS", "").split()
     wanted = {
-        "--xla_force_host_platform_device_count": count,
+        DEVICE_COUNT: count,
         "--xla_cpu_collective_call_terminate_timeout_seconds": 240,
         "--xla_cpu_collective_timeout_seconds": 240,
     }
     named = {flag.partition("=")[0] for flag in own}
     added = [f"{name}={value}" for name, value in wanted.items() if name not in named]
-    return {"XLA_FLAGS": " ".join([*own, *added]), "NPROC": os.environ.get("NPROC", str(4 * count))}
+    found = {"XLA_FLAGS": " ".join([*own, *added]), "NPROC": os.environ.get("NPROC", str(4 * count))}
+    return found | ({CACHES: "false"} if simulated_count(found["XLA_FLAGS"]) > 1 else {})
+
+
+def simulated_count(flags: str | None = None) -> int:
+    """Number of devices as which XLA shows a processor by `flags` (None: XLA_FLAGS); 1 where it is not said."""
+    said = os.environ.get("XLA_FLAGS", "") if flags is None else flags
+    counts = re.findall(rf"{DEVICE_COUNT}=(\d+)", said)
+    return int(counts[-1]) if counts else 1
 
 
 def ensure(device: str, *, library: str = "XLA") -> None:

@@ -110,6 +110,79 @@ def test_simulated_devices_keep_the_users_flags_and_have_threads_to_spare(monkey
         process_environment.simulated_devices(0)
 
 
+ONE_ORDER = """
+import os, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+
+def exchange(x, is_summed):  # no value of one goes into the other
+    sent = jax.lax.ppermute(x, "model", [(0, 1), (1, 0)])
+    return sent, jax.lax.cond(is_summed, lambda x: jax.lax.psum(jnp.sin(x), "model"), lambda x: x, x)
+
+mesh = Mesh(jax.devices(), ("model",))
+mapped = jax.shard_map(exchange, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"), check_vma=False)
+jax.jit(mapped).lower(jnp.ones((8, 256)), jnp.bool_(True)).compile()
+print(len(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"])))
+"""
+
+
+def test_programs_of_several_devices_do_not_come_from_the_cache_which_loses_the_order_of_collectives(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XLA_FLAGS", f"{process_environment.DEVICE_COUNT}=2")
+    for name in (process_environment.CACHES, "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    settings = process_environment.environment("cpu") | {
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "thunk_executor=6",  # XLA says what each step of a program waits for
+    }
+    for _ in range(2):
+        done = run_fresh(ONE_ORDER, **settings)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "0\n"
+        (branch,) = (line for line in done.stderr.splitlines() if "kind=conditional" in line)
+        assert "ppermute" in branch.partition("dependencies=")[2]
+    assert process_environment.simulated_devices(2)[process_environment.CACHES] == "false"
+    monkeypatch.setenv(process_environment.CACHES, "true")  # a user's own value
+    assert process_environment.environment("cpu")[process_environment.CACHES] == "true"
+    monkeypatch.setenv("XLA_FLAGS", f"{process_environment.DEVICE_COUNT}=1")
+    monkeypatch.delenv(process_environment.CACHES)
+    found = process_environment.environment("cpu") | process_environment.simulated_devices(1)
+    assert process_environment.CACHES not in found
+
+
+def test_this_suite_reads_programs_of_one_device_alone_from_the_cache():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    hits = []
+
+    def listen(event, **more):
+        hits.append(event.endswith("/cache_hits"))
+
+    def compile_twice(x):
+        found = []
+        for _ in range(2):
+            hits.clear()
+            jax.jit(lambda x: jnp.sin(x).sum()).lower(x).compile()
+            found.append(sum(hits))
+        return found
+
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    one, several = np.ones((2, 37), np.float32), jax.device_put(np.ones((2, 37), np.float32), sharding)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        assert compile_twice(one)[1] == 1
+        assert compile_twice(several) == [0, 0]
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
 def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noise():
     code = """
 import gc, json, os, sys

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxbench import cli, config
+from jaxbench import cli, config, process_environment
 from jaxbench.parallel import processes
 from jaxbench.training import checkpoint, engine, trainer
 from jaxbench.training.train_config import TrainConfig
@@ -55,7 +55,8 @@ def start(workdir, text, steps, *, count=2, own=((), ())):
     changes = [f"--set={change}" for change in (*CHANGES, *mesh, f"steps={steps}")]
     command = [sys.executable, str(ROOT / "experiments" / "train.py"), f"--config={CONFIG}", f"--workdir={workdir}",
                f"--data={text}", *changes, f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]  # fmt: skip
-    here = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    uncached = {process_environment.CACHES: "false"}  # as the command sets it, where conftest.py does not say otherwise
+    here = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} | uncached
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": here, "cwd": ROOT}
     return [subprocess.Popen([*command, f"--process_id={index}", *own[index]], **how) for index in range(count)]
 
