@@ -43,6 +43,7 @@ def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
     return high_c * high_x + (middle >> 16) + (carry >> 16), jnp.uint32(constant) * x
 
 
+@jax.jit  # traced once for a shape, and not at each dropout of each layer: half of a step's tracing otherwise
 def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array, Array]) -> tuple[Array, ...]:
     """Philox 4x32-10: the four 32-bit words of each counter (four uint32 arrays) under a key; all broadcast."""
     wide, halves = (functools.partial(_rounds, multiply) for multiply in (_multiply_wide, _multiply_halves))
