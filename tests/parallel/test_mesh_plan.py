@@ -79,7 +79,7 @@ def test_fused_projections_split_over_model_without_sending_more(x64):
         state = optimizer_step.init_state(model, params, meshes.STEP, policy=precision.uniform("float64"))
         state = mesh_plan.place_state(plan, state)
         jitted = mesh_plan.make_step(plan, state, step=meshes.train_step)
-        step = jitted.lower(state, mesh_plan.place_batch(plan, batch), {}).compile()
+        step = jitted.lower(state, mesh_plan.place_batch(plan, batch), {}).compile(compiler_options=meshes.FAST_COMPILE)
         sent.append(sum(one.sent_bytes for one in hlo.collectives(step.as_text(), 4).values()))
         state, metrics = step(state, mesh_plan.place_batch(plan, batch), {})
         found.append({"loss": np.asarray(metrics.loss)} | optimizer_step.state_arrays(state)["first_moment"])
@@ -230,7 +230,7 @@ def compiled_step(plan: Plan, config=LLAMA):
     fresh = lambda: optimizer_step.init_state(transformer.build(config, params), params, meshes.STEP)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), meshes.batch_of(0, config))
     step = mesh_plan.make_step(plan, jax.eval_shape(fresh), step=meshes.train_step)
-    return step.lower(jax.eval_shape(fresh), batch, {}).compile()
+    return step.lower(jax.eval_shape(fresh), batch, {}).compile(compiler_options=meshes.FAST_COMPILE)
 
 
 def test_zero_three_gathers_weights_twice_and_zero_two_gathers_updates_once():

@@ -87,7 +87,7 @@ def compiled_gradient(schedule: str, micro_batches: int, policy: str = "none"):
         return jax.grad(lambda params: loss(parameters.merge(state.graph, params), batch))(state.params)
 
     jitted = jax.jit(run, in_shardings=(placed, plan.batch), out_shardings=placed.params)
-    return jitted.lower(fresh, train.Batch(ids, ids, ids, mask, ids)).compile()
+    return jitted.lower(fresh, train.Batch(ids, ids, ids, mask, ids)).compile(compiler_options=meshes.FAST_COMPILE)
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_of_gpipe_does():
