@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,11 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
     except Exception as error:  # safetensors' own type
         raise ValueError(f"{folder / WEIGHTS}: cannot be read ({error}); is the file cut short?") from error
     _check_kind(folder, values)
-    layers = values.get("layers_to_transform")
-    layers = layers if layers is None or isinstance(layers, list) else (layers,)
+    targets, layers = _chosen(folder / CONFIG, values, config)
     try:
         lora = LoraConfig(
-            rank=values["r"], alpha=_alpha(values), dropout=values.get("lora_dropout", 0.0),
-            targets=tuple(values["target_modules"]), layers=None if layers is None else tuple(layers),
+            rank=values["r"], alpha=_alpha(values), dropout=values.get("lora_dropout", 0.0), targets=targets,
+            layers=layers,
         )  # fmt: skip
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
@@ -104,6 +104,49 @@ def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformer
         params[f"{names[module]}.lora_{part[0].lower()}.kernel"] = np.ascontiguousarray(value.T)
     _check_tensors(folder / WEIGHTS, shape, params)
     return shape, params
+
+
+def _chosen(
+    path: Path, values: Mapping[str, Any], config: TransformerConfig
+) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Return the projections and layers (None = all) that have adapters, by PEFT's rule for the names of modules."""
+    named, excluded = values["target_modules"], values.get("exclude_modules") or ()
+    layers = values.get("layers_to_transform")
+    chosen = range(config.num_layers) if layers in (None, []) else layers if isinstance(layers, list) else [layers]
+    if unknown := [i for i in chosen if type(i) is not int or not 0 <= i < config.num_layers]:
+        raise ValueError(
+            f"{path}: layers_to_transform has {unknown[0]!r}, wanted layers from 0 to {config.num_layers - 1}"
+        )
+    is_all = isinstance(named, str) and named.lower() == "all-linear"
+    found: dict[str, set[int]] = {}
+    for ours, theirs in _modules(config).items():
+        _, index, _, target = ours.split(".")
+        is_named = is_all or _is_named("target_modules", named, theirs, path)
+        is_left_out = _is_named("exclude_modules", excluded, theirs, path)
+        is_whole = isinstance(named, list) and theirs in named  # a whole name does not ask for the layer
+        if is_named and not is_left_out and (is_whole or int(index) in chosen):
+            found.setdefault(target, set()).add(int(index))
+    if not found:
+        example = next(iter(_modules(config).values()))
+        raise ValueError(
+            f"{path}: target_modules={str(named)[:60]!r} names no projection of this decoder, as {example}"
+        )
+    (first, held), *others = found.items()
+    for target, indices in others:
+        if indices != held:
+            said = f"{first} in layers {sorted(held)} and {target} in {sorted(indices)}"
+            raise ValueError(f"{path}: adapts {said}; wanted the same projections in each layer that has adapters")
+    return tuple(found), None if len(held) == config.num_layers else tuple(sorted(held))
+
+
+def _is_named(field: str, names: str | list[str], module: str, path: Path) -> bool:
+    """True if a setting names a module: by its whole name, the end of it, or a pattern of all of it."""
+    if not isinstance(names, str):
+        return any(module == name or module.endswith(f".{name}") for name in names)
+    try:
+        return re.fullmatch(names, module) is not None
+    except re.error as error:
+        raise ValueError(f"{path}: {field}={names[:60]!r} is no regular expression ({error})") from error
 
 
 def _alpha(values: Mapping[str, Any]) -> float:
@@ -150,9 +193,16 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder / CONFIG}: {name} is {values.get(name)!r}, wanted a number")
     if not isinstance(values.get("use_rslora", False), bool):
         raise ValueError(f"{folder / CONFIG}: use_rslora is {str(values['use_rslora'])[:60]!r}, wanted true or false")
-    if not isinstance(values.get("target_modules"), list):
-        found = str(values.get("target_modules"))[:60]
-        raise ValueError(f"{folder / CONFIG}: target_modules is no list of names, but {found!r}")
+    for name in ("target_modules", "exclude_modules"):
+        found = values.get(name, [] if name == "exclude_modules" else None)
+        is_list = isinstance(found, list) and all(isinstance(each, str) for each in found)
+        if not (is_list or isinstance(found, str) or (found is None and name == "exclude_modules")):
+            said = str(found)[:60]
+            raise ValueError(f"{folder / CONFIG}: {name} is no list of names and no regular expression, but {said!r}")
+    if isinstance(values["target_modules"], str) and values.get("layers_to_transform") is not None:
+        raise ValueError(
+            f"{folder / CONFIG}: layers_to_transform goes with a list of target_modules, not with a pattern"
+        )
 
 
 def _adapted(params: Mapping[str, np.ndarray]) -> list[str]:

@@ -55,6 +55,41 @@ def test_outputs_are_peft_s_and_its_folders_are_read_back(family, tmp_path):
     assert all(np.allclose(read[name], params[name], rtol=1e-6, atol=0) for name in read)
 
 
+@pytest.mark.parametrize(
+    ("names", "targets", "layers"),
+    [
+        ({"target_modules": r".*layers\.[02]\.self_attn\.(q|v)_proj"}, ("q_proj", "v_proj"), (0, 2)),
+        ({"target_modules": ["self_attn.o_proj", "mlp.down_proj"], "exclude_modules": r".*layers\.1\..*"},
+         ("o_proj", "down_proj"), (0, 2)),
+        ({"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"], "layers_to_transform": 1},
+         ("q_proj",), (1,)),
+        ({"target_modules": ["model.layers.2.mlp.up_proj"], "layers_to_transform": [0]}, ("up_proj",), (2,)),
+        ({"target_modules": "all-linear", "exclude_modules": ["mlp.gate_proj"]},
+         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"), None),
+    ],
+)  # fmt: skip
+def test_modules_are_named_as_peft_names_them(names, targets, layers, tmp_path):
+    import peft
+
+    theirs = hallucination.family_model("llama")
+    transformers_model.save(theirs, tmp_path / "model")
+    checkpoint = weights.load_checkpoint(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own
+        adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, lora_alpha=3, **names), autocast_adapter_dtype=False)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(tmp_path / "theirs")
+    shape, read = peft_files.load(tmp_path / "theirs", checkpoint.config)
+    assert (shape.lora.targets, shape.lora.layers) == (targets, layers)
+    with torch.no_grad(), transformers_model.wide():
+        wanted = adapted.double()(torch.tensor(TOKENS)).logits.numpy()
+    found = torch_layers.build(shape, {**checkpoint.params, **read}, dtype="float64")
+    logits = found(torch.tensor(TOKENS), torch.tensor(POSITIONS)).detach().numpy()
+    assert np.abs(logits - wanted).max() <= 1e-11 * np.abs(wanted).max()
+
+
 def test_rank_stabilised_adapters_are_scaled_as_peft_scales_them(tmp_path):
     import peft
 
@@ -204,14 +239,29 @@ def test_a_run_without_adapters_is_the_run_it_was():
         ({"use_dora": True}, "use_dora is True"),
         ({"use_rslora": 1}, "use_rslora is '1', wanted true or false"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"target_modules": "all-linear"}, "target_modules is no list"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules is no list of names and no regular expression, but"),
+        (
+            {"target_modules": "(q_proj", "layers_to_transform": None},
+            r"target_modules='.q_proj' is no regular expression \(missing",
+        ),
+        (
+            {"target_modules": ".*q_proj", "layers_to_transform": None},
+            "is not adapted by the settings beside it, which name q_proj",
+        ),
+        (
+            {"target_modules": ".*(0.self_attn.q|1.self_attn.v)_proj", "layers_to_transform": None},
+            r"adapts q_proj in layers .0. and v_proj in .1.",
+        ),
+        ({"target_modules": ["query"]}, r"names no projection of this decoder, as model.layers.0.self_attn.q_proj"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "goes with a list of target_modules, not with a"),
+        ({"exclude_modules": 3}, "exclude_modules is no list of names"),
         ({"r": None}, "r is None"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the decoder's own weights"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora', which changes the decoder's own weights"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is .1, 2., which is not read"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication is .*, which is not read"),
-        ({"target_modules": ["self_attn.q_proj"]}, r"a/adapter_config.json: targets: .* must be different ones of"),
-        ({"layers_to_transform": 0.5}, r"a/adapter_config.json: layers.0: Input should be a valid integer"),
+        ({"layers_to_transform": 0.5}, r"a/adapter_config.json: layers_to_transform has 0.5, wanted layers from 0 to"),
+        ({"layers_to_transform": [0, 9]}, r"layers_to_transform has 9, wanted layers from 0 to"),
     ],
 )
 def test_folders_that_would_be_read_wrongly_are_refused(change, match, tmp_path):
