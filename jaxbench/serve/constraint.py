@@ -19,6 +19,9 @@ from jaxtyping import Float
 MAX_CHARACTERS = 100_000  # of a grammar
 MAX_CHECK_S = 0.5  # CPU time to begin an answer: the engine does it again, and a step of all requests waits for it
 BYTES_AHEAD = 16  # of a matching text, tried before a grammar is accepted: one that is too large mostly fails there
+# Between two parts of a JSON value: room for a line and its indentation. Without a limit a model that has begun with
+# white space may write nothing else until the answer's last token.
+SPACED = {"whitespace_pattern": r"[ \t\r\n]{0,64}"}
 _IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a regular expression there stands between slashes, in one line
 
 
@@ -77,8 +80,16 @@ def of_schema(schema: dict[str, Any] | bool, name: str = "json_schema", reasonin
       ValueError: the schema cannot be followed; the message says why.
     """
     _check_unicode(name, json.dumps(schema, ensure_ascii=False))
-    alone = _checked(name, _matcher().grammar_from_json_schema(json.dumps(schema)))
-    return alone if reasoning is None else _behind(name, reasoning, f"%json {json.dumps(schema)}")
+    alone = _checked(name, _matcher().grammar_from_json_schema(_spaced(schema)))
+    return alone if reasoning is None else _behind(name, reasoning, f"%json {_spaced(schema)}")
+
+
+def _spaced(schema: dict[str, Any] | bool) -> str:
+    """Write a schema as JSON, with a limit on white space unless it says itself what separates values."""
+    schema = {} if schema is True else schema
+    if schema is False or "x-guidance" in schema:
+        return json.dumps(schema)
+    return json.dumps(schema | {"x-guidance": SPACED})
 
 
 def of_calls(
@@ -139,7 +150,7 @@ def _functions(functions: Sequence[tuple[str, str, dict[str, Any], str]]) -> lis
     lines = ["item: " + " | ".join(f"item_{i}" for i in range(len(functions)))]
     for i, (_, before, schema, behind) in enumerate(functions):
         lines += [f"item_{i}: {_literal(before)} arguments_{i} {_literal(behind)}"]
-        lines += [f"arguments_{i}: %json {json.dumps(schema)}"]
+        lines += [f"arguments_{i}: %json {_spaced(schema)}"]
     return lines
 
 
@@ -169,7 +180,7 @@ def _answers(
     lines = [*lines, r"SPACE: /[ \n]{0,2}/", r"TEXT: /(.|\n)*/", *([] if reasoning is None else reasoning.rules)]
     excluded = "" if reasoning is None else reasoning.excluded
     if content is not None:
-        lines += [f"answer: content | ({first} {inside} SPACE)+", f"content: %json {json.dumps(content)}"]
+        lines += [f"answer: content | ({first} {inside} SPACE)+", f"content: %json {_spaced(content)}"]
         fresh = "answer"
     elif is_first:
         other = r"/[ \n]*([^ \n{\[](.|\n)*)?/"

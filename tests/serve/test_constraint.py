@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.serve import constraint
@@ -62,6 +62,36 @@ def test_an_answer_is_json_of_its_schema_in_any_company(grammars, tokenizer):
     for each in asked:
         alone |= answered(grammars, tokenizer, [each])[0]
     assert together == alone
+
+
+def spelled(grammar, begun=b"", most=1000):
+    """Return what a model writes behind `begun` that writes white space wherever it may."""
+    matcher, text = LLMatcher(LLTokenizer("byte"), grammar), b""
+    assert matcher.try_consume_tokens([*begun]) == len(begun)
+    while not matcher.is_stopped() and len(text) < most:
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [byte for byte in (*b" ", *b'"}', *range(33, 127)) if mask >> byte & 1]
+        assert matcher.consume_token(allowed[0])
+        text += bytes([allowed[0]])
+    return text
+
+
+def test_a_model_that_writes_nothing_but_white_space_still_ends_its_value():
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"enum": [7]}}, "additionalProperties": False}
+    alone = spelled(constraint.of_schema(schema))
+    assert json.loads(alone) == {"n": 7} and 4 * 64 <= len(alone) < 4 * 64 + 10  # four places, 64 characters each
+    behind = constraint.of_schema(schema, reasoning=constraint.Reasoning("<think>", "</think>", is_begun=True))
+    assert spelled(behind, b"I think.</think>").strip() == alone
+    unlimited = {**schema, "x-guidance": {"whitespace_pattern": "[ ]*"}}  # a schema's own setting
+    assert spelled(constraint.of_schema(unlimited)) == b"{" + b" " * 999
+
+
+@pytest.mark.parametrize("indent", [None, 2, 8])
+def test_values_may_be_written_with_the_usual_indentation(indent):
+    value = {"a": [{"b": [1, {"c": [2]}]}]}
+    matcher = LLMatcher(LLTokenizer("byte"), constraint.of_schema({"type": "object"}))
+    text = json.dumps(value, indent=indent).encode()
+    assert matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
 
 
 def test_an_answer_matches_its_expression_or_is_one_of_its_choices(grammars, tokenizer):
