@@ -8,14 +8,16 @@ counts where the result of a kernel has as many elements as the residual stream,
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxbench import functional, prng, transformer
+from jaxbench import functional, initial, parameters, prng, train, transformer
 from jaxbench.attention import Context
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.gpu import kernels
@@ -191,3 +193,22 @@ def test_a_tpu_puts_gate_up_and_swiglu_into_their_products_which_write_one_buffe
     assert len(found["feed"]) == 3 + 4  # dropout's masks; norm, SwiGLU, down, sum
     assert (len(found["swiglu, gradient"]), len(found["gelu, gradient"])) == (3 + 1, 2)
     assert (len(found["bias_gelu"]), len(found["bias_gelu, gradient"])) == (1, 2 + 1)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_no_kernel_reads_what_all_later_blocks_have_added_to_the_gradient_of_the_residual_stream(norm):
+    config = TransformerConfig(
+        vocab_size=64, d_model=48, d_ff=80, num_layers=5, num_heads=4, num_kv_heads=4, head_dim=8, max_seq_len=16,
+        norm=norm, activation="gelu", position="learned", use_bias=True,
+    )  # fmt: skip
+    graph, params = parameters.split(transformer.build(config, initial.initial_params(config, 0)))
+    tokens, mask = jax.ShapeDtypeStruct((2, 16), jnp.int32), jax.ShapeDtypeStruct((2, 16), jnp.bool_)
+    batch = train.Batch(tokens, tokens, tokens, mask, tokens)
+
+    def loss(params, batch):
+        return train.loss_of(train.predict(parameters.merge(graph, params), batch, dropout=None), batch)
+
+    text = jax.jit(jax.grad(loss)).lower(params, batch).compile().as_text()
+    kernels_of = [part for part in text.split("\n%") if part.startswith(("fused", "wrapped"))]
+    widest = max(len(re.findall(r"= f32\[2,16,48\]\S* parameter\(", part)) for part in kernels_of)
+    assert len(kernels_of) > 50 and 1 <= widest <= 3  # 11 from five blocks if every kernel adds all of them up
