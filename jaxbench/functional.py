@@ -212,7 +212,7 @@ def softcap(x: Float[Array, "..."], *, cap: float) -> Float[Array, "..."]:
 def layer_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:
-    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias."""
+    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias; not for forward mode."""
     return _normed(x, scale, bias, eps)
 
 

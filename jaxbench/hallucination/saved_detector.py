@@ -78,6 +78,8 @@ def load(path: str | Path) -> Saved:
     Raises:
       ValueError: the file is missing, damaged or not a detector, or was fitted to features of other code.
     """
+    if Path(path).is_dir():  # of `export`, whose files are for other runtimes
+        raise ValueError(f"detector: {path} is a folder, wanted the file that `hallucination.py fit` writes")
     if not Path(path).is_file():
         raise ValueError(f"detector: {path} is no file; `hallucination.py fit` makes one")
     about, tensors = safetensors_files.annotated(Path(path), "detector")

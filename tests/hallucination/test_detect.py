@@ -124,6 +124,8 @@ def test_detectors_of_another_model_other_code_or_no_numbers_are_refused(made, t
     torn.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="damaged or no detector"):
         saved_detector.load(torn)
+    with pytest.raises(ValueError, match="is a folder, wanted the file that `hallucination.py fit` writes"):
+        saved_detector.load(tmp_path)  # as an export is
     bad = fitted._replace(stack=fitted.stack._replace(intercept=np.array(np.nan)))
     saved_detector.save(tmp_path / "nan", saved._replace(detector=bad))
     with pytest.raises(ValueError, match="stack.intercept is not finite"):
