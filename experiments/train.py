@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def main() -> int:
     is_joined = values.cluster or values.coordinator is not None
     if is_joined and values.backend != "flax":
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
+    if is_joined and values.device == "cpu":  # one process may have a program in its cache, and another not
+        os.environ.setdefault(process_environment.CACHES, "false")
     process_environment.ensure(values.device, library=cli.array_library())
     from jaxbench.training import checkpoint, trainer
 

@@ -228,10 +228,10 @@ def _norm(
     return add_bias(normal, bias), inverse, mean
 
 
-# The norm with a custom backward pass, for narrow types and wherever there is a mean. XLA would recompute the
-# statistics of narrow types there, which on a GPU writes every product of the scale's gradient to memory, in float32,
-# before summing it over the rows (docs/gpu.md). Behind a mean's own gradient XLA:CPU fuses the running sum of the
-# residual stream's gradients into each of its readers: a block then reads what all later ones added (rule 20).
+# The norm with a custom backward pass, for narrow types and wherever there is a mean. In that pass XLA would recompute
+# narrow types' statistics, which on a GPU writes every product of the scale's gradient to memory, in float32, before
+# summing it over the rows (docs/gpu.md). Behind a mean's own gradient XLA:CPU fuses the running sum of the residual
+# stream's gradients into each reader: a block then reads what all later ones added (docs/xla_cpu.md rule 20).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _normed(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float

@@ -43,16 +43,28 @@ def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
     return high_c * high_x + (middle >> 16) + (carry >> 16), jnp.uint32(constant) * x
 
 
-@jax.jit  # traced once for a shape, and not at each dropout of each layer: half of a step's tracing otherwise
 def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array, Array]) -> tuple[Array, ...]:
     """Philox 4x32-10: the four 32-bit words of each counter (four uint32 arrays) under a key; all broadcast."""
-    wide, halves = (functools.partial(_rounds, multiply) for multiply in (_multiply_wide, _multiply_halves))
-    # On XLA:CPU, the halves' sixteen operations have a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
-    return lax.platform_dependent(*counter, key[0], key[1], tpu=halves, default=wide)
+    return _traced_once(philox.ROUNDS)(counter, key)
 
 
-def _rounds(multiply: Callable, c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array) -> tuple[Array, ...]:
-    for _ in range(philox.ROUNDS):
+@functools.cache
+def _traced_once(num_rounds: int) -> Callable[..., tuple[Array, ...]]:
+    """Return philox4x32 that Python traces once for a shape; at each layer's dropout it would be half of all tracing."""
+
+    @jax.jit
+    def philox4x32(counter: tuple[Array, ...], key: Array | tuple[Array, Array]) -> tuple[Array, ...]:
+        wide, halves = (functools.partial(_rounds, num_rounds, each) for each in (_multiply_wide, _multiply_halves))
+        # On XLA:CPU, the halves' sixteen operations have a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
+        return lax.platform_dependent(*counter, key[0], key[1], tpu=halves, default=wide)
+
+    return philox4x32
+
+
+def _rounds(
+    num_rounds: int, multiply: Callable, c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array
+) -> tuple[Array, ...]:
+    for _ in range(num_rounds):
         high0, low0 = multiply(philox.MULTIPLIERS[0], c0)
         high1, low1 = multiply(philox.MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0

@@ -35,13 +35,14 @@ GC_OBJECTS = 20_000  # between collections (Python's 700): tracing makes many ob
 MARKER = "JAXBENCH_LAUNCHED"  # set in the restarted process; holds its id, which a restart keeps
 INHERITED = "JAXBENCH_INHERITED"  # set there too; JSON: the variables' previous values, null if unset
 CACHES, DEVICE_COUNT = "JAX_ENABLE_COMPILATION_CACHE", "--xla_force_host_platform_device_count"
+CPU_DEVICES = "JAX_NUM_CPU_DEVICES"  # JAX's own variable for the same
 
 
 def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     """Environment variables that a process for `device` needs, on top of the ones it inherits.
 
-    The platforms are always those of `device`. Everything else keeps the user's own value where one is set. Where
-    XLA_FLAGS asks for several devices of a processor, programs are not cached (`simulated_devices`).
+    The platforms are always those of `device`. Everything else keeps the user's own value where one is set. Where a
+    processor is shown as several devices, compiled programs are not cached (`simulated_devices`).
     library: the one that computes in it. One malloc arena for all threads makes XLA's programs faster and PyTorch's
     slower, so "PyTorch" keeps glibc's default.
 
@@ -111,9 +112,9 @@ def simulated_devices(count: int) -> dict[str, str]:
     a wait ends (with the process) after four minutes instead of 40 seconds, because a busy machine may stall. The
     user's own flags come first and take precedence.
 
-    Programs of several devices are compiled in each process: in one that comes from the compile cache, XLA no longer
-    knows that a collective inside a branch or loop comes before or after those beside it, so that two devices may enter
-    them in different orders, and wait for each other for ever (docs/xla_cpu.md rule 19).
+    Programs are compiled in each process, whatever the user has set: in one of several devices that comes from the
+    compile cache, XLA no longer knows that a collective inside a branch or loop comes before or after those beside it,
+    so that two devices may enter them in different orders, and wait for each other for ever (docs/xla_cpu.md rule 19).
 
     Raises:
       ValueError: count < 1.
@@ -133,7 +134,9 @@ def simulated_devices(count: int) -> dict[str, str]:
 
 
 def simulated_count(flags: str | None = None) -> int:
-    """Number of devices as which XLA shows a processor by `flags` (None: XLA_FLAGS); 1 where it is not said."""
+    """Number of devices as which JAX shows a processor by `flags` (None: XLA_FLAGS); 1 where it is not said."""
+    if (own := os.environ.get(CPU_DEVICES, "")).isdigit():  # takes precedence
+        return int(own)
     said = os.environ.get("XLA_FLAGS", "") if flags is None else flags
     counts = re.findall(rf"{DEVICE_COUNT}=(\d+)", said)
     return int(counts[-1]) if counts else 1

@@ -34,6 +34,20 @@ def test_philox_gives_random123s_known_answers_on_every_backend(counter, key, ex
         assert tuple(int(word) for word in words) == expected
 
 
+def test_philox_is_traced_once_for_a_shape_and_anew_for_another_number_of_rounds(monkeypatch):
+    counter, key = tuple(jnp.full(3, i, jnp.uint32) for i in range(4)), jnp.zeros(2, jnp.uint32)
+    traced, rounds = [], prng._rounds
+    monkeypatch.setattr(prng, "_rounds", lambda *args: traced.append(args[0]) or rounds(*args))
+    prng._traced_once.cache_clear()
+    wanted = [np.asarray(word) for word in prng.philox4x32(counter, key)]
+    jax.jit(lambda c, k: prng.philox4x32(prng.philox4x32(c, k), k)).lower(counter, key)
+    assert traced == [10, 10]  # by 64-bit products and by halves, for three calls
+    monkeypatch.setattr(philox, "ROUNDS", 9)
+    assert not np.array_equal(prng.philox4x32(counter, key)[0], wanted[0]) and traced[2:] == [9, 9]
+    monkeypatch.undo()
+    np.testing.assert_array_equal(prng.philox4x32(counter, key), wanted)
+
+
 @jax.jit
 def jax_words(key, step, site):
     return prng.words(key, step=step, site=site, rows=jnp.arange(ROWS), num_elements=COUNT)

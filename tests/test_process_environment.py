@@ -152,6 +152,9 @@ def test_programs_of_several_devices_do_not_come_from_the_cache_which_loses_the_
     monkeypatch.delenv(process_environment.CACHES)
     found = process_environment.environment("cpu") | process_environment.simulated_devices(1)
     assert process_environment.CACHES not in found
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    assert process_environment.environment("cpu")[process_environment.CACHES] == "false"
+    assert process_environment.CACHES not in process_environment.environment("gpu")
 
 
 def test_this_suite_reads_programs_of_one_device_alone_from_the_cache():

@@ -127,10 +127,10 @@ def _chosen(
         if is_named and not is_left_out and (is_whole or int(index) in chosen):
             found.setdefault(target, set()).add(int(index))
     if not found:
+        said = {"exclude_modules": excluded, "layers_to_transform": layers}
+        without = "".join(f" with {name}={str(value)[:60]!r}" for name, value in said.items() if value)
         example = next(iter(_modules(config).values()))
-        raise ValueError(
-            f"{path}: target_modules={str(named)[:60]!r} names no projection of this decoder, as {example}"
-        )
+        raise ValueError(f"{path}: target_modules={str(named)[:60]!r}{without} leaves no projection, as {example}")
     (first, held), *others = found.items()
     for target, indices in others:
         if indices != held:
@@ -200,9 +200,10 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
             said = str(found)[:60]
             raise ValueError(f"{folder / CONFIG}: {name} is no list of names and no regular expression, but {said!r}")
     if isinstance(values["target_modules"], str) and values.get("layers_to_transform") is not None:
-        raise ValueError(
-            f"{folder / CONFIG}: layers_to_transform goes with a list of target_modules, not with a pattern"
-        )
+        both = f"layers_to_transform={values['layers_to_transform']}, target_modules={values['target_modules'][:60]!r}"
+        raise ValueError(f"{folder / CONFIG}: {both}: layers go with a list of names, not with a pattern")
+    if values.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
+        raise ValueError(f"{folder / CONFIG}: layers_pattern is {str(values['layers_pattern'])[:60]}, wanted layers")
 
 
 def _adapted(params: Mapping[str, np.ndarray]) -> list[str]:

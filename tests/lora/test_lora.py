@@ -81,6 +81,11 @@ def test_modules_are_named_as_peft_names_them(names, targets, layers, tmp_path):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(tmp_path / "theirs")
+    if names["target_modules"] == "all-linear":  # PEFT has written the names that it found
+        path = tmp_path / "theirs" / peft_files.CONFIG
+        found = json.loads(path.read_text())
+        assert isinstance(found["target_modules"], list) and peft_files.load(tmp_path / "theirs", checkpoint.config)
+        path.write_text(json.dumps(found | {"target_modules": "all-linear"}))
     shape, read = peft_files.load(tmp_path / "theirs", checkpoint.config)
     assert (shape.lora.targets, shape.lora.layers) == (targets, layers)
     with torch.no_grad(), transformers_model.wide():
@@ -252,8 +257,17 @@ def test_a_run_without_adapters_is_the_run_it_was():
             {"target_modules": ".*(0.self_attn.q|1.self_attn.v)_proj", "layers_to_transform": None},
             r"adapts q_proj in layers .0. and v_proj in .1.",
         ),
-        ({"target_modules": ["query"]}, r"names no projection of this decoder, as model.layers.0.self_attn.q_proj"),
-        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "goes with a list of target_modules, not with a"),
+        ({"target_modules": ["query"]}, r"leaves no projection, as model.layers.0.self_attn.q_proj"),
+        (
+            {"exclude_modules": ["q_proj"], "target_modules": ["q_proj"]},
+            r"target_modules=.* with exclude_modules=.*q_proj.* with layers_to_transform=.* leaves no projection",
+        ),
+        ({"r": 0}, "a/adapter_config.json: rank: Input should be greater than 0"),
+        ({"layers_pattern": "h"}, "layers_pattern is h, wanted layers"),
+        (
+            {"target_modules": ".*q_proj", "layers_to_transform": [0]},
+            r"layers_to_transform=.0., target_modules=.*: layers go with a list",
+        ),
         ({"exclude_modules": 3}, "exclude_modules is no list of names"),
         ({"r": None}, "r is None"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the decoder's own weights"),
