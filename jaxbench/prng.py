@@ -50,7 +50,7 @@ def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array
 
 @functools.cache
 def _traced_once(num_rounds: int) -> Callable[..., tuple[Array, ...]]:
-    """Return philox4x32 that Python traces once for a shape; at each layer's dropout it would be half of all tracing."""
+    """Return philox4x32 that Python traces once for a shape; at each layer's dropout it was half of all tracing."""
 
     @jax.jit
     def philox4x32(counter: tuple[Array, ...], key: Array | tuple[Array, Array]) -> tuple[Array, ...]:
