@@ -18,6 +18,7 @@ from typing import Any
 from jaxbench import outputs, store, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
+from jaxbench.measure import event_files
 
 # Dense peak rates, TFLOP/s; the first name contained in a device's name applies, other devices are measured. Sources:
 # NVIDIA's data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their
@@ -172,11 +173,10 @@ class Board:
 
     def __init__(self, folder: Path, *, start: int, is_written: bool = True):
         """Open the folder; TensorBoard discards scalars that an earlier process wrote after step `start`."""
-        from tensorboardX import SummaryWriter, record_writer
-
+        boards = event_files.library()
         self._folder, self._files = folder, _BoardFiles()
-        record_writer.register_writer_factory(SCHEME, self._files)  # for the file that is opened next
-        self._writer = SummaryWriter(
+        boards.record_writer.register_writer_factory(SCHEME, self._files)  # for the file that is opened next
+        self._writer = boards.SummaryWriter(
             f"{SCHEME}:{folder}", purge_step=start + 1, flush_secs=FLUSH_S, write_to_disk=is_written
         )
 

@@ -18,6 +18,7 @@ from jaxbench.bench import labels, summary
 from jaxbench.bench.report import contents, figures, page, picture
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import event_files
 from jaxbench.measure.records import RESULTS_NAME, Record, RecordFile
 
 CSV_COLUMNS = (
@@ -70,10 +71,8 @@ def csv_rows(view: View) -> list[dict[str, Any]]:
 
 def write_scalars(view: View, folder: Path) -> None:
     """Write one TensorBoard scalar per row and launch, and the TPU figures at step 0; replaces the folder."""
-    from tensorboardX import SummaryWriter
-
     with outputs.whole_folder(folder) as unfinished:
-        with SummaryWriter(str(unfinished), write_to_disk=True) as writer:
+        with event_files.library().SummaryWriter(str(unfinished), write_to_disk=True) as writer:
             for row in view.rows:
                 name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
                 for launch, value in zip(row.numbers, row.launches, strict=True):
