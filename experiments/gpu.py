@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:  # packages that everything needs; those of
     raise SystemExit(2) from error
 
 VALUES = flags.FLAGS
+AT_ONCE = 4  # stages of a rehearsal beside one another, at most: each takes up to 1.5 GB
 
 
 def main() -> int:
@@ -37,6 +38,7 @@ def main() -> int:
     from jaxbench import outputs, process_environment, terminal
     from jaxbench.gpu import pack, run
     from jaxbench.gpu.stages import Stages, missing
+    from jaxbench.measure import environment
 
     console = terminal.console(stderr=True)
     if VALUES.pack is not None:
@@ -48,6 +50,8 @@ def main() -> int:
         return cli.EXIT_OK
     if VALUES.with_model:
         raise ValueError(f"--with_model={VALUES.with_model} stands beside --pack=FOLDER, which is missing")
+    if VALUES.at_once is not None and not VALUES.rehearse:
+        raise ValueError(f"--at_once={VALUES.at_once} is for --rehearse: figures measured at once disturb each other")
     if not math.isfinite(VALUES.budget_s):
         raise ValueError(f"--budget_s={VALUES.budget_s} is no number of seconds")
     data = "" if VALUES.data is None else str(Path(VALUES.data).resolve())
@@ -67,7 +71,8 @@ def main() -> int:
     cli.keep(f"finished stages are in {workdir}/results.jsonl; go on with --resume")
     place = run.Place(device, VALUES.rehearse, workdir.absolute(), work.absolute(), data)
     say = lambda text: console.print(text, soft_wrap=True, markup=False, style="dim")
-    ended = run.run(stages, place, budget_s=VALUES.budget_s, resume=VALUES.resume, say=say)
+    at_once = (VALUES.at_once or min(AT_ONCE, environment.usable_cores())) if VALUES.rehearse else 1
+    ended = run.run(stages, place, budget_s=VALUES.budget_s, resume=VALUES.resume, say=say, at_once=at_once)
     terminal.console().print(run.table(workdir))
     print(f"written: {workdir}/results.jsonl, figures.csv, environment.json, log.txt")
     failed = [record for record in ended if record.status == "error"]
@@ -87,6 +92,9 @@ if __name__ == "__main__":
         "leave out what ended well with this code, command and configurations on such a GPU, in --workdir",
     )
     flags.DEFINE_bool("rehearse", False, "every stage at a tiny size on the CPU")
+    flags.DEFINE_integer(
+        "at_once", None, "stages of a rehearsal that run beside one another (unset: one a core, up to 4)", lower_bound=1
+    )
     flags.DEFINE_string("work", None, "folder of the stages' own files (unset: WORKDIR-work)")
     flags.DEFINE_string("data", None, "folder of texts, for the stages that read some (configs/gpu/long.yaml)")
     flags.DEFINE_string("pack", None, "only gather code and wheels for another machine into this new folder")

@@ -14,30 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxbench import outputs
+from jaxbench.gpu.kept import KEPT, STAGE, Keeper, Place, Shared, give_back, on_gpu
 from jaxbench.gpu.stages import FLAGS, INTERRUPTED, Log, Stage, call, end_left
 from jaxbench.measure import environment, records
 from jaxbench.measure.records import Record, RecordFile
 
-STAGE = "stage"  # metric of the record that says how a stage ended
 LEAST_S = 15.0  # a stage is not started with less left
 TAIL = 1500  # characters of a failed stage's output that its record keeps
 REHEARSED = "--xla_backend_optimization_level=0"  # XLA's flag in a rehearsal, which is mostly spent on compiling
 RUNNING = ".running"  # suffix after a stage's name: the file under `work` that names its command while it runs
-KEPT = (records.RESULTS_NAME, "parity.json", "summary.json")  # files of a stage that its records are read from
-PART_BYTES = 15 * 2**20  # of a returned file: a lent machine returns files of at most 16 MiB
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # a file that holds no records, or is gone
 SHOWN = (
     "read_bandwidth_bytes_per_s", "gemm_flops_per_s", "prefill_tokens_per_s", "decode_tokens_per_s", "first_token_s",
     "weights_bytes_per_s", "largest_batch",
@@ -47,16 +45,6 @@ SHOWN = (
     "serve_tokens_per_s", "token_gap_s", "first_token_p99_s", "token_s", "token_gap_p99_s", "server_processor",
     "clients_processor", "serve_errors", "parity",
 )  # fmt: skip
-
-
-class Place(NamedTuple):
-    """Where the stages of one call run and write."""
-
-    device: str  # gpu, or cpu in a rehearsal
-    is_rehearsal: bool
-    results: Path  # folder
-    work: Path  # folder of the stages' own files
-    data: str = ""  # folder of texts brought along
 
 
 @contextlib.contextmanager
@@ -78,46 +66,109 @@ def _hangup_interrupts() -> Iterator[None]:
 
 @_hangup_interrupts()
 def run(
-    stages: Sequence[Stage], place: Place, *, budget_s: float, resume: bool, say: Callable[[str], None]
+    stages: Sequence[Stage],
+    place: Place,
+    *,
+    budget_s: float,
+    resume: bool,
+    say: Callable[[str], None],
+    at_once: int = 1,
 ) -> list[Record]:
     """Run the stages that fit the budget, and return their `stage` records.
 
     resume: leave out stages that succeeded in results.jsonl with the same code, command, configurations and device,
       except those that repeat.
+    at_once: how many run beside one another, which is for rehearsals: figures would disturb each other.
 
     Raises:
       ValueError: there are results of another call, and resume is False.
       KeyboardInterrupt: an interrupt came while a stage ran; its records are kept.
     """
-    file, started = RecordFile(place.results / records.RESULTS_NAME), time.monotonic()
+    file = RecordFile(place.results / records.RESULTS_NAME)
     if file.path.exists() and not resume:
         raise ValueError(f"gpu: {file.path} has results; --resume goes on with them, or name another --workdir")
-    commit, facts = environment.commit(), machine()
     for mark in sorted(place.work.glob(f"*{RUNNING}")):  # its command would write the stage's files, hold the device
         if end_left(mark):
             say(f"{mark.stem}: ended what a killed call had left running")
-    where = {"commit": commit, "device": place.device, "gpu": gpu_of(facts) if place.device == "gpu" else ""}
+    facts = machine()
+    call = _Call(file, place, budget_s, say, gpu_of(facts) if place.device == "gpu" else "", at_once)
+    where = {"commit": call.commit, "device": place.device, "gpu": call.gpu}
     finished = finished_stages(file, stages, **where, is_rehearsal=place.is_rehearsal)
     write_machine(place.results / "environment.json", facts)
-    ended = []
+    left = []
     for stage in stages:
         if stage.name in finished and not stage.repeats:
             say(f"{stage.name}: done before")
-            continue
-        left = budget_s - (time.monotonic() - started)
+        else:
+            left.append(stage)
+    if at_once == 1:
+        return [call.stage(stage) for stage in left]
+    return call.beside_one_another(left)
+
+
+class _Call:
+    """The stages of one call: each is run within what is left of the budget, and kept."""
+
+    def __init__(
+        self, file: RecordFile, place: Place, budget_s: float, say: Callable[[str], None], gpu: str, at_once: int
+    ):
+        self.commit, self.gpu = environment.commit(), gpu
+        self._file, self._place, self._say, self._at_once = file, place, say, at_once
+        self._end = time.monotonic() + budget_s
+        self._shared = Shared(threading.RLock(), threading.Event())
+
+    def stage(self, stage: Stage) -> Record:
+        """Run one stage, keep how it ended, and return that.
+
+        Raises:
+          KeyboardInterrupt: it was interrupted; what it measured is kept.
+        """
+        if self._shared.stop.is_set():
+            raise KeyboardInterrupt
+        left, place = self._end - time.monotonic(), self._place
         record = _unable(stage, left, place)
         if is_run := record is None:
-            say(f"{stage.name}: up to {min(stage.limit_s, left):.0f} s of {left:.0f} left; {stage.about}")
-            record = _run_one(stage, place, Keeper(file, stage, place, where["gpu"]), limit_s=min(stage.limit_s, left))
-        record = _on(record.model_copy(update={"commit": commit, "time_utc": records.now_utc()}), place, where["gpu"])
-        if is_run or record.key() not in {each.key() for each in file.read()}:  # keep how it ended before
-            file.append(record)
-        say(f"{stage.name}: {record.status}, {record.value or 0:.0f} s{f': {record.reason}' if record.reason else ''}")
-        write_figures(file, place.results)
-        ended.append(record)
+            limit_s = min(stage.limit_s, left)
+            self._say(f"{stage.name}: up to {limit_s:.0f} s of {left:.0f} left; {stage.about}")
+            keeper = Keeper(self._file, stage, place, self.gpu, self._shared)
+            name = "log.txt" if self._at_once == 1 else f"{stage.name}.log"
+            record = _run_one(stage, place, keeper, place.results / name, limit_s=limit_s)
+        record = on_gpu(
+            record.model_copy(update={"commit": self.commit, "time_utc": records.now_utc()}), place, self.gpu
+        )
+        with self._shared.lock:
+            if is_run or record.key() not in {each.key() for each in self._file.read()}:  # keep how it ended before
+                self._file.append(record)
+            why = f": {record.reason}" if record.reason else ""
+            self._say(f"{stage.name}: {record.status}, {record.value or 0:.0f} s{why}")
+            write_figures(self._file, place.results)
+            if is_run and self._at_once > 1:
+                _append_log(place.results / name, place.results / "log.txt")
         if record.reason == INTERRUPTED:
             raise KeyboardInterrupt
-    return ended
+        return record
+
+    def beside_one_another(self, stages: Sequence[Stage]) -> list[Record]:
+        """Run the stages, some at once in the order given; an interrupt or an error ends those that run."""
+        with futures.ThreadPoolExecutor(self._at_once) as pool:
+            running = [pool.submit(self.stage, stage) for stage in stages]
+            try:
+                ended, _ = futures.wait(running, return_when=futures.FIRST_EXCEPTION)
+                for each in ended:
+                    each.result()  # raises what ended one of them; the others may run for long
+                return [each.result() for each in running]
+            except BaseException:  # also an interrupt of this thread
+                self._shared.stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _append_log(path: Path, whole: Path) -> None:
+    """Move what a stage printed to the end of the log of all."""
+    with open(path, "rb") as source, open(whole, "ab") as target:
+        target.write(b"\n" if target.tell() else b"")
+        shutil.copyfileobj(source, target)
+    path.unlink()
 
 
 def finished_stages(
@@ -203,48 +254,7 @@ def _unable(stage: Stage, left: float, place: Place) -> Record | None:
     return None
 
 
-class Keeper:
-    """Copies a stage's records into results.jsonl, each record once, while it runs and when it has ended."""
-
-    def __init__(self, file: RecordFile, stage: Stage, place: Place, gpu: str):
-        self.folder = (place.work / stage.name).absolute()  # the command's working folder may not be this process's
-        self._file, self._stage, self._place, self._gpu = file, stage, place, gpu
-        self._kept: set[str] = set()
-        self._looked: list[tuple] = []
-
-    def __len__(self) -> int:
-        """Number of records kept."""
-        return len(self._kept)
-
-    def look(self) -> None:
-        """Keep new records if the stage's files have changed; a half-written file waits for the next look."""
-        paths = [self.folder / name for name in KEPT]
-        stats = []
-        for path in paths:
-            with contextlib.suppress(OSError):  # missing, or deleted meanwhile
-                stat = path.stat()
-                stats.append((path.name, stat.st_size, stat.st_mtime_ns))
-        if stats != self._looked:
-            self._looked = stats
-            self.take()
-
-    def take(self) -> str:
-        """Keep new records; return why nothing could be read, else an empty string.
-
-        Raises:
-          OSError: results.jsonl cannot be written.
-        """
-        try:
-            found = {record.model_dump_json(): record for record in kept_records(self.folder)}
-        except UNREADABLE as error:
-            return f"its records cannot be read: {error!r}"[:300]
-        new = [line for line in found if line not in self._kept]
-        self._file.append(*(_of_stage(found[line], self._stage, self._place, self._gpu) for line in new))
-        self._kept.update(new)
-        return ""
-
-
-def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> Record:
+def _run_one(stage: Stage, place: Place, keeper: Keeper, log_path: Path, *, limit_s: float) -> Record:
     """Run one stage and keep what it measures; return the record of how it ended."""
     folder = keeper.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -256,7 +266,7 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
         if (folder / name).exists():
             (folder / name).replace(folder / f"earlier-{name}")
     begun, clock = time.monotonic(), time.time()
-    log, reason = Log(place.results / "log.txt", f"== {stage.name}: {' '.join(words)}\n"), INTERRUPTED
+    log, reason = Log(log_path, f"== {stage.name}: {' '.join(words)}\n"), INTERRUPTED
     command = _command(stage, is_rehearsal=place.is_rehearsal)  # as of the start
     try:
         with log, contextlib.suppress(KeyboardInterrupt):  # a second interrupt, while the command was being ended
@@ -275,66 +285,6 @@ def _run_one(stage: Stage, place: Place, keeper: Keeper, *, limit_s: float) -> R
     status = "error" if reason else "ok"
     detail = command | {"figures": len(keeper)} | ({"tail": log.said[-TAIL:]} if reason else {})
     return _record(stage, status, reason, value=seconds, detail=detail)
-
-
-def kept_records(folder: Path) -> list[Record]:
-    """Return a stage's records: from results.jsonl, a training's summary, and each case of parity.json."""
-    found = records.read_lines(folder / records.RESULTS_NAME) if (folder / records.RESULTS_NAME).exists() else []
-    summary = folder / "summary.json"
-    found += _of_training(json.loads(summary.read_text())) if summary.exists() else []
-    for case in json.loads((folder / "parity.json").read_text()) if (folder / "parity.json").exists() else []:
-        gates = [
-            {name: gate.get(name) for name in ("id", "what", "passed", "error", "limit", "where")}
-            for gate in case["gates"]
-        ]
-        found.append(
-            Record(
-                metric="parity", value=float(case["passed"]), unit="count", arm=case["case"], detail={"gates": gates}
-            )
-        )
-    return found
-
-
-def give_back(source: Path, target: Path) -> None:
-    """Copy a file, in parts if it is large, replacing what an earlier call gave back."""
-    content = source.read_bytes()
-    starts = range(0, max(len(content), 1), PART_BYTES)
-    names = [target.name] if len(starts) == 1 else [f"{target.name}.part{number}" for number in range(len(starts))]
-    for name, start in zip(names, starts, strict=True):
-        with outputs.whole(target.with_name(name)) as temporary:
-            temporary.write_bytes(content[start : start + PART_BYTES])
-    for old in (target, *target.parent.glob(f"{target.name}.part*")):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
-
-
-def _of_training(summary: dict) -> list[Record]:
-    """Return the records of a training's summary; other commands' summaries have none."""
-    units = {"tokens_per_s": "tokens/s", "validation_loss": "nats/token", "mfu": "ratio", "mfu_causal": "ratio"}
-    values = {name: summary.get(name) for name in units} if "backend" in summary else {}
-    if not values.get("tokens_per_s"):  # a run without any step left to time
-        values = {"validation_loss": values.get("validation_loss")}
-    return [
-        Record(metric=f"train_{name}", value=float(value), unit=units[name], arm=summary["backend"])
-        for name, value in values.items()
-        if value is not None and math.isfinite(value)
-    ]
-
-
-def _of_stage(record: Record, stage: Stage, place: Place, gpu: str) -> Record:
-    """Return a record as kept in results.jsonl, tagged by stage: others may measure the same of another model."""
-    own = {"config_id": record.config_id or stage.name, "detail": record.detail | {STAGE: stage.name}}
-    return _on(record.model_copy(update=own | {"device": record.device or place.device}), place, gpu)
-
-
-def _on(record: Record, place: Place, gpu: str) -> Record:
-    """Return a record tagged by GPU, so that it does not replace the records of another kind of GPU."""
-    if not gpu:
-        return record.model_copy(update={"device": record.device or place.device})
-    own = {"config_id": f"{record.config_id} {gpu}".strip(), "detail": record.detail | {"gpu": gpu}}
-    if record.run_id:  # it does not cover the GPU: a launch begun on one kind would drop the records of the other
-        own["run_id"] = f"{record.run_id} {gpu}"
-    return record.model_copy(update=own | {"device": record.device or place.device})
 
 
 def _command(stage: Stage, *, is_rehearsal: bool) -> dict[str, Any]:

@@ -60,7 +60,13 @@ def test_what_a_stage_has_measured_and_printed_survives_the_end_of_the_call(numb
     slow = stage("slow", python("print('begun', flush=True); " + measuring(RATE) + "import time; time.sleep(600)"))
     chosen = tmp_path / "stages.yaml"
     chosen.write_text(json.dumps({"stages": [slow.model_dump()]}))
-    words = ["--rehearse", f"--config={chosen}", f"--workdir={tmp_path / 'r'}", f"--work={tmp_path / 'w'}"]
+    words = [
+        "--rehearse",
+        "--at_once=1",
+        f"--config={chosen}",
+        f"--workdir={tmp_path / 'r'}",
+        f"--work={tmp_path / 'w'}",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", QUICK, *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

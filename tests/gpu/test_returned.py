@@ -2,12 +2,12 @@
 
 import os
 
-from jaxbench.gpu import run
+from jaxbench.gpu import kept, run
 from tests.gpu.small_stages import counting, python, runs, stage, writing
 
 
 def test_files_that_a_stage_returns_come_back_in_parts_where_they_are_large(call, monkeypatch):
-    monkeypatch.setattr(run, "PART_BYTES", 4)
+    monkeypatch.setattr(kept, "PART_BYTES", 4)
     small, large = writing("a.txt", "abc"), writing("b.txt", "abcdefghij")
     call(stage("one", python(small + large), returned=("a.txt", "b.txt", "none.txt")))
     found = {path.name: path.read_text() for path in call.results.glob("one-*")}
@@ -26,7 +26,7 @@ def test_a_training_gives_its_rate_and_loss_and_other_summaries_nothing(call):
     )
     found = {each.metric: (each.value, each.arm) for each in call.kept() if each.metric != run.STAGE}
     assert found == {"train_tokens_per_s": (12.5, "flax"), "train_mfu": (0.25, "flax")}
-    rows = run._of_training({"backend": "flax", "tokens_per_s": 0.0, "mfu": 0.0, "validation_loss": 2.5})
+    rows = kept._of_training({"backend": "flax", "tokens_per_s": 0.0, "mfu": 0.0, "validation_loss": 2.5})
     assert [(each.metric, each.value) for each in rows] == [("train_validation_loss", 2.5)]  # no step was timed
 
 

@@ -364,7 +364,7 @@ def test_an_interrupt_keeps_finished_stages_and_ends_what_runs(tmp_path):
     sleeping = stage("sleeping", shlex.join(["sh", "-c", begin]))
     chosen = config_of(tmp_path, stage("done", python(measuring(RATE))), sleeping, stage("never", "ls"))
     process = subprocess.Popen(
-        command(tmp_path, chosen), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, chosen, "--at_once=1"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     begun = tmp_path / "w" / "sleeping" / "begun"
     wait_for(lambda: begun.exists() or process.poll() is not None)
