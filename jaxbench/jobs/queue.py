@@ -206,6 +206,9 @@ class Queue:
                 entry = _read(entry.folder)  # it may have ended between the two
                 if entry.progress.state in ENDED:
                     continue
+                if (entry.folder / "cancel").exists():  # its worker ended before it saw that
+                    end(entry, "cancelled", note="cancelled before it ran on")
+                    continue
                 if entry.progress.attempts >= entry.job.most_attempts:
                     end(entry, "failed", note=f"{entry.progress.attempts} attempts; the worker died in the last one")
                     yield _read(entry.folder)

@@ -108,6 +108,18 @@ def test_cancelling_ends_what_waits_and_marks_what_runs(tmp_path):
             held.cancel(id)
 
 
+def test_a_job_whose_worker_died_before_it_saw_the_cancelling_is_not_started_again(tmp_path):
+    jobs = Queue(tmp_path)
+    asked, other = (jobs.submit(WORDS).job.id for _ in range(2))
+    with jobs.claimed("w") as entry:
+        assert entry.job.id == asked and jobs.cancel(asked).progress.state == "running"
+        queue.postpone(entry, 0.0, attempts=0)  # told to end, or its command broke, at that moment
+    with jobs.claimed("w") as entry:
+        assert entry.job.id == other
+    assert jobs.find(asked).progress.state == "cancelled"
+    assert jobs.retry(asked).progress.state == "waiting"
+
+
 def test_only_what_failed_or_was_cancelled_is_retried_and_only_what_ended_removed(tmp_path):
     held = Queue(tmp_path)
     id = held.submit(WORDS).job.id
