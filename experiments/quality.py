@@ -28,6 +28,7 @@ def main() -> int:
     process_environment.ensure("cpu")
     from jaxbench import config, store
     from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.quantization import quantize
     from jaxbench.quantization.study import report, windows
     from jaxbench.quantization.study.quality import Quality
     from jaxbench.text import packing
@@ -40,12 +41,13 @@ def main() -> int:
     }
     calibration = settings.calibration
     seen = functools.cache(lambda: windows.calibration(words, calibration.data, calibration.rows, calibration.length))
-    if any(each.recipe is not None and each.recipe.needs_calibration for each in settings.methods.values()):
+    needs = any(each.recipe is not None and each.recipe.needs_calibration for each in settings.methods.values())
+    if needs:
         seen()  # raises for a text that is too short, before the first method runs
     held = weights.load_checkpoint(spec)
-    longest = max(settings.length, calibration.length)
-    if longest > held.config.max_seq_len:
-        raise ValueError(f"length: rows of {longest} tokens, and {held.source} has {held.config.max_seq_len} positions")
+    rows = {f"texts.{name}": each.tokens for name, each in texts.items()}
+    for name, tokens in (rows | ({"calibration": seen()} if needs else {})).items():
+        quantize.check_tokens(held.config, tokens, what=f"{name} ({held.source})")
     workdir = Path(VALUES.workdir)
     about = {"model": held.source, "model_sha256": held.sha256}
     about["text_sha256"] = {name: packing.text_sha256(path) for name, path in settings.texts.items()}

@@ -51,7 +51,8 @@ def quantize(
       progress: called after each layer.
 
     Raises:
-      ValueError: groups do not divide a matrix, calibration is needed and missing, or weights are not finite.
+      ValueError: groups do not divide a matrix, calibration is needed and missing or has tokens that the model does not
+        know or rows longer than its context, or weights are not finite.
     """
     if recipe.needs_calibration and (calibrator is None or tokens is None or not tokens.size):
         count = 0 if tokens is None else tokens.size
@@ -62,6 +63,7 @@ def quantize(
     _check(params, recipe)
     made = QuantizedModel(config, {}, {}, recipe.activations, {}, {})
     if recipe.needs_calibration:
+        check_tokens(config, tokens, what="the calibration text")
         hidden = embedded(config, params, tokens)
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
@@ -87,6 +89,25 @@ def quantize(
         progress(i + 1, config.num_layers)
     _round_ends(made, params, recipe.embedding_grid)
     return made
+
+
+def check_tokens(config: TransformerConfig, tokens: Int[np.ndarray, "B T"], *, what: str) -> None:
+    """Check that a model can read rows of tokens; `what` names them in errors.
+
+    JAX gives NaN or the last row for an id past the embedding, NumPy takes a negative one from its end.
+
+    Raises:
+      ValueError: a token is outside the vocabulary, or rows are longer than the model's context.
+    """
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise ValueError(
+            f"quantize: {what} has token ids from {tokens.min()} to {tokens.max()}, wanted 0 to "
+            f"{config.vocab_size - 1}: is the tokenizer another model's?"
+        )
+    if tokens.shape[1] > config.max_seq_len:
+        raise ValueError(
+            f"quantize: rows of {what} have {tokens.shape[1]} tokens, the model has {config.max_seq_len} positions"
+        )
 
 
 def embedded(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxbench import initial, transformer
+from jaxbench import initial, parameters, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.pretrained import assets, small_tokenizers, tokenizer, weights
 from jaxbench.quantization.study import measure, methods, quality, report, windows
@@ -119,6 +119,18 @@ def test_windows_of_a_text_of_one_paragraph_are_all_different_and_do_not_meet(tm
         windows.of_text(words, str(path), 17, 48)
 
 
+def test_windows_of_paragraphs_of_unlike_lengths_do_not_share_their_text(tmp_path):
+    words, path = small_tokenizers.ByteTokenizer(), tmp_path / "list.txt"
+    lines = [f"line {i}" for i in range(40)]
+    path.write_text("\n\n".join([*lines, " ".join(f"word {i}" for i in range(1000))]))
+    found = [bytes(row.tolist()).decode() for row in windows.of_text(words, str(path), 16, 64).tokens]
+    places = [path.read_text().index(each) for each in found]
+    assert min(np.diff(places)) >= 64
+    path.write_text("\n\n".join(f"{'a' * 70}{i}" for i in range(40)))
+    starts = windows.of_text(words, str(path), 16, 64).tokens[:, 0]
+    assert (starts == ord("a")).all(), "of even paragraphs each window begins one"
+
+
 @pytest.mark.parametrize("kind", ["bytes", "default"])
 def test_a_window_that_cuts_a_character_has_the_bytes_of_its_tokens(kind, folder, tmp_path):
     words = tokenizer.load_tokenizer(folder if kind == "bytes" else None)
@@ -195,6 +207,24 @@ def test_native_kernels_and_xla_have_the_same_figures(folder, method):
     assert made[0].bits_per_weight == made[1].bits_per_weight
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_have_the_eight_bits_that_a_file_of_four_gives_them(tied):
+    config = CONFIG.model_copy(update={"tie_embeddings": tied})
+    held = weights.Checkpoint(config, initial.initial_params(config, 0), None, "", "")
+    made = methods.make(Method(rounded="q4_0"), held, lambda: None)
+    found = {name: np.asarray(value) for name, value in parameters.split(made.model)[1].items()}
+    ends = ["embed.embedding"] if tied else ["embed.embedding", "head.kernel"]
+    size = sum(held.params[name].size for name in ends) * 8.5 / 8
+    for name, value in held.params.items():
+        error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
+        if name in ends:
+            assert 0 < error < 0.01, name
+        elif value.ndim == 2:
+            assert error > 0.05, name
+            size += value.size * 4.5 / 8
+    assert made.bytes == round(size + sum(4 * value.size for value in held.params.values() if value.ndim == 1))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -240,6 +270,38 @@ def test_the_command_measures_keeps_and_shows(folder, tmp_path):
     assert part.stat().st_mtime_ns == made and other.exists()
     code, out = run_command(*command, "--set=windows=6")
     assert code == 2 and "holds the work of configuration" in out
+
+
+def test_a_text_that_the_model_cannot_read_is_refused_before_the_first_method(folder, tmp_path):
+    config = CONFIG.model_copy(update={"vocab_size": 100})  # a tokenizer of bytes has more
+    params = initial.initial_params(config, 0)
+    strange = weights.save_checkpoint(tmp_path / "m", config, params, tokenizer=small_tokenizers.ByteTokenizer())
+    path = tmp_path / "table.yaml"
+    path.write_text(yaml.safe_dump({"windows": 4, "length": 32, "methods": {"q4_0": {"rounded": "q4_0"}}}))
+    command = ("quality.py", f"--config={path}", f"--workdir={tmp_path / 'out'}")
+    code, out = run_command(*command, f"--model={strange}")
+    assert code == 2 and re.search(r"texts.default .* has token ids from \d+ to 1\d\d, wanted 0 to 99", out), out
+    code, out = run_command(*command, f"--model={folder}", "--set=length=65")
+    assert code == 2 and "have 65 tokens, the model has 64 positions" in out, out
+    assert not (tmp_path / "out").exists()
+    code, out = run_command(
+        "quantize.py", f"--model={strange}", "--bits=4", "--rounding=gptq", "--rows=4", "--length=16",
+        f"--output={tmp_path / 'w4'}",
+    )  # fmt: skip
+    assert code == 2 and "the calibration text has token ids from" in out and not (tmp_path / "w4").exists(), out
+
+
+def test_a_table_without_a_calibrated_method_needs_no_rows_of_calibration(folder, tmp_path):
+    path = tmp_path / "table.yaml"  # calibration.length stays 256, the model has 64 positions
+    path.write_text(yaml.safe_dump({"windows": 2, "length": 16, "methods": {"q4_0": {"rounded": "q4_0"}}}))
+    code, out = run_command("quality.py", f"--config={path}", f"--model={folder}", f"--workdir={tmp_path / 'out'}")
+    assert code == 0 and "q4_0" in out, out
+
+
+@pytest.mark.parametrize("field", ["texts", "methods"])
+def test_a_table_of_nothing_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field}\n.*at least 1 item"):
+        quality.Quality(**({"methods": {"q4_0": {"rounded": "q4_0"}}} | {field: {}}))
 
 
 def test_a_number_without_an_interval_stands_alone():

@@ -45,7 +45,7 @@ def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, 
         embedding_bits = max(bits, 8.5)
         for name in _matrices(params):
             is_embedding = name == "embed.embedding"
-            kind = "q8_0" if is_embedding and bits < 8 else method.rounded
+            kind = method.rounded if name.startswith("layers.") or bits >= 8 else "q8_0"  # the head too, as in a file
             own = checkpoint.quantized(params[name] if is_embedding else params[name].T, kind)
             values = formats.dequantized(own)
             params[name], rows[name.rpartition(".")[0]] = values if is_embedding else values.T, own

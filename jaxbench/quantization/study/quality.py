@@ -65,10 +65,11 @@ class Quality(Base):
     """Settings of the table: configs/quantization/*.yaml."""
 
     calibration: Calibration = Calibration()
-    texts: dict[str, str | None] = {"default": None}  # name: file; null = the second half of the default text
+    # name: file; null = the second half of the default text
+    texts: dict[str, str | None] = Field({"default": None}, min_length=1)
     windows: int = Field(64, ge=2)  # of each text
     length: int = Field(256, ge=16)  # tokens of a window
-    methods: dict[str, Method]
+    methods: dict[str, Method] = Field(min_length=1)
     pairs: list[tuple[str, str]] = []  # methods compared on the same windows, the better one first
 
     @model_validator(mode="after")

@@ -13,6 +13,9 @@ from jaxtyping import Int
 from jaxbench.pretrained import small_tokenizers
 from jaxbench.text import packing
 
+# Of the tokens of rows; the 64 windows of 256 tokens of the default text share 5 %.
+MOST_SHARED = 0.1
+
 
 class Windows(NamedTuple):
     """Windows of one text."""
@@ -63,17 +66,31 @@ def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Window
 
 
 def rows_of(tokenizer: Any, texts: Sequence[str], count: int, length: int) -> Int[np.ndarray, "B T"]:
-    """Take evenly spread rows of texts, each from a paragraph's start; with too few paragraphs, from anywhere.
+    """Take evenly spread rows of texts, each from a paragraph's start; from anywhere where that would not spread them.
+
+    That is with too few paragraphs, and with paragraphs of such unlike lengths that rows would share more than
+    MOST_SHARED of their tokens though the texts have enough for all.
 
     Raises:
       ValueError: the texts have fewer tokens than a row.
     """
     paragraphs = [part for text in texts for part in text.split("\n\n") if part.strip()]
-    ids = tokenizer.encode("\n\n".join(paragraphs)) if len(paragraphs) < count else []
+    is_spread = len(paragraphs) >= count and (
+        count_tokens(tokenizer, texts, count * length) < count * length
+        or _shared(tokenizer, paragraphs, count, length) <= MOST_SHARED
+    )
+    ids = [] if is_spread else tokenizer.encode("\n\n".join(paragraphs))
     if len(ids) < length:  # enough paragraphs, or too little text: raised there
         return np.array(packing.real_prompts(tokenizer, [length] * count, paragraphs), np.int32)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return np.array([ids[start : start + length] for start in starts], np.int32)
+
+
+def _shared(tokenizer: Any, paragraphs: Sequence[str], count: int, length: int) -> float:
+    """Share of the tokens of rows at evenly spread paragraphs that the next row has too."""
+    starts = [i * len(paragraphs) // count for i in range(count + 1)]  # as packing.real_prompts has them
+    found = (count_tokens(tokenizer, paragraphs[i:j], length) for i, j in zip(starts, starts[1:]))
+    return sum(max(length - size, 0) for size in found) / (count * length)
 
 
 def count_tokens(tokenizer: Any, texts: Sequence[str], enough: int) -> int:
