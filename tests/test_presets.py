@@ -59,6 +59,13 @@ def test_every_setting_says_who_says_so():
         presets.Preset(device="cpu", about="a", settings=[SETTING, SETTING])
 
 
+def test_what_makes_products_less_exact_comes_only_when_all_is_asked_for():
+    less = {"JAX_DEFAULT_MATMUL_PRECISION", "torch.set_float32_matmul_precision", "ONEDNN_DEFAULT_FPMATH_MODE"}
+    settings = [(name, setting) for name in presets.names() for setting in presets.load(name).settings]
+    found = [(name, each) for name, each in settings if each.name in less or "not for proofs" in each.about]
+    assert len(found) >= 5 and [(name, each.name) for name, each in found if each.is_default] == []
+
+
 def test_the_documented_numbers_of_settings_are_those_of_the_files():
     text = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+|none)", text, re.MULTILINE)
