@@ -177,6 +177,8 @@ def _write(
             kind = field.types[0]
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    if gguf.Keys.General.QUANTIZATION_VERSION not in reader.fields:  # the format wants it in a file with blocks
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(file_type)
     errors = {}
     for i, name in enumerate(file.tensors):

@@ -123,6 +123,26 @@ def test_a_file_of_another_alignment_keeps_it(small, tmp_path):
     assert [read.tensor(name)[0] for name in names] == [3, 4] and read.tensors["even"].offset % 128 == 0
 
 
+def test_a_file_of_floats_without_a_version_of_blocks_gets_one(small, tmp_path):
+    import gguf
+
+    source, key = gguf.GGUFReader(str(small)), "general.quantization_version"
+    bare = gguf.GGUFWriter(tmp_path / "bare.gguf", arch="llama")
+    for field in source.fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", key):
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            bare.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in source.tensors:
+        bare.add_tensor(tensor.name, np.array(tensor.data))
+    for step in (bare.write_header_to_file, bare.write_kv_data_to_file, bare.write_tensors_to_file):
+        step()
+    bare.close()
+    assert key not in gguf.GGUFReader(str(tmp_path / "bare.gguf")).fields
+    for path in (tmp_path / "bare.gguf", small):
+        written = gguf_export.export(path, tmp_path / f"{path.stem}-q8.gguf", format="q8_0").path
+        assert gguf.GGUFReader(str(written)).fields[key].contents() == gguf.GGML_QUANT_VERSION == 2
+
+
 def test_the_input_is_never_written_over(small):
     before = small.read_bytes()
     with pytest.raises(ValueError, match="is the input"):
