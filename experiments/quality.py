@@ -52,6 +52,10 @@ def main() -> int:
     about = {"model": held.source, "model_sha256": held.sha256}
     about["text_sha256"] = {name: packing.text_sha256(path) for name, path in settings.texts.items()}
     about["calibration_sha256"] = packing.text_sha256(calibration.data)
+    for name, path in settings.texts.items():  # of the default text one half is for each
+        if needs and path is not None and about["text_sha256"][name] == about["calibration_sha256"]:
+            said = f"texts.{name}={path} is the text of calibration: it flatters the methods that are calibrated"
+            print(said, file=sys.stderr)
     same = config.config_id(settings, exclude=("methods", "pairs"))  # methods may change: each is its own part
     store.claim(workdir, f"{same}-{held.sha256[:12]}-{windows.digest(texts)}")
     cli.keep(f"finished methods in {workdir} are kept; the same command goes on")

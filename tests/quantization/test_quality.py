@@ -298,6 +298,18 @@ def test_a_table_without_a_calibrated_method_needs_no_rows_of_calibration(folder
     assert code == 0 and "q4_0" in out, out
 
 
+def test_a_text_that_methods_were_calibrated_on_is_named(folder, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(f"paragraph {i} of text {name} " * 3 for i in range(30)))
+    texts = {name: str(tmp_path / f"{name}.txt") for name in ("a", "b")}
+    settings = {"calibration": {"data": texts["a"], "rows": 4, "length": 16}, "texts": texts, "windows": 2}
+    settings |= {"length": 16, "methods": {"g": {"recipe": {"bits": 4, "rounding": "gptq"}}}}
+    path = tmp_path / "table.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    code, out = run_command("quality.py", f"--config={path}", f"--model={folder}", f"--workdir={tmp_path / 'out'}")
+    assert code == 0 and re.findall(r"texts\.(\w)=\S+ is the text of calibration", out) == ["a"], out
+
+
 @pytest.mark.parametrize("field", ["texts", "methods"])
 def test_a_table_of_nothing_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}\n.*at least 1 item"):
