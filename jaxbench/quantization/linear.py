@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxbench import functional, transformer
 from jaxbench.quantization.products import matmul
-from jaxbench.quantization.recipe import QuantizedModel, dequantized
+from jaxbench.quantization.recipe import QuantizedModel, dequantized, layer_matrices
 
 
 class QuantizedLinear(nnx.Module):
@@ -31,15 +31,18 @@ class QuantizedLinear(nnx.Module):
 
 
 def build(model: QuantizedModel, *, dtype: str = "float32") -> transformer.Transformer:
-    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear."""
+    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear.
+
+    Raises:
+      ValueError: 8-bit activations, and weights in groups or with zeros (see recipe.layer_matrices).
+    """
     decoder = transformer.build(model.config, dequantized(model), dtype=dtype)
     if model.activations == "float":
         return decoder
-    for name, matrix in model.matrices.items():
-        if name.startswith("layers."):
-            _, index, part, module = name.split(".")
-            parent = getattr(decoder.layers[int(index)], part)
-            bias = model.params.get(f"{name}.bias")
-            scale, limit = np.ascontiguousarray(matrix.scales[:, 0]), model.input_ranges.get(name)
-            setattr(parent, module, QuantizedLinear(np.ascontiguousarray(matrix.codes.T), scale, bias, limit))
+    for name, matrix in layer_matrices(model).items():
+        _, index, part, module = name.split(".")
+        parent = getattr(decoder.layers[int(index)], part)
+        bias = model.params.get(f"{name}.bias")
+        scale, limit = np.ascontiguousarray(matrix.scales[:, 0]), model.input_ranges.get(name)
+        setattr(parent, module, QuantizedLinear(np.ascontiguousarray(matrix.codes.T), scale, bias, limit))
     return decoder

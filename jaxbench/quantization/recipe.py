@@ -91,6 +91,22 @@ def dequantized(model: QuantizedModel) -> dict[str, np.ndarray]:
     return params
 
 
+def layer_matrices(model: QuantizedModel) -> dict[str, Quantized]:
+    """Matrices of the layers by module name, of a model whose products with rounded inputs are of codes alone.
+
+    Raises:
+      ValueError: a matrix has more than one scale per output, or zeros, which such a product has no place for.
+    """
+    found = {name: matrix for name, matrix in model.matrices.items() if name.startswith("layers.")}
+    for name, matrix in found.items():
+        if matrix.scales.shape[1] != 1 or matrix.zeros is not None:
+            raise ValueError(
+                f"linear: activations={model.activations} with {name} on {matrix.grid}, wanted one scale per output "
+                "and zero=none; set activations='float' for its weights alone"
+            )
+    return found
+
+
 def layer_modules(decoder: Any, names: Iterable[str]) -> list[Any]:
     """Modules of a decoder's layers by name, such as layers.0.mlp.up_proj, of any backend."""
     paths = (name.split(".") for name in names)

@@ -177,6 +177,19 @@ def test_products_in_eight_bits_are_equal_in_all_backends_and_near_the_floats(mo
     assert 1e-4 < error < (0.2 if kind == "e4m3" else 0.12)
 
 
+BUILDERS = (linear.build, eqx_linear.build, torch_ref.quantization.linear.build)
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=["flax", "equinox", "torch"])
+@pytest.mark.parametrize("grid", [{"bits": 4}, {"bits": 8, "group_size": None, "zero": "integer"}])
+def test_rounded_inputs_with_weights_in_groups_or_with_zeros_are_refused(model, build, grid):
+    found = quantize.quantize(*model, Recipe(**grid))
+    named = r"activations=dynamic with layers.0.attention.q_proj on Grid.*, wanted one scale per output and zero=none"
+    with pytest.raises(ValueError, match=named):
+        build(found._replace(activations="dynamic"))
+    build(found)
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_a_product_in_eight_bits_is_the_product_of_its_codes(kind):
     import ml_dtypes  # noqa: F401  names float8_e4m3fn

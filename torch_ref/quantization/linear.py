@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jaxbench.quantization.recipe import QuantizedModel, dequantized
+from jaxbench.quantization.recipe import QuantizedModel, dequantized, layer_matrices
 from torch_ref import functional, transformer
 from torch_ref.quantization.products import matmul
 
@@ -34,15 +34,18 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def build(model: QuantizedModel, *, dtype: str = "float32") -> transformer.Transformer:
-    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear."""
+    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear.
+
+    Raises:
+      ValueError: 8-bit activations, and weights in groups or with zeros (see recipe.layer_matrices).
+    """
     decoder = transformer.build(model.config, dequantized(model), dtype=dtype)
     if model.activations == "float":
         return decoder
-    for name, matrix in model.matrices.items():
-        if name.startswith("layers."):
-            _, index, part, module = name.split(".")
-            parent = getattr(decoder.layers[int(index)], part)
-            bias = model.params.get(f"{name}.bias")
-            scale, limit = np.ascontiguousarray(matrix.scales[:, 0]), model.input_ranges.get(name)
-            setattr(parent, module, QuantizedLinear(np.ascontiguousarray(matrix.codes.T), scale, bias, limit))
+    for name, matrix in layer_matrices(model).items():
+        _, index, part, module = name.split(".")
+        parent = getattr(decoder.layers[int(index)], part)
+        bias = model.params.get(f"{name}.bias")
+        scale, limit = np.ascontiguousarray(matrix.scales[:, 0]), model.input_ranges.get(name)
+        setattr(parent, module, QuantizedLinear(np.ascontiguousarray(matrix.codes.T), scale, bias, limit))
     return decoder

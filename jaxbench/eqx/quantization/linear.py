@@ -14,7 +14,7 @@ from jaxtyping import Float
 from jaxbench import functional
 from jaxbench.eqx import transformer
 from jaxbench.quantization.products import matmul
-from jaxbench.quantization.recipe import QuantizedModel, dequantized, layer_modules
+from jaxbench.quantization.recipe import QuantizedModel, dequantized, layer_matrices, layer_modules
 
 
 class QuantizedLinear(eqx.Module):
@@ -37,15 +37,18 @@ class QuantizedLinear(eqx.Module):
 
 
 def build(model: QuantizedModel, *, dtype: str = "float32") -> transformer.Transformer:
-    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear."""
+    """Build the decoder of a quantised model; with 8-bit activations its layers' products are QuantizedLinear.
+
+    Raises:
+      ValueError: 8-bit activations, and weights in groups or with zeros (see recipe.layer_matrices).
+    """
     decoder = transformer.build(model.config, dequantized(model), dtype=dtype)
     if model.activations == "float":
         return decoder
-    names = [name for name in model.matrices if name.startswith("layers.")]
-    new = []
-    for name in names:
-        matrix, limit = model.matrices[name], model.input_ranges.get(name)
+    held, new = layer_matrices(model), []
+    for name, matrix in held.items():
+        limit = model.input_ranges.get(name)
         scale = np.ascontiguousarray(matrix.scales[:, 0])
         kernel = np.ascontiguousarray(matrix.codes.T)
         new.append(QuantizedLinear(kernel, scale, model.params.get(f"{name}.bias"), limit))
-    return eqx.tree_at(lambda tree: layer_modules(tree, names), decoder, new)
+    return eqx.tree_at(lambda tree: layer_modules(tree, held), decoder, new)
