@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxbench.config import shown
 from jaxbench.pretrained import chat_template as templates
 from jaxbench.pretrained import gguf_tokenizer, safetensors_files, weights
 
@@ -26,6 +27,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
 ABOUT_FILE = ("bos_token_id", "eos_token_id", "transformers_version", "_from_model_config")  # no settings of sampling
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of an added token
+PREFIXING = ("GPT2Tokenizer", "Qwen2Tokenizer")  # byte-level classes that follow add_prefix_space, with "Fast" too
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
 
 
@@ -145,6 +147,7 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json into a folder, as transformers reads them."""
         names = self.special_tokens | self._own_names
         values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+        values |= {"split_special_tokens": True} if self.core.encode_special_tokens else {}  # tokenizer.json lacks it
         if self.tool_template is not None:
             given = {"default": self.chat_template, "tool_use": self.tool_template}
             values["chat_template"] = [{"name": k, "template": v} for k, v in given.items() if v is not None]
@@ -153,6 +156,11 @@ class Tokenizer:
         text = json.dumps(values, indent=2, ensure_ascii=False)
         self.core.save(str(Path(folder) / "tokenizer.json"))
         (Path(folder) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def identity(core: tokenizers.Tokenizer) -> str:
+    """Return all that decides the ids of a text, as a text: for checksums."""
+    return core.to_str() + (" split_special_tokens" if getattr(core, "encode_special_tokens", False) else "")
 
 
 def load_tokenizer(spec: str | Path | None = None) -> Tokenizer:
@@ -187,6 +195,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         settings = settings | _optional_json(folder / "special_tokens_map.json")
     named = {name: _content(settings[name]) for name in NAMES if _content(settings.get(name)) is not None}
     _add_tokens(core, folder, settings, named)
+    _set_flags(core, folder / "tokenizer_config.json", settings)
     generation = _optional_json(folder / "generation_config.json")
     model = _optional_json(folder / "config.json") | generation
     ids = {name: _special_id(core, named, model, name) for name in ("eos", "bos")}
@@ -243,6 +252,30 @@ def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict, named:
     texts = dict.fromkeys([*named.values(), *others])
     special = [text for text in texts if text and text not in whole and core.token_to_id(text) is not None]
     core.add_tokens([AddedToken(text, special=True) for text in special])
+
+
+def _set_flags(core: tokenizers.Tokenizer, place: Path, settings: dict[str, Any]) -> None:
+    """Follow what tokenizer_config.json says of encoding, where transformers lets it change tokenizer.json.
+
+    split_special_tokens: the texts of special tokens are texts like any other. add_prefix_space: a space stands in
+    front of a text; only classes of PREFIXING follow it.
+
+    Raises:
+      ValueError: one of the two is neither true nor false.
+    """
+    from tokenizers import pre_tokenizers
+
+    given = {name: settings.get(name) for name in ("split_special_tokens", "add_prefix_space")}
+    for name, value in given.items():
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{place}: {name}={shown(value)}, wanted true or false")
+    core.encode_special_tokens = bool(given["split_special_tokens"])
+    if given["add_prefix_space"] is None or str(settings.get("tokenizer_class")).removesuffix("Fast") not in PREFIXING:
+        return
+    first = core.pre_tokenizer
+    for step in first if isinstance(first, pre_tokenizers.Sequence) else [first]:
+        if isinstance(step, pre_tokenizers.ByteLevel):
+            step.add_prefix_space = given["add_prefix_space"]
 
 
 def _special_id(core: tokenizers.Tokenizer, named: dict[str, str], model: dict, name: str) -> int | None:

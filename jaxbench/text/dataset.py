@@ -26,6 +26,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 
 from jaxbench import outputs, philox, process_environment
 from jaxbench.pretrained import assets, small_tokenizers
+from jaxbench.pretrained.tokenizer import identity
 from jaxbench.text import packing
 from jaxbench.text.lines import JSON_LINES
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
@@ -106,7 +107,7 @@ def tokenizer_id(tokenizer: Any) -> str:
         return "byte"
     if isinstance(tokenizer, small_tokenizers.CharacterTokenizer):
         return "character " + hashlib.sha256(tokenizer.characters.encode()).hexdigest()
-    return hashlib.sha256(f"{tokenizer.eos_id} {tokenizer.core.to_str()}".encode()).hexdigest()
+    return hashlib.sha256(f"{tokenizer.eos_id} {identity(tokenizer.core)}".encode()).hexdigest()
 
 
 def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:

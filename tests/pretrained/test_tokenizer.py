@@ -221,7 +221,8 @@ def test_limits_of_length_that_a_file_was_written_with_are_lifted(small, setting
     assert [len(ids) for ids in read.encode_batch(["a", "word " * 30])] == [1, 150]
 
 
-THINK = {"content": "<think>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+NO_FLAGS = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+THINK = {"content": "<think>"} | NO_FLAGS
 
 
 def test_added_tokens_outside_tokenizer_json_are_kept_whole_as_in_transformers(small):
@@ -246,9 +247,34 @@ def test_an_older_file_of_special_tokens_stands_before_tokenizer_config_unless_t
     assert _same(folder, "abc").eos_id == 99
 
 
+def test_special_tokens_are_split_into_text_where_the_folder_says_so_as_in_transformers(small, tmp_path_factory):
+    text = "a<|endoftext|>b"
+    whole = _same(small("tokenizer_config.json", split_special_tokens=False), text)
+    split = _same(small("tokenizer_config.json", split_special_tokens=True), text)
+    assert (whole.encode(text), split.encode(text)) == ([97, 256, 98], list(text.encode()))
+    assert whole.core.to_str() == split.core.to_str()
+    assert tokenizer.identity(whole.core) != tokenizer.identity(split.core)  # caches of ids tell them apart
+    folder = tmp_path_factory.mktemp("saved_again")
+    split.save(folder)
+    assert _same(folder, text).encode(text) == split.encode(text)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast"])
+def test_a_space_stands_in_front_of_a_text_where_the_folder_says_so_as_in_transformers(small, kind):
+    folder = small("tokenizer_config.json", tokenizer_class=kind, add_prefix_space=True)
+    small("tokenizer.json", added_tokens=[{"id": 256, "content": "<|endoftext|>", "special": True} | NO_FLAGS])
+    read = _same(folder, "ab", " ab", "", "<|endoftext|>a")
+    assert read.encode("ab") == list(b" ab")
+    assert _same(small("tokenizer_config.json", add_prefix_space=False), "ab").encode("ab") == list(b"ab")
+    generic = small("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", add_prefix_space=True)
+    assert _same(generic, "ab").encode("ab") == list(b"ab")  # which has tokenizer.json alone
+
+
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
+        ("tokenizer_config.json", {"split_special_tokens": "no"}, "split_special_tokens='no', wanted true or false"),
+        ("tokenizer_config.json", {"add_prefix_space": 1}, "add_prefix_space=1, wanted true or false"),
         ("added_tokens.json", {"<think>": 900}, "the added token '<think>' has id 900, and 257 in tokenizer.json"),
         (
             "tokenizer_config.json",
@@ -260,6 +286,6 @@ def test_an_older_file_of_special_tokens_stands_before_tokenizer_config_unless_t
         ("tokenizer_config.json", {"added_tokens_decoder": {"257": {"text": "a"}}}, "its added tokens cannot be read"),
     ],
 )
-def test_added_tokens_that_do_not_fit_are_an_error_that_names_their_file(small, name, values, message):
+def test_settings_and_added_tokens_that_do_not_fit_are_an_error_that_names_their_file(small, name, values, message):
     with pytest.raises(ValueError, match=f"{name}: {message}"):
         tokenizer.load_tokenizer(small(name, **values))

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxbench import outputs, store, worker_pool
 from jaxbench.pretrained import assets
-from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.pretrained.tokenizer import identity, load_tokenizer
 from jaxbench.result_cache import ResultCacheConfig
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, score_cache
@@ -264,8 +264,8 @@ def describe(job: Job) -> str:
     }
     fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
     if job.model is not None:  # another model may be at the same path when the run resumes
-        content = load_tokenizer(job.model).core.to_str()
-        fields["tokenizer"] = hashlib.sha256(content.encode()).hexdigest()
+        text = identity(load_tokenizer(job.model).core)
+        fields["tokenizer"] = hashlib.sha256(text.encode()).hexdigest()
     if job.neural is not None:
         *_, record = features.load(job.neural)
         fields["neural"] = [record["sha256"], assets.sha256_file(features.calibration_file(job.neural))]
