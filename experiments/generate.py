@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,7 @@ def define() -> None:
     flags.DEFINE_float("repetition_penalty", 1.0, "lowers tokens that are there already; 1 = none")
     flags.DEFINE_float("frequency_penalty", 0.0, "lowers a token for each time that the answer has it; 0 = none")
     flags.DEFINE_float("presence_penalty", 0.0, "lowers tokens that the answer has; 0 = none")
+    flags.DEFINE_string("logit_bias", None, 'added to logits, by token id, -100 to 100, a JSON object: {"50": -100}')
     flags.DEFINE_integer("seed", 0, "of the draw", lower_bound=0, upper_bound=2**64 - 1)
     flags.DEFINE_multi_string("stop", [], "the text ends before this string; may be repeated")
     kernel_flags.define()
@@ -114,7 +116,8 @@ def check_sampling() -> prompts.SamplingParams:
     Raises:
       ValueError: a value is out of range, or filters a draw that does not take place.
     """
-    sampling = prompts.SamplingParams(**{name: VALUES[name].value for name in prompts.SamplingParams._fields})
+    names = [name for name in prompts.SamplingParams._fields if name != "logit_bias"]
+    sampling = prompts.SamplingParams(**{name: VALUES[name].value for name in names}, logit_bias=token_biases())
     prompts.check_sampling(sampling)
     for name in ("top_k", "top_p", "min_p"):
         if not sampling.temperature and VALUES[name].present:
@@ -125,22 +128,37 @@ def check_sampling() -> prompts.SamplingParams:
     return sampling
 
 
-def template_variables() -> dict[str, Any]:
-    """Return --chat_template_kwargs, parsed.
+def json_flag(name: str) -> dict[str, Any]:
+    """Return the JSON object of a flag, {} if it is not given.
 
     Raises:
-      ValueError: it is no JSON object, or nested too deeply.
+      ValueError: it is no JSON object, has a key twice, or is nested too deeply.
     """
-    given = VALUES.chat_template_kwargs
+    given = VALUES[name].value
     try:
-        found = {} if given is None else json.loads(given)
+        found = {} if given is None else json.loads(given, object_pairs_hook=requests.unrepeated)
+    except requests.Twice as error:
+        raise ValueError(f"--{name}={given[:60]!a} has the key {error} twice, wanted once") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is no JSON: {str(error)[:80]}") from error
+        raise ValueError(f"--{name}={given[:60]!a} is no JSON: {str(error)[:80]}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is a {type(found).__name__}, wanted a JSON object")
+        raise ValueError(f"--{name}={given[:60]!a} is a {type(found).__name__}, wanted a JSON object")
     if requests.is_deep(found):
-        raise ValueError(f"--chat_template_kwargs={given[:60]!a} is nested more than {requests.MOST_DEPTH} deep")
+        raise ValueError(f"--{name}={given[:60]!a} is nested more than {requests.MOST_DEPTH} deep")
     return found
+
+
+def token_biases() -> tuple[tuple[int, float], ...]:
+    """Return --logit_bias as pairs of a token id and what is added to its logit, in the order of ids.
+
+    Raises:
+      ValueError: it is no JSON object, or a key is no id.
+    """
+    found = json_flag("logit_bias")
+    odd = next((key for key in found if not re.fullmatch("0|[1-9][0-9]{0,8}", key)), None)
+    if odd is not None:
+        raise ValueError(f"--logit_bias={VALUES.logit_bias[:60]!a} has the key {odd[:60]!a}, wanted ids of tokens")
+    return tuple(sorted((int(key), value) for key, value in found.items()))
 
 
 def choose() -> tuple[decoder.Choice, decoder.Backend]:
@@ -165,7 +183,7 @@ def model() -> str | None:
 
 def read_tokenizer() -> Any:
     """Read --model's tokenizer, whose template gets the variables of --chat_template_kwargs."""
-    variables, tokenizer = template_variables(), load_tokenizer(model())
+    variables, tokenizer = json_flag("chat_template_kwargs"), load_tokenizer(model())
     tokenizer.template_variables = variables
     return tokenizer
 

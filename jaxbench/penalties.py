@@ -1,4 +1,4 @@
-"""Penalties on tokens that a row has already, before temperature and filters. Twin: torch_ref/penalties.py."""
+"""Penalties on tokens in a row already, and biases, before temperature and filters. Twin: torch_ref/penalties.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def penalize(
     step: Int[Array, ""],
     sampling: SamplingParams,
 ) -> Float[Array, "B V"]:
-    """Apply a step's penalties: repetition to prompt and answer, then frequency and presence to the answer.
+    """Apply a step's penalties: repetition to prompt and answer, then frequency and presence to the answer; add biases.
 
     Args:
       lengths: tokens of each row so far, the last `step` of them its answer.
@@ -26,6 +26,9 @@ def penalize(
     if sampling.frequency_penalty or sampling.presence_penalty:
         weights = {"frequency": sampling.frequency_penalty, "presence": sampling.presence_penalty}
         logits = penalize_frequency(logits, tokens, lengths - step, lengths, **weights)
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias)
+        logits = logits.at[:, jnp.array(ids)].add(jnp.array(values, logits.dtype))
     return logits
 
 

@@ -20,6 +20,7 @@ MIN_TEMPERATURE = 1e-6
 # Far outside this range a float32 logit that is divided or multiplied overflows too.
 PENALTIES = 1e-6, 1e6
 MOST_SUBTRACTED = 2.0  # a frequency or presence penalty's largest size, as in OpenAI's interface
+MOST_BIAS = 100.0  # the same of a token's bias
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
 
@@ -35,6 +36,7 @@ class SamplingParams(NamedTuple):
     repetition_penalty: float = 1.0  # in PENALTIES; 1 = none
     frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the answer has it, -2 to 2
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has, -2 to 2
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit after the penalties, -100 to 100)
 
 
 class Bucket(NamedTuple):
@@ -199,7 +201,7 @@ def is_number(value: Any, *, whole: bool) -> bool:
         return False
     try:
         (operator.index if whole else float)(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # an integer may be larger than every float
         return False
     return True
 
@@ -208,9 +210,10 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check the ranges of sampling parameters.
 
     Raises:
-      ValueError: a field is not a number (top_k: a whole one) or is out of range; its value and range are named.
+      ValueError: a field is not a number (top_k: a whole one; logit_bias: pairs) or is out of range; its value and
+        range are named.
     """
-    for field in SamplingParams._fields:
+    for field in SamplingParams._fields[:-1]:
         value, is_whole = getattr(sampling, field), field == "top_k"
         if not is_number(value, whole=is_whole):
             raise ValueError(f"sampling: {field}={value!r}, wanted a {'whole ' if is_whole else ''}number")
@@ -234,6 +237,21 @@ def check_sampling(sampling: SamplingParams) -> None:
     for field, (is_fine, wanted) in ranges.items():
         if not (is_fine and math.isfinite(getattr(sampling, field))):
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
+    _check_biases(sampling.logit_bias)
+
+
+def _check_biases(given: Any) -> None:
+    is_pairs = isinstance(given, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given)
+    if not is_pairs:
+        raise ValueError(f"sampling: logit_bias={given!r}, wanted a tuple of pairs, each of a token id and a number")
+    ids = [token for token, _ in given]
+    for token, value in given:
+        is_token = is_number(token, whole=True) and token >= 0 and ids.count(token) == 1
+        if not (is_token and is_number(value, whole=False) and abs(value) <= MOST_BIAS):
+            raise ValueError(
+                f"sampling: logit_bias of token {token!r} is {value!r}, wanted each id, a whole number from 0, once, "
+                f"and a number from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"
+            )
 
 
 def check_states(states: Sequence, processors: Sequence) -> None:
@@ -288,6 +306,9 @@ class GeneratorBase:
         is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
         self._cache_dtype = getattr(model, "cache_dtype", "float32" if is_narrow_on_cpu else model.dtype)
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.vocab_size
+        past = [token for token, _ in sampling.logit_bias if token >= self._vocab_size]
+        if past:
+            raise ValueError(f"sampling: logit_bias of token {past[0]}, wanted ids below {self._vocab_size}")
         self._eos_ids = () if eos_id is None else tuple(np.ravel(eos_id).tolist())
         odd = [each for each in self._eos_ids if not is_number(each, whole=True) or each < 0]
         if odd:  # no token equals it, so that no row would ever end

@@ -46,10 +46,13 @@ def test_frequency_counts_the_answer_and_not_the_prompt():
     penalty=st.sampled_from([0.5, 1.3]),
     frequency=st.sampled_from([-2.0, 0.0, 0.7]),
     presence=st.sampled_from([-0.4, 0.0, 2.0]),
+    bias=st.sampled_from([(), ((3, -100.0),), ((0, 2.5), (VOCAB - 1, -1.5))]),
 )
-def test_both_twins_penalize_as_the_server_does(tokens, lengths, step, penalty, frequency, presence):
+def test_both_twins_penalize_as_the_server_does(tokens, lengths, step, penalty, frequency, presence, bias):
     """A token VOCAB stands for a vector of the prompt; it has no logit."""
     how = {"repetition_penalty": penalty, "frequency_penalty": frequency, "presence_penalty": presence}
+    served = Sampling(**how, logit_bias=dict(bias))
+    how["logit_bias"] = bias
     logits = np.random.default_rng(0).standard_normal((ROWS, VOCAB)).astype(np.float32)
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     answers = [[token % VOCAB for token in row[len(row) - step :]] for row in rows]
@@ -58,7 +61,7 @@ def test_both_twins_penalize_as_the_server_does(tokens, lengths, step, penalty, 
         for row, length, answer in zip(tokens, lengths, answers, strict=True)
     ]
     expected = [
-        sampler.penalized(logits[i], Sampling(**how), [t for t in row[:length] if t < VOCAB], answers[i])
+        sampler.penalized(logits[i], served, [t for t in row[:length] if t < VOCAB], answers[i])
         for i, (row, length) in enumerate(zip(tokens, lengths, strict=True))
     ]
     tokens, lengths = np.array(tokens, np.int32), np.array(lengths, np.int32)
@@ -76,3 +79,23 @@ def test_a_generator_says_no_token_twice_where_the_penalties_forbid_it(backend):
     plain = make(backend)([[1, 2, 3]], max_new_tokens=24, seed=0).tokens[0]
     found = make(backend, presence_penalty=2.0, frequency_penalty=2.0)([[1, 2, 3]], max_new_tokens=24, seed=0).tokens[0]
     assert len(set(plain.tolist())) < 24 == len(set(found.tolist()))
+
+
+@pytest.mark.parametrize("backend", ["flax", "equinox", "torch"])
+def test_a_bias_keeps_a_token_out_of_an_answer_or_brings_it_in(backend):
+    said = make(backend)([[1, 2, 3]], max_new_tokens=4, seed=0).tokens[0]
+    out = make(backend, logit_bias=tuple((int(token), -100.0) for token in set(said)))
+    assert not set(out([[1, 2, 3]], max_new_tokens=4, seed=0).tokens[0]) & set(said)
+    drawn = make(backend, temperature=1.0, logit_bias=((7, 100.0),))([[1, 2, 3]], max_new_tokens=4, seed=0)
+    assert drawn.tokens.tolist() == [[7] * 4]
+
+
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_a_bias_that_cannot_be_followed_is_refused(backend):
+    wrong = {"5 is nan": (5, float("nan")), "-1 is 1.0": (-1, 1.0), "1.5 is 1.0": (1.5, 1.0), "5 is 101": (5, 101)}
+    wrong |= {"601, wanted ids below 601": (601, 1.0)}
+    for said, pair in wrong.items():
+        with pytest.raises(ValueError, match=f"sampling: logit_bias of token {said}"):
+            make(backend, logit_bias=(pair,))
+    with pytest.raises(ValueError, match=r"token 5 is 1\.0, wanted each id, a whole number from 0, once"):
+        make(backend, logit_bias=((5, 1.0), (5, 2.0)))

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a row has already, before temperature and filters. Twin: jaxbench/penalties.py."""
+"""Penalties on tokens in a row already, and biases, before temperature and filters. Twin: jaxbench/penalties.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def penalize(
     step: int | Int[Tensor, ""],
     sampling: SamplingParams,
 ) -> Float[Tensor, "B V"]:
-    """Apply a step's penalties: repetition to prompt and answer, then frequency and presence to the answer.
+    """Apply a step's penalties: repetition to prompt and answer, then frequency and presence to the answer; add biases.
 
     Args:
       lengths: tokens of each row so far, the last `step` of them its answer.
@@ -27,6 +27,10 @@ def penalize(
     if sampling.frequency_penalty or sampling.presence_penalty:
         weights = {"frequency": sampling.frequency_penalty, "presence": sampling.presence_penalty}
         logits = penalize_frequency(logits, tokens, lengths - step, lengths, **weights)
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias)
+        bias = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        logits = logits.index_add(1, torch.tensor(ids, device=logits.device), bias.expand(len(logits), -1))
     return logits
 
 

@@ -25,7 +25,10 @@ def describe(settings: writer.Settings, content: bytes, **more: Any) -> dict[str
     content: the bytes of the file of requests that were parsed; a pipe can be read only once.
     """
     digest = hashlib.sha256(content).hexdigest()
-    own = {"format": FORMAT, "sampling": settings.sampling._asdict(), "input_sha256": digest}
+    sampling = settings.sampling._asdict()
+    if not sampling["logit_bias"]:
+        del sampling["logit_bias"]  # as in records of runs before there was one
+    own = {"format": FORMAT, "sampling": sampling, "input_sha256": digest}
     fields = settings._asdict() | own | more
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return json.loads(text) | {"run": hashlib.sha256(text.encode()).hexdigest()[:12]}

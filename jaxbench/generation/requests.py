@@ -124,28 +124,28 @@ def _takes_system(fields: dict[str, Any], *, chat: bool) -> bool:
     return template_role(fields["messages"][0]["role"]) != "system" if "messages" in fields else chat
 
 
-class _Twice(ValueError):
+class Twice(ValueError):
     """An object that has a key twice; the message is the key."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object of a line, or inside one: Python's parser would silently keep the last of two values."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _Twice(repr(next(name for name in names if names.count(name) > 1)[:60]))
+        raise Twice(repr(next(name for name in names if names.count(name) > 1)[:60]))
     return made
 
 
 def _fields(line: bytes, place: str) -> dict[str, Any]:
     """Object of a line, checked to have either a prompt or messages."""
     try:
-        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        fields = json.loads(line.decode("utf-8"), object_pairs_hook=unrepeated)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 (byte {line[error.start]:#04x} at {error.start})") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
-    except _Twice as error:
+    except Twice as error:
         raise ValueError(f"{place} has the key {error} twice, wanted once") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: JSON that cannot be read ({type(error).__name__}: {str(error)[:80]})") from error

@@ -56,6 +56,13 @@ CASES = [
     of(
         f'{ONE}|--chat|--chat_template_kwargs={{"enable_thinking":false}}', "--prompt: 'enable_thinking' is no variable"
     ),
+    of(f'{ONE}|--chat|--chat_template_kwargs={{"a":1,"a":2}}', "has the key 'a' twice"),
+    of(f"{ONE}|--logit_bias=[5]", "--logit_bias='[5]' is a list, wanted a JSON object"),
+    of(f'{ONE}|--logit_bias={{"the":5}}', "--logit_bias=", "has the key 'the', wanted ids of tokens"),
+    of(f'{ONE}|--logit_bias={{"5":1,"5":2}}', "--logit_bias=", "has the key '5' twice"),
+    of(f'{ONE}|--logit_bias={{"5":"1"}}', "logit_bias of token 5 is '1'", "from -100 to 100"),
+    of(f'{ONE}|--logit_bias={{"5":-Infinity}}', "logit_bias of token 5 is -inf", "from -100 to 100"),
+    of(f'{ONE}|--logit_bias={{"49152":1}}', "logit_bias of token 49152, wanted ids below 49152"),
     of(f'{MANY}|--chat_template_kwargs={{"a":1}}', "with a.jsonl: its 2 requests have no messages"),
     of(f"{ONE}|--new_tokens=0", "new_tokens", "0"),
     of(f"{ONE}|--new_tokens=many", "new_tokens", "many"),

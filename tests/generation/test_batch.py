@@ -144,3 +144,10 @@ def test_a_request_that_does_not_fit_is_named_before_anything_is_written(source,
     with pytest.raises(ValueError, match="in.jsonl line 6 has 121 tokens.*pass --new_tokens=7 or less"):
         run(source, tmp_path / "out.jsonl", write, text)
     assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "out.jsonl.run.json").exists()
+
+
+def test_a_run_with_another_bias_is_another_run_and_one_without_has_the_record_of_before_there_were_any():
+    biased = SETTINGS._replace(sampling=SamplingParams(temperature=1.0, logit_bias=((5, -1.0),)))
+    plain, other = (batch.describe(each, b"") for each in (SETTINGS, biased))
+    assert "logit_bias" not in plain["sampling"] and other["sampling"]["logit_bias"] == [[5, -1.0]]
+    assert plain["run"] != other["run"]
