@@ -73,7 +73,7 @@ class Tokenizer:
         self.generation_settings: Mapping[str, Any] = {}
         self.template_time: datetime.datetime | None = None  # whose date templates write; None = the clock's
         ids = {"bos_token": bos_id, "eos_token": eos_id}
-        self._own_names = {name: core.id_to_token(i) for name, i in ids.items() if i is not None}
+        self._own_names = {name: _text_of(core, i) for name, i in ids.items() if i is not None}
         self.special_tokens = self._own_names if special_tokens is None else dict(special_tokens)
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
@@ -163,6 +163,12 @@ def identity(core: tokenizers.Tokenizer) -> str:
     return core.to_str() + (" split_special_tokens" if getattr(core, "encode_special_tokens", False) else "")
 
 
+def _text_of(core: tokenizers.Tokenizer, id: int) -> str:
+    """Return a token as files name it; of an added one id_to_token may give what the normalizer makes of it."""
+    added = core.get_added_tokens_decoder().get(id)
+    return core.id_to_token(id) if added is None else added.content
+
+
 def load_tokenizer(spec: str | Path | None = None) -> Tokenizer:
     """Load the tokenizer of a model: None or "default", a GGUF file, a Hugging Face folder, or a hub id.
 
@@ -201,7 +207,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     ids = {name: _special_id(core, named, model, name) for name in ("eos", "bos")}
     if settings.get("tokenizer_class") not in GENERIC:  # a class of one family, which knows its own
         others = {f"{name}_token": i for name, i in ids.items() if i is not None and f"{name}_token" not in settings}
-        named |= {name: core.id_to_token(i) for name, i in others.items()}
+        named |= {name: _text_of(core, i) for name, i in others.items()}
     plain, tools = templates.of_folder(folder, settings)
     about = {"tool_template": tools, "special_tokens": named, "end_ids": _model_ids(core, model, "eos")}
     tokenizer = Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=plain, **about)

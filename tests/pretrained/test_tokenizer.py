@@ -259,6 +259,20 @@ def test_special_tokens_are_split_into_text_where_the_folder_says_so_as_in_trans
     assert _same(folder, text).encode(text) == split.encode(text)
 
 
+def test_a_begin_token_that_the_normalizer_changes_is_saved_under_its_own_name(small, tmp_path_factory):
+    """SentencePiece's space is put in front of it, as in folders of older Llamas."""
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    begin = {"id": 256, "content": "<s>", "special": True} | NO_FLAGS | {"normalized": True}
+    folder = small("tokenizer.json", normalizer=prepend, added_tokens=[begin])
+    small("tokenizer_config.json", bos_token="<s>", chat_template="{{ bos_token }}")
+    read = tokenizer.load_tokenizer(folder)
+    assert (read.core.id_to_token(256), read.bos_id) == ("\u2581<s>", 256)
+    saved_again = tmp_path_factory.mktemp("saved_again")
+    read.save(saved_again)
+    again = tokenizer.load_tokenizer(saved_again)
+    assert (again.bos_id, again.special_tokens["bos_token"], again.chat(CHAT)) == (256, "<s>", "<s>")
+
+
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast"])
 def test_a_space_stands_in_front_of_a_text_where_the_folder_says_so_as_in_transformers(small, kind):
     folder = small("tokenizer_config.json", tokenizer_class=kind, add_prefix_space=True)
