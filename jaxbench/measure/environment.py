@@ -13,6 +13,7 @@ from jaxbench.process_environment import cpuinfo, malloc_settings, usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("jaxbench", "torch_ref", "experiments")
+SOURCES = (".py", ".c", ".h")  # what a new file of code ends in: Python, and the native kernels
 PACKAGES = (
     "jax", "jaxlib", "flax", "equinox", "optax", "torch", "transformers", "numpy", "scipy", "libtpu",
     "llama-cpp-python",
@@ -87,7 +88,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Return the version of the code: the short git commit, then + and a hash of the changes if the code differs.
 
-    Changes to documents or configurations do not count. Outside git: `sources-` and a hash of the Python files.
+    Changes to documents or configurations do not count. Outside git: `sources-` and a hash of the files of code.
     """
     if not (ROOT / ".git").exists():
         return f"sources-{_hash(_sources())}"
@@ -95,14 +96,15 @@ def commit() -> str:
         head = _git("rev-parse", "--short=12", "HEAD").decode().strip()
         changes = [_git("diff", "HEAD", "--binary", "--", *CODE)]
         new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode().split("\0")
-        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(new) if name.endswith(".py")]
+        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(new) if name.endswith(SOURCES)]
     except (OSError, subprocess.SubprocessError):
         return f"sources-{_hash(_sources())}"
     return head + (f"+{_hash(changes)}" if any(changes) else "")
 
 
 def _sources() -> list[bytes]:
-    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = (path for folder in CODE for path in sorted((ROOT / folder).rglob("*")))
+    files = [path for path in found if path.suffix in SOURCES]
     return [str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files]
 
 

@@ -34,18 +34,22 @@ def test_the_commit_says_what_code_it_is(tree):
     (tree / "README.md").write_text("other text\n")
     assert environment.commit() == clean
     found = {clean}
-    for name, content in (("a.py", "a = 2\n"), ("a.py", "a = 3\n"), ("b.py", "b = 1\n"), ("b.py", "b = 2\n")):
+    for name, content in (("a.py", "a = 2\n"), ("a.py", "a = 3\n"), ("b.py", "b = 1\n"), ("b.py", "b = 2\n"),
+                          ("k.h", "1\n"), ("k.h", "2\n"), ("k.c", "1\n")):  # fmt: skip
         (tree / "jaxbench" / name).write_text(content)
         assert environment.commit().startswith(f"{clean}+")
         found.add(environment.commit())
-    assert len(found) == 5 and environment.commit() in found
+    assert len(found) == 8 and environment.commit() in found
 
 
 def test_outside_git_the_sources_say_it(tree):
     first = environment.commit()
     assert first.startswith("sources-") and environment.commit() == first
-    (tree / "jaxbench" / "a.py").write_text("a = 2\n")
-    assert environment.commit() not in ("", first)
+    found = {"", first}
+    for name in ("a.py", "kernel.c", "kernel.h"):
+        (tree / "jaxbench" / name).write_text("a = 2\n")
+        found.add(environment.commit())
+    assert len(found) == 5
 
 
 def test_versions_name_what_a_gpus_kernels_come_from(monkeypatch):
