@@ -173,8 +173,8 @@ def checklist(record: Mapping[str, Any]) -> list[Item]:
         Item("the base is named", bool(base), base or "none: pass --compare_with"),
         Item("what was measured is a commit", committed, head),
         _covered(record, found),
-        _equal("counted metrics are equal", found, "exact"),
-        _equal("quality is unchanged", found, "quality"),
+        _equal("counted metrics are equal", record, found, "exact"),
+        _equal("quality is unchanged", record, found, "quality"),
         _no_critical(found),
         _decided(record, found),
         Item(
@@ -196,10 +196,11 @@ def _covered(record: Mapping[str, Any], found: Sequence[Finding]) -> Item:
     return Item("every case was measured on both sides", bool(found) and not lost, said)
 
 
-def _equal(what: str, found: Iterable[Finding], kind: str) -> Item:
-    """Return the item that every series of a kind is unchanged."""
+def _equal(what: str, record: Mapping[str, Any], found: Iterable[Finding], kind: str) -> Item:
+    """Return the item that every series of a kind is unchanged, and still there."""
     own = [each for each in found if _kind(each) == kind]
     moved = [f"{each.series} {100 * each.worse:+.1f} %" for each in own if each.verdict != "no change"]
+    moved += [f"{name} is gone" for name in record.get("gone", ()) if metrics.metric_of(name).kind == kind]
     none = "none was measured on both sides"
     return Item(what, bool(own) and not moved, _names(moved) if moved else f"{len(own)} series" if own else none)
 

@@ -21,7 +21,6 @@ from jaxbench.regress.pairs import BASE, HEAD, Launches
 from jaxbench.regress.suite import Suite
 from jaxbench.regress.trees import Tree
 
-KINDS = ("exact", "quality")
 BRANCHES = ("@{upstream}", "origin/HEAD", "origin/main", "main")  # what a branch was made from: the first that exists
 Counts = dict[str, float]  # series -> value
 
@@ -115,4 +114,4 @@ def compare(base: Mapping[str, float], head: Mapping[str, float], suite: Suite) 
 
 
 def _counted(series: Mapping[str, float]) -> Counts:
-    return {name: value for name, value in series.items() if metrics.metric_of(name).kind in KINDS}
+    return {name: value for name, value in series.items() if metrics.metric_of(name).kind in metrics.COUNTED}

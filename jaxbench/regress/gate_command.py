@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from jaxbench.regress.suite import Suite
 ABOUT = """Compare what is counted with the commit that this branch left: FLOPs, bytes, programs, bits a byte.
 
 Counts have no noise, so one launch tells. The base's come from the newest run of the history that measured it on this
-machine, else from one launch of it, which is kept. A count that rose critically ends with exit code 1. Times are not
-judged: `run` does that."""
+machine, else from one launch of it, which is kept. A count that rose critically, or that this tree has no longer, ends
+with exit code 1. Times are not judged: `run` does that."""
 VALUES = flags.FLAGS
 
 
@@ -31,6 +32,7 @@ def define_gate(define_suite: Callable[[], None]) -> None:
     flags.DEFINE_string(
         "compare_with", None, "commit, branch or tag; unset: where this branch left its upstream or main"
     )
+    flags.DEFINE_list("gone", [], "counts that this tree is meant to have no longer: --gone=decode.prefill.*")
     cli.define_device()
     cli.define_workdir("out/benchmarks/counts")
     history_commands.define_folder()
@@ -41,7 +43,8 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
 
     Raises:
       ValueError: git knows no such base, or the machine lacks what the suite requires.
-      cli.GateFailed: a count rose critically, or this tree lost a case.
+      cli.GateFailed: a count rose critically, this tree lost a case, or it lacks a count of the base that --gone does
+        not name.
     """
     started, folder = time.monotonic(), outputs.check_folder(VALUES.workdir).absolute()
     history, head = history_commands.folder(), trees.here()
@@ -64,12 +67,21 @@ def gate(suite: Suite, *, say: Callable[[str], Any]) -> int:
             print(f"{what}: {', '.join(names)}")
     equal = sum(each.verdict == "no change" for each in found.findings)
     print(f"{equal} of {len(found.findings)} counts of {head.commit} as in {base} ({where}), {_since(started)}")
-    if lost:
-        raise cli.GateFailed(f"this tree does not run {'; '.join(f'{name} ({why})' for name, why in lost.items())}")
-    critical = [each.series for each in found.findings if each.level == "critical"]
-    if critical:
-        raise cli.GateFailed(f"critical rise of {', '.join(critical)}")
+    if failed := _failures(found, lost):
+        raise cli.GateFailed("; ".join(failed))
     return cli.EXIT_OK
+
+
+def _failures(found: gates.Compared, lost: Mapping[str, str]) -> list[str]:
+    """Return why the gate fails: a phrase for lost cases, for critical rises and for counts that are gone."""
+    gone = [name for name in found.missing if name.partition(".")[0] not in lost]
+    gone = [name for name in gone if not any(fnmatch.fnmatchcase(name, each) for each in VALUES.gone)]
+    kinds = {
+        "this tree does not run ": "; ".join(f"{name} ({why})" for name, why in lost.items()),
+        "critical rise of ": ", ".join(each.series for each in found.findings if each.level == "critical"),
+        "this tree has no longer, and --gone does not name, ": ", ".join(gone),
+    }
+    return [what + which for what, which in kinds.items() if which]
 
 
 def _base(

@@ -14,6 +14,7 @@ import pydantic
 from jaxbench.config import Base
 
 Kind = Literal["timed", "memory", "quality", "exact", "noted"]  # noted: shown but not judged
+COUNTED = ("exact", "quality")  # kinds without noise
 
 
 class Metric(NamedTuple):

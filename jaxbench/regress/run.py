@@ -124,10 +124,13 @@ def _run(plan: Plan, context: Context, notes: Sequence[str], say: Callable[[str]
         findings, confirmed = _confirmed(plan, launches, findings, criticals, look.launches)
     notes += [f"{case} of {side}: {reason}" for (side, case), reason in launches.lost.items()]
     lost = {case: reason for (side, case), reason in launches.lost.items() if side == HEAD}
+    gone = [name for name in _gone(plan, context.stored) if name.partition(".")[0] not in lost]
+    if gone:
+        notes.append(f"not compared, because head has them no longer: {', '.join(gone)}")
     explained = None
     if BASE in plan.sides:  # the profiles of a run that is judged again are there
         explained, _ = store.kept(plan.workdir / WHY, lambda: why.explain(launches, findings, plan.workdir / "why"))
-    record = _record(plan, findings, confirmed, notes, launches.finished()) | {"lost": lost}
+    record = _record(plan, findings, confirmed, notes, launches.finished()) | {"lost": lost, "gone": gone}
     record["suite_name"] = context.suite_name
     if context.qualified is not None:
         record["qualified"] = context.qualified
@@ -246,7 +249,7 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> tuple[list[Finding]
     own = {"suite": plan.suite.model_dump(mode="json"), "model_sha256": _model_sha256(plan)}
     both, others = {}, {}
     for name, sides in pairs.launch_medians(plan.workdir / pairs.SAMPLES).items():
-        if metrics.metric_of(name).kind not in ("exact", "quality") or HEAD not in stored["series"].get(name, {}):
+        if metrics.metric_of(name).kind not in metrics.COUNTED or HEAD not in stored["series"].get(name, {}):
             continue
         if run_file.work_of(own, name) != run_file.work_of(stored, name):
             others[name.partition(".")[0]] = True
@@ -260,6 +263,20 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> tuple[list[Finding]
         changed = (f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names)
         notes.append(f"packages differ from those of the run beside it: {', '.join(changed)}")
     return judge.judge(both, plan.suite), notes
+
+
+def _gone(plan: Plan, stored: Mapping[str, Any] | None) -> list[str]:
+    """Return the counts of the base that head lacks: a comparison of what both have would pass over them."""
+    medians = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+    theirs = [name for name, sides in medians.items() if BASE in sides]
+    if stored is not None and (stored["device"], stored["machine"].get("threads")) == (plan.device, plan.threads):
+        own = {"suite": plan.suite.model_dump(mode="json"), "model_sha256": _model_sha256(plan)}
+        cases = {case.name for case in plan.suite.cases}
+        theirs = [name for name, sides in stored["series"].items() if HEAD in sides and name.partition(".")[0] in cases]
+        theirs = [name for name in theirs if run_file.work_of(own, name) == run_file.work_of(stored, name)]
+    known = [name for name in theirs if name.rpartition(".")[2] in metrics.METRICS]
+    counted = [name for name in known if metrics.metric_of(name).kind in metrics.COUNTED]
+    return [name for name in counted if HEAD not in medians.get(name, {})]
 
 
 def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> str:

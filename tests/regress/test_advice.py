@@ -87,6 +87,13 @@ def test_a_case_that_one_side_lost_is_not_covered_and_its_rate_not_decided():
     assert not points["counted metrics are equal"]
 
 
+def test_a_count_that_is_gone_is_not_equal():
+    points = {item.what: item for item in advice.checklist(record(quiet(), gone=["decode.prefill.flops"]))}
+    counted = points["counted metrics are equal"]
+    assert not counted.is_done and counted.detail == "decode.prefill.flops is gone"
+    assert points["quality is unchanged"].is_done
+
+
 @pytest.mark.parametrize("suite", [{}, {"cases": [{"name": "a", "workload": "of another version"}]}])
 def test_a_run_without_a_base_or_of_another_suite_has_its_points_too(suite):
     run = record([], sides={"head": {"commit": "c"}}, suite=suite)

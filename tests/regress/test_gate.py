@@ -26,7 +26,8 @@ def flags_of(monkeypatch, tmp_path):
     """Return a function that sets what the command's flags hold."""
 
     def set_flags(**values):
-        given = {"workdir": str(tmp_path / "w"), "device": "cpu", "compare_with": None, "history": str(tmp_path / "h")}
+        given = {"workdir": str(tmp_path / "w"), "device": "cpu", "compare_with": None, "history": str(tmp_path / "h"),
+                 "gone": []}  # fmt: skip
         monkeypatch.setattr(gate_command, "VALUES", SimpleNamespace(**given | values))
         monkeypatch.setattr(gate_command.history_commands, "VALUES", SimpleNamespace(**given | values))
 
@@ -131,6 +132,22 @@ def test_the_command_fails_on_a_critical_rise_and_passes_on_equal_counts(flags_o
     with pytest.raises(cli.GateFailed, match=r"does not run decode \(it failed\)"):
         gate_command.gate(suite, say=print)
     assert "not there any more: decode.decode.flops" in capsys.readouterr().out
+
+
+def test_a_count_that_is_gone_fails_unless_it_is_meant_or_its_case_is_lost(flags_of, tmp_path, monkeypatch):
+    counts, lost = {"decode.decode.hlo_ops": 7.0}, {}
+    monkeypatch.setattr(trees, "resolved", lambda name: "c" * 40)
+    monkeypatch.setattr(gate, "stored", lambda *_, **__: gate.Stored("a", {"decode.decode.flops": 7.0, **counts}))
+    monkeypatch.setattr(gate, "counts_of", lambda *_, **__: (counts, lost))
+    flags_of(compare_with="anything", gone=["decode.prefill.*", "decode"])
+    with pytest.raises(cli.GateFailed, match="^this tree has no longer, and --gone does not name, decode.decode.flops$"):
+        gate_command.gate(records.SUITE, say=print)
+    flags_of(compare_with="anything", gone=["decode.*.flops"])
+    assert gate_command.gate(records.SUITE, say=print) == cli.EXIT_OK
+    flags_of(compare_with="anything")
+    lost["decode"] = "it failed"
+    with pytest.raises(cli.GateFailed, match=r"^this tree does not run decode \(it failed\)$"):
+        gate_command.gate(records.SUITE, say=print)
 
 
 def test_a_tree_that_is_its_base_has_nothing_to_compare(flags_of, monkeypatch, capsys):

@@ -94,6 +94,14 @@ def test_a_base_that_lacks_something_loses_that_case_and_the_rest_goes_on(tmp_pa
     assert set(medians["decode.tokens_per_s"]) == {HEAD} and set(medians["words.tokens_per_s"]) == {BASE, HEAD}
 
 
+def test_a_count_that_head_has_no_longer_is_named(compared, tmp_path):
+    plan = compared[0]._replace(workdir=tmp_path)
+    rows = (compared[0].workdir / pairs.SAMPLES).read_text().splitlines(keepends=True)
+    kept = [row for row in rows if not ('"head"' in row and ("decode.prefill.flops" in row or "decode.load_s" in row))]
+    (tmp_path / pairs.SAMPLES).write_text("".join(kept))
+    assert run._gone(compared[0], None) == [] and run._gone(plan, None) == ["decode.prefill.flops"]
+
+
 def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_path):
     broken = changed_tree(tmp_path / "base", "jaxbench/sample.py", "from __future__ import annotations\n", "broken\n")
     launches = Launches(plan_of(tmp_path, base=broken, head=trees.here()), lambda text: None)
@@ -169,6 +177,14 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
         suite, compare_with=None, device="cpu", workdir=tmp_path, context=context, say=lambda text: None
     )
     assert [each.series for each in beside.findings] == ["words.executables", "words.recompilations"]
+    assert beside.record["gone"] == []
+    more = {"words.step.flops": {HEAD: own}, "words.tokens_of_another_tool": {HEAD: own}}  # and of a case that is not run
+    context = run.Context(stored=stored | {"series": stored["series"] | more | {"decode.step.flops": {HEAD: own}}})
+    lacking = run.run_suite(
+        suite, compare_with=None, device="cpu", workdir=tmp_path, context=context, say=lambda text: None
+    )
+    assert lacking.record["gone"] == ["words.step.flops"]
+    assert "not compared, because head has them no longer: words.step.flops" in lacking.record["notes"]
     changed = {**stored["suite"], "cases": [stored["suite"]["cases"][0] | {"characters": 999}]}
     threads, plan = {**stored["machine"], "threads": 7}, run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path)
     for change, words in [
