@@ -178,7 +178,10 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
     )
     assert [each.series for each in beside.findings] == ["words.executables", "words.recompilations"]
     assert beside.record["gone"] == []
-    more = {"words.step.flops": {HEAD: own}, "words.tokens_of_another_tool": {HEAD: own}}  # and of a case that is not run
+    more = {
+        "words.step.flops": {HEAD: own},
+        "words.tokens_of_another_tool": {HEAD: own},
+    }
     context = run.Context(stored=stored | {"series": stored["series"] | more | {"decode.step.flops": {HEAD: own}}})
     lacking = run.run_suite(
         suite, compare_with=None, device="cpu", workdir=tmp_path, context=context, say=lambda text: None
