@@ -18,7 +18,7 @@ no series is called worse, or better, by chance. A value that is not finite on h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -72,8 +72,9 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
     logs = [[log_ratio(name, pair) for pair in pairs[name]] for name in timed]
     intervals = dict(zip(timed, moderation.intervals(logs, confidence=1 - alpha), strict=True))
     shares = _shares_of_alpha({name: interval.p_value for name, interval in intervals.items()}, suite, alpha)
+    left = _alphas_left(shares, suite, alpha)
     found = {
-        name: _timed(name, interval, shares[name] <= 1, pairs[name], suite.margin(name), alpha)
+        name: _timed(name, interval, shares[name] <= 1, pairs[name], suite.margin(name), (alpha, left[name]))
         for name, interval in intervals.items()
     }
     found |= {name: _without_ratio(name, pairs[name]) for name in measured if name not in found}
@@ -81,14 +82,29 @@ def judge(pairs: Mapping[str, Sequence[Pair]], suite: Suite, *, num_looks: int =
     return [(found | exact)[name] for name in pairs]
 
 
+def _families(names: Iterable[str], suite: Suite, alpha: float) -> list[tuple[list[str], float]]:
+    """Return the primary series and all others, each with its part of alpha; a family that is alone gets all of it."""
+    primaries = set(suite.primaries())
+    families = [[name for name in names if (name in primaries) == is_first] for is_first in (True, False)]
+    parts = (PRIMARY_SHARE, 1 - PRIMARY_SHARE) if all(families) else (1.0, 1.0)
+    return [(names, alpha * part) for names, part in zip(families, parts, strict=True)]
+
+
 def _shares_of_alpha(p_values: Mapping[str, float], suite: Suite, alpha: float) -> dict[str, float]:
     """Return each series' p-value after Holm in its family, over that family's alpha; at most 1 = beyond chance."""
-    primaries, found = set(suite.primaries()), {}
-    families = [[name for name in p_values if (name in primaries) == is_first] for is_first in (True, False)]
-    for names, share in zip(families, (PRIMARY_SHARE, 1 - PRIMARY_SHARE)):
-        own = alpha * (share if all(families) else 1.0)  # a family that is alone gets all of it
+    found = {}
+    for names, own in _families(p_values, suite, alpha):
         adjusted = verdicts.holm([p_values[name] for name in names])
         found |= {name: float(p) / own for name, p in zip(names, adjusted, strict=True)}
+    return found
+
+
+def _alphas_left(shares: Mapping[str, float], suite: Suite, alpha: float) -> dict[str, float]:
+    """Return by series the p-value that it needs: alpha of its family over those that Holm leaves open."""
+    found = {}
+    for names, own in _families(shares, suite, alpha):
+        num_open = sum(shares[name] > 1 for name in names)
+        found |= dict.fromkeys(names, own / max(1, num_open))
     return found
 
 
@@ -111,8 +127,10 @@ def log_ratio(series: str, pair: Pair) -> float:
 
 
 def _timed(
-    name: str, interval: verdicts.Interval, beyond_chance: bool, pairs: Sequence[Pair], margin: Margin, alpha: float
-) -> Finding:
+    name: str, interval: verdicts.Interval, beyond_chance: bool, pairs: Sequence[Pair], margin: Margin,
+    alphas: tuple[float, float],
+) -> Finding:  # fmt: skip
+    """Return the finding for a series with log ratios; alphas: as in `_wanted`."""
     worse, low, high = (share - 1 for share in interval.ratio())
     base, head = (verdicts.median(side) for side in zip(*pairs))
     least, most = math.log1p(margin.warning), math.log1p(margin.critical)
@@ -124,16 +142,25 @@ def _timed(
     elif -least < interval.low and interval.high < least:
         verdict = "no change"
     else:
-        wanted = _wanted(interval, least, alpha)
+        wanted = _wanted(interval, least, alphas)
     return Finding(name, verdict, level, worse, low, high, base, head, len(pairs), wanted)
 
 
-def _wanted(interval: verdicts.Interval, least: float, alpha: float) -> int:
-    """Return how many pairs make an interval of the same spread too narrow to contain both 0 and the margin."""
+def _wanted(interval: verdicts.Interval, least: float, alphas: tuple[float, float]) -> int:
+    """Return how many pairs decide a series if its mean and its spread stay.
+
+    A mean within the margin is decided by an interval that ends within it, one beyond the margin as soon as it is not
+    by chance.
+
+    Args:
+      least: log of the warning margin.
+      alphas: of a series' own interval, and of its p-value (`_alphas_left`).
+    """
     if interval.df == 0 or not math.isfinite(interval.error):
         return 2
-    spread = interval.error * math.sqrt(interval.num_launches)
-    gap = max(abs(abs(interval.mean) - least), least / 4)  # a mean exactly at the margin would never be decided
+    spread, mean = interval.error * math.sqrt(interval.num_launches), abs(interval.mean)
+    gap = mean if mean > least else max(least - mean, least / 4)  # a mean at the margin would never be decided
+    alpha = alphas[mean > least]
     count = (stats.norm.ppf(1 - alpha / 2) * spread / gap) ** 2
     return int(min(MOST_LAUNCHES, max(interval.num_launches + 1, math.ceil(count))))
 

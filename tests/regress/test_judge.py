@@ -50,6 +50,21 @@ def test_launches_that_disagree_are_undecided_and_more_of_them_are_asked_for():
     assert one(TIME, launches(1.1, count=1)).wanted_pairs == 2
 
 
+@pytest.mark.parametrize("ratio", [1.2, 1.4, 1.05, 0.8])
+def test_as_many_launches_as_are_asked_for_decide_and_half_of_them_do_not(ratio):
+    def judged(count, others):
+        spread = [Pair(1.0, ratio * math.exp(1.0 if i % 2 else -1.0)) for i in range(count)]
+        quiet = {f"decode.a{i}.first_token_s": launches(1.0, count=count, seed=i) for i in range(others)}
+        return judge.judge(quiet | {TIME: spread}, SUITE)[-1]
+
+    for others in (0, 4):  # of its family, whose correction it pays
+        found = judged(10, others)
+        count = 2 * math.ceil(1.05 * found.wanted_pairs / 2)  # a sample's spread is a little wider for few launches
+        assert found.verdict == "undecided" and 10 < count < judge.MOST_LAUNCHES
+        assert judged(count, others).verdict != "undecided"
+        assert judged(2 * (found.wanted_pairs // 4), others).verdict == "undecided"
+
+
 @pytest.mark.parametrize("head, verdict", [(1001.0, "regression"), (1000.0, "no change"), (999.0, "improvement")])
 def test_what_is_counted_is_judged_at_any_size(head, verdict):
     found = one(OPS, [Pair(1000.0, head)])
