@@ -102,11 +102,11 @@ def run() -> int:
     alerts = alert_commands.config()
     if alerts is not None and not VALUES.keep:
         raise ValueError(f"--alerts={VALUES.alerts}: an alert names a run of the history; leave --nokeep out")
-    history, compare_with, stored = history_commands.folder(), VALUES.compare_with, None
+    history, compare_with, stored, stored_id = history_commands.folder(), VALUES.compare_with, None, ""
     if VALUES.keep:  # before anything is measured
         outputs.check_folder(VALUES.history, flag="--history")
     if compare_with is not None and history.has(compare_with):
-        stored, compare_with = history.load(compare_with), None
+        stored, stored_id, compare_with = history.load(compare_with), history.find(compare_with).stem, None
         if stored["host"] != environment.fingerprint() and not VALUES.other_machine:
             raise ValueError(
                 f"--compare_with={VALUES.compare_with} was run on machine {stored['host']}, this is "
@@ -119,7 +119,7 @@ def run() -> int:
     workdir = cli.workdir(folder)
     cli.keep(f"finished launches are in {workdir}; the same command goes on")
     qualified = None if left_out else history.qualification(environment.fingerprint(), VALUES.device, suite.id)
-    context = run.Context(name, stored, qualified, left_out)
+    context = run.Context(name, stored, stored_id, qualified, left_out)
     found = run.run_suite(
         suite, compare_with=compare_with, device=VALUES.device, workdir=workdir, context=context, say=_say()
     )

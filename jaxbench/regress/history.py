@@ -135,10 +135,14 @@ class History:
         return found[0]
 
     def has(self, id: str) -> bool:
-        """True if an id, a prefix of one, or a tag matches any run, including damaged ones."""
+        """True if an id, a prefix of one, a tag or `latest` matches any run, including damaged ones."""
         if not id:  # the beginning of every id
             return False
-        return any(path.stem.startswith(id) for path in self.files()) or any(row.tag == id for row in self.list())
+        return (
+            (id == "latest" and bool(self.files()))
+            or any(path.stem.startswith(id) for path in self.files())
+            or any(row.tag == id for row in self.list())
+        )
 
     def list(self) -> list[Row]:
         """List all runs, oldest first."""

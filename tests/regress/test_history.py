@@ -138,6 +138,7 @@ def test_a_changed_suite_keeps_its_own_qualification_and_one_without_an_id_is_no
 
 def test_an_empty_name_is_no_run(kept):
     assert not kept.has("") and len(kept.files()) > 0
+    assert kept.has("latest") and not history.History(kept.folder / "none").has("latest")
     with pytest.raises(ValueError, match="history: '' names no run; wanted an id"):
         kept.find("")
 

@@ -182,11 +182,13 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
         "words.step.flops": {HEAD: own},
         "words.tokens_of_another_tool": {HEAD: own},
     }
-    context = run.Context(stored=stored | {"series": stored["series"] | more | {"decode.step.flops": {HEAD: own}}})
+    more = stored | {"series": stored["series"] | more | {"decode.step.flops": {HEAD: own}}}
+    context = run.Context(stored=more, stored_id="20261126T201617Z-7c0c7674")
     lacking = run.run_suite(
         suite, compare_with=None, device="cpu", workdir=tmp_path, context=context, say=lambda text: None
     )
-    assert lacking.record["gone"] == ["words.step.flops"]
+    assert lacking.record["gone"] == ["words.step.flops"] and beside.record["notes"] == []
+    assert lacking.record["notes"][0].startswith("the base is run 20261126T201617Z-7c0c7674 of the history: what is")
     assert "not compared, because head has them no longer: words.step.flops" in lacking.record["notes"]
     changed = {**stored["suite"], "cases": [stored["suite"]["cases"][0] | {"characters": 999}]}
     threads, plan = {**stored["machine"], "threads": 7}, run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path)
