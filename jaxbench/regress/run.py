@@ -283,6 +283,16 @@ def _gone(plan: Plan, stored: Mapping[str, Any] | None) -> list[str]:
     return [name for name in counted if HEAD not in medians.get(name, {})]
 
 
+def _unequal(medians: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
+    """Return notes on counts that are not the same in every launch: a verdict on their medians may pass over some."""
+    return [
+        f"{name} of {side} is not the same in every launch ({', '.join(f'{value:g}' for value in launches.values())}); "
+        "its median is judged"
+        for name, sides in medians.items() if metrics.metric_of(name).kind == "exact"
+        for side, launches in sides.items() if len(set(launches.values())) > 1
+    ]  # fmt: skip
+
+
 def _late(suite: Suite, look: int, made: int, seconds: float, wanted: int) -> str:
     """Return why a look is skipped, or "": `wanted` launches would exceed the time limit, at the pace of `made`."""
     limit = suite.requires.time_s
@@ -326,7 +336,9 @@ def _record(
 ) -> dict[str, Any]:
     """Return everything about a run as JSON values, as history stores it."""
     series: dict[str, dict[str, Any]] = {}
-    for name, sides in pairs.launch_medians(plan.workdir / pairs.SAMPLES).items():
+    medians = pairs.launch_medians(plan.workdir / pairs.SAMPLES)
+    notes = [*notes, *_unequal(medians)]
+    for name, sides in medians.items():
         for side, values in sides.items():
             if run_file.is_finite(median := verdicts.median(list(values.values()))):
                 series.setdefault(name, {})[side] = {"median": median, "launches": list(values.values())}

@@ -102,6 +102,13 @@ def test_a_count_that_head_has_no_longer_is_named(compared, tmp_path):
     assert run._gone(compared[0], None) == [] and run._gone(plan, None) == ["decode.prefill.flops"]
 
 
+def test_a_count_that_is_not_the_same_in_every_launch_is_named():
+    """Programs that one launch of three compiles under the clock are not in the median."""
+    counts = {BASE: {1: 0.0, 2: 0.0, 3: 0.0}, HEAD: {1: 0.0, 2: 2.0, 3: 0.0}}
+    [said] = run._unequal({"decode.recompilations": counts, "decode.load_s": counts})
+    assert said == "decode.recompilations of head is not the same in every launch (0, 2, 0); its median is judged"
+
+
 def test_a_base_that_cannot_be_imported_is_left_out_and_a_head_is_refused(tmp_path):
     broken = changed_tree(tmp_path / "base", "jaxbench/sample.py", "from __future__ import annotations\n", "broken\n")
     launches = Launches(plan_of(tmp_path, base=broken, head=trees.here()), lambda text: None)
