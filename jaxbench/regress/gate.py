@@ -57,7 +57,7 @@ def base_commit() -> str:
 def counts_of(
     suite: Suite, tree: Tree, *, device: str, folder: Path, side: str = HEAD, say: Callable[[str], Any] = print
 ) -> tuple[Counts, dict[str, str]]:
-    """Return the counts of a tree, and the cases that it lost with reasons; kept in `folder` by commit.
+    """Return the counts of a tree, and the cases that it lost with reasons; kept in `folder` by commit and case code.
 
     Args:
       side: head; or base, whose failure to start loses its cases but is no error.
@@ -67,7 +67,7 @@ def counts_of(
     """
     run.check(suite, device)
     short = quick(suite)
-    name = "-".join([short.id, device, *run.surroundings(suite), side, tree.commit])
+    name = "-".join([short.id, device, *run.surroundings(suite), pairs.case_code(), side, tree.commit])
     with run.alone(folder / name):
         plan = run.planned(short, {side: tree}, device, folder / name)
         launches = Launches(plan, say)
@@ -88,7 +88,8 @@ def quick(suite: Suite) -> Suite:
 def stored(history: History, suite: Suite, *, commit: str, device: str, threads: int) -> Stored | None:
     """Return a commit's counts from the newest run of this suite on this machine that measured it; None if none did.
 
-    A run with other files of the model, other packages (the compiler) or another number of threads does not count.
+    A run with other files of the model, other packages (the compiler), another number of threads or another code of the
+    cases does not count; runs of older versions do not say their code.
     """
     wanted = (environment.fingerprint(), device, suite.id)
     present = (threads, environment.versions(), run.model_of(suite))
@@ -100,6 +101,8 @@ def stored(history: History, suite: Suite, *, commit: str, device: str, threads:
         machine, own = record["machine"], run.model_of(suite) and record.get("model_sha256")
         if (machine.get("threads"), machine.get("versions"), own) != present:
             continue  # the compiler partitions loops by thread count
+        if record.get("case_code", pairs.case_code()) != pairs.case_code():
+            continue
         counts = {name: sides[side]["median"] for name, sides in record["series"].items() if side in sides}
         if counts := _counted(counts):
             return Stored(row.id, counts)

@@ -7,6 +7,7 @@ head base -> rows of samples, appended to the run's file as each case ends. An i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from jaxbench.regress.trees import Tree
 
 SAMPLES = "samples.jsonl"
 WORKER = Path(__file__).with_name("case_worker.py")
+CASES = (WORKER, WORKER.with_name("cases.py"), WORKER.with_name("workload_cases.py"))  # what both sides run
 HEAD, BASE = "head", "base"
 START, DONE = "start", "launch_done"
 LOST, LOOKED = "lost", "looked"  # rows without samples: a case that a side cannot run; the look after which a run ended
@@ -218,6 +220,11 @@ class Launches:
     def _append(self, index: int, side: str, rows: Mapping[str, Sequence[float]]) -> None:
         made = ({"launch": index, "side": side, "series": name, "samples": list(v)} for name, v in rows.items())
         store.append(self.path, made)
+
+
+def case_code() -> str:
+    """Return a hash of the code of the cases, this tree's for both sides; 8 hex digits."""
+    return hashlib.sha256(b"\n".join(path.read_bytes() for path in CASES)).hexdigest()[:8]
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

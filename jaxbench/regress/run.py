@@ -266,6 +266,8 @@ def _beside_stored(plan: Plan, stored: Mapping[str, Any]) -> tuple[list[Finding]
     if before and names:
         changed = (f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names)
         notes.append(f"packages differ from those of the run beside it: {', '.join(changed)}")
+    if stored.get("case_code", pairs.case_code()) != pairs.case_code():
+        notes.append("the run beside it ran another code of the cases: a count may differ by that alone")
     return judge.judge(both, plan.suite), notes
 
 
@@ -348,7 +350,7 @@ def _record(
     return {
         "schema": run_file.SCHEMA, "time_utc": _ended(plan, num_launches), "suite": plan.suite.model_dump(mode="json"),
         "device": plan.device, "suite_id": plan.suite.id, "host": origin["host"], "machine": origin,
-        "model_sha256": _model_sha256(plan), "launches": num_launches,
+        "model_sha256": _model_sha256(plan), "launches": num_launches, "case_code": pairs.case_code(),
         "sides": {
             name: {"commit": tree.commit, "subject": tree.subject} for name, tree in plan.sides.items()
         },

@@ -10,7 +10,7 @@ import pytest
 from jaxbench import cli, initial
 from jaxbench.measure import environment
 from jaxbench.pretrained import weights
-from jaxbench.regress import gate, gate_command, history, tiny, trees
+from jaxbench.regress import gate, gate_command, history, pairs, tiny, trees
 from jaxbench.regress.pairs import BASE, HEAD
 from jaxbench.regress.suite import Suite
 from tests.regress import records
@@ -73,6 +73,18 @@ def test_counts_of_other_weights_in_the_same_folder_are_not_those_that_were_kept
     weights.save_checkpoint(folder, tiny.SHAPE, params, tokenizer=tiny.TOKENIZER)
     assert measured()[0]["bits.bits_per_byte"] != before
     assert gate.stored(found, suite, **own) is None
+
+
+def test_counts_that_another_code_of_the_cases_gave_are_not_those_that_were_kept(tmp_path, monkeypatch):
+    """Both sides run this tree's cases: beside counts of former ones a change of a case would be one of the library."""
+    said, found = [], kept(tmp_path, records.SUITE, case_code=pairs.case_code())
+    measured = functools.partial(gate.counts_of, WORDS, TREE, device="cpu", folder=tmp_path / "w", say=said.append)
+    own = {"commit": "c" * 12, "device": "cpu", "threads": 2}
+    counts, number = measured()[0], len(said)
+    assert measured()[0] == counts and len(said) == number and gate.stored(found, records.SUITE, **own).counts
+    (tmp_path / "cases.py").write_text("")
+    monkeypatch.setattr(pairs, "CASES", (*pairs.CASES, tmp_path / "cases.py"))
+    assert measured()[0] == counts and len(said) == 2 * number and gate.stored(found, records.SUITE, **own) is None
 
 
 def test_a_count_that_rose_critically_is_found_and_what_one_side_lacks_is_named():

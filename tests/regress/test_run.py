@@ -213,6 +213,8 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
     older = {**stored["machine"], "versions": stored["machine"]["versions"] | {"jax": "0.1"}}
     findings, [note] = run._beside_stored(plan, stored | {"machine": older})
     assert len(findings) == 2 and note.startswith("packages differ from those of the run beside it: jax 0.1 -> ")
+    findings, [note] = run._beside_stored(plan, stored | {"case_code": "00000000"})
+    assert len(findings) == 2 and note.startswith("the run beside it ran another code of the cases")
     with pytest.raises(ValueError, match="holds the work of configuration"):
         run.run_suite(
             suite.model_copy(update={"rounds": 3}), compare_with=None, device="cpu", workdir=tmp_path,
