@@ -61,7 +61,9 @@ def run_suite(
     """
     check(suite, device)
     head = trees.here()
-    sides, notes = {HEAD: head}, _parts(context)
+    sides, notes = {HEAD: head}, _parts(context.left_out, context.stored)
+    if context.stored_id:
+        notes.insert(0, f"the base is run {context.stored_id} of the history: what is counted is compared, no times")
     if compare_with is not None:
         try:
             sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
@@ -72,13 +74,10 @@ def run_suite(
         return _run(planned(suite, sides, device, workdir), context, notes, say)
 
 
-def _parts(context: Context) -> list[str]:
-    """Return notes on what a run leaves out: times beside a stored base, and cases of its suite on either side."""
-    sides = (("this run is", context.left_out), ("the run beside it is", (context.stored or {}).get("left_out", ())))
-    notes = [f"{which} no whole suite; cases left out: {', '.join(names)}" for which, names in sides if names]
-    if context.stored_id:
-        notes.insert(0, f"the base is run {context.stored_id} of the history: what is counted is compared, no times")
-    return notes
+def _parts(left_out: Sequence[str], stored: Mapping[str, Any] | None) -> list[str]:
+    """Return notes on a run, or a stored base, that does not have all cases of its suite."""
+    sides = (("this run is", left_out), ("the run beside it is", (stored or {}).get("left_out", ())))
+    return [f"{which} no whole suite; cases left out: {', '.join(names)}" for which, names in sides if names]
 
 
 def _variables(plan: Plan) -> list[str]:
