@@ -279,8 +279,10 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return all metrics."""
     counts = await asyncio.to_thread(jobs.counted, request.app.state.config)
-    request.app.state.service.metrics.jobs(counts)
-    return Response(request.app.state.service.metrics.text(), media_type="text/plain; version=0.0.4")
+    service: Service = request.app.state.service
+    service.metrics.jobs(counts)
+    service.metrics.processes(service.usage())
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def page(request: Request) -> Response:

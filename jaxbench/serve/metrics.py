@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -15,6 +16,23 @@ GAUGES = {
     "preempted": "requests that lost their blocks, since the engine's start", "steps": "since the engine's start",
     "guessed": "tokens that were guessed, since the engine's start", "guessed_right": "of these, those that were right",
 }  # fmt: skip
+
+
+class Usage(NamedTuple):
+    """What a process takes of the machine."""
+
+    resident_bytes: int
+    cpu_seconds: float  # of all its threads, since it began
+
+
+def usage(pid: int | None) -> Usage:
+    """Read what a process takes now; zeros where there is none of this number, or None."""
+    try:
+        process = psutil.Process(-1 if pid is None else pid)
+        times = process.cpu_times()
+        return Usage(process.memory_info().rss, times.user + times.system)
+    except (psutil.Error, ValueError):  # ValueError: a negative number
+        return Usage(0, 0.0)
 
 
 class Metrics:
@@ -37,6 +55,8 @@ class Metrics:
         self._detect = Histogram(PREFIX + "detect_seconds", "of such a text", **times)
         self._jobs = Gauge(PREFIX + "jobs", "of the queue, by state", ["state"], **options)
         self._rules = Gauge(PREFIX + "rule_broken", "1 while it is", ["rule"], **options)
+        self._resident = Gauge(PREFIX + "resident_memory_bytes", "of a process", ["process"], **options)
+        self._cpu = Gauge(PREFIX + "cpu_seconds", "of a process, since it began", ["process"], **options)
         self._whole = Histogram(PREFIX + "answer_seconds", "from the request to its end", **times)
 
     def engine(self, stats: Mapping[str, Any]) -> None:
@@ -78,6 +98,12 @@ class Metrics:
         """Set which rules are broken."""
         for name, value in is_broken.items():
             self._rules.labels(name).set(value)
+
+    def processes(self, used: Mapping[str, Usage]) -> None:
+        """Set what each process takes, by its name."""
+        for name, each in used.items():
+            self._resident.labels(name).set(each.resident_bytes)
+            self._cpu.labels(name).set(each.cpu_seconds)
 
     def worker_died(self) -> None:
         """Count a death of the engine's process, and set the gauges: an engine that is gone runs and holds nothing."""

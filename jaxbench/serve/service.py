@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from jaxbench.generation.pieces import Text
 from jaxbench.serve import constraint
 from jaxbench.serve.engine import Event
 from jaxbench.serve.marking import Finder, Watermarks
-from jaxbench.serve.metrics import Metrics
+from jaxbench.serve.metrics import Metrics, Usage, usage
 from jaxbench.serve.request import Request, TokenLogprobs
 from jaxbench.serve.settings import ServerConfig
 from jaxbench.serve.watch import Incident, Messenger, Watch
@@ -226,6 +227,11 @@ class Service:
         self.watch.observe("detect_s", seconds, now)
         self.watch.observe("texts_per_s", 1.0, now)
 
+    def usage(self) -> dict[str, Usage]:
+        """Read what the server's process and its engine's take now."""
+        engine = self._supervisor.process
+        return {"server": usage(os.getpid()), "engine": usage(None if engine is None else engine.pid)}
+
     async def _judge(self) -> None:
         """Evaluate the alert rules until the server ends; log each incident, and queue it for `_tell`."""
         every, before = self.config.alerts.every_s, time.monotonic()
@@ -235,6 +241,8 @@ class Service:
             if self.answers:
                 self.watch.worked(now - before, now)
             before = now
+            resident = sum(each.resident_bytes for each in self.usage().values())
+            self.watch.observe("memory_mib", resident / 2**20, now)
             for incident in self.watch.judge(now):
                 log.log(_LEVELS[incident.state], f"rule {incident.state}", extra={"fields": incident._asdict()})
                 self._incidents.put_nowait(incident)

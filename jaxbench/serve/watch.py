@@ -19,7 +19,7 @@ from jaxbench.config import Base
 from jaxbench.measure.records import now_utc
 
 TIMES = ("first_token_s", "between_tokens_s", "answer_s", "detect_s")  # judged by a quantile
-FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting")
+FIGURES = (*TIMES, "error_share", "tokens_per_s", "texts_per_s", "waiting", "memory_mib")
 RATES = ("tokens_per_s", "texts_per_s")
 MOST_OBSERVATIONS = 100_000  # per figure; the oldest are dropped
 
@@ -29,7 +29,8 @@ class Rule(Base):
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=60)
     # seconds: first_token, between_tokens, answer, detect; share of responses that are errors of the server; generated
-    # tokens a second while answers are in progress; texts a second that are checked; requests that wait
+    # tokens a second while answers are in progress; texts a second that are checked; requests that wait; resident MiB
+    # of the server's process and the engine's
     figure: Literal[FIGURES]
     quantile: float | None = pydantic.Field(default=None, gt=0, lt=1)  # of seconds; None = 0.95
     most: float | None = None  # either this or least

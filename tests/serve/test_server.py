@@ -107,6 +107,12 @@ def test_a_grammar_that_grows_too_large_is_no_failure_of_the_server(server):
     eventually(server.idle)
 
 
+def test_metrics_say_what_memory_the_server_and_its_engine_hold(server):
+    for name in ("server", "engine"):
+        assert server.metric(f'resident_memory_bytes{{process="{name}"}}') > 2**24
+        assert server.metric(f'cpu_seconds{{process="{name}"}}') > 0.1
+
+
 def test_answers_are_marked_under_the_key_that_a_request_names_and_found_again(server):
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 120, "temperature": 1, "seed": 3}
     for name in ("one", "two", None):
