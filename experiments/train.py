@@ -14,6 +14,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,20 @@ def check_searches() -> None:
     """Check the flags of --find_batch_size and --memory_ladder against each other.
 
     Raises:
-      ValueError: both are given, a limit without either, or steps to profile although no training run follows.
+      ValueError: both are given, a limit without either, two limits, or steps to profile although no training run
+        follows.
     """
     values = flags.FLAGS
     asked = [f"--{name}" for name in ("find_batch_size", "memory_ladder") if values[name].value]
     if len(asked) == 2:
         raise ValueError(f"{asked[0]} and {asked[1]}={values.memory_ladder} end the command each; wanted one of them")
-    if values.memory_mib is not None and not asked:
-        raise ValueError(
-            f"--memory_mib={values.memory_mib} is the limit of --find_batch_size and --memory_ladder; name one of them"
-        )
+    limits = [f"--{name}={values[name].value}" for name in ("memory_mib", "memory_share") if values[name].present]
+    if limits and not asked:
+        raise ValueError(f"{limits[0]} is the limit of --find_batch_size and --memory_ladder; name one of them")
+    if len(limits) == 2:
+        raise ValueError(f"{limits[0]} and {limits[1]} are two limits; wanted one of them")
+    if not 0 < values.memory_share <= 1:
+        raise ValueError(f"--memory_share={values.memory_share}, wanted a share above 0, up to 1")
     if values.profile_steps is not None and asked:
         raise ValueError(f"--profile_steps={values.profile_steps} is for a training run, and {asked[0]} is none")
 
@@ -153,6 +158,8 @@ def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
 def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     """Print the largest batch whose compiled step and evaluation fit, after taking one step with it.
 
+    Sizes are told on stderr as they are compiled: those of a deep decoder take minutes.
+
     Raises:
       ValueError: no batch fits in the limit.
     """
@@ -160,13 +167,15 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     from jaxbench.training import batch_size, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
-    limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
+    limit = limit_bytes(batch_size.device_bytes)
     sized = lambda rows: settings.model_copy(update={"batch_size": rows})
-    largest = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.run_bytes(sized(rows), model, extension=extension),
-        limit_bytes=limit,
-        multiple=settings.step.accumulation,
-    )
+
+    def bytes_of(rows: int) -> int:
+        found = batch_size.run_bytes(sized(rows), model, extension=extension)
+        print(f"compiled batch_size={rows}: {found / 2**20:.1f} MiB", file=sys.stderr)
+        return found
+
+    largest = batch_size.find_optimal_batch_size(bytes_of, limit_bytes=limit, multiple=settings.step.accumulation)
     engine = make_engine(sized(largest.batch_size), model, params)
     metrics = engine.fetch(engine.step(data.train.batch(0, largest.batch_size), settings.learning_rate))
     print(
@@ -176,6 +185,12 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     return cli.EXIT_OK
 
 
+def limit_bytes(of_device: Callable[[], int]) -> int:
+    """Return the memory that a search may fill; of_device: reads how much the device has."""
+    values = flags.FLAGS
+    return int(values.memory_share * of_device()) if values.memory_mib is None else values.memory_mib * 2**20
+
+
 def measure_memory_savings(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
@@ -183,7 +198,7 @@ def measure_memory_savings(settings: Any, make_engine: Any, workdir: Path) -> in
     from jaxbench.training import batch_size, memory_savings, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
-    limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
+    limit = limit_bytes(batch_size.device_bytes)
     batches = [data.train.batch(step, settings.batch_size) for step in range(values.memory_ladder + 1)]
     rows = []
     for row in memory_savings.measure(
@@ -214,6 +229,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("memory_ladder", 0, about, lower_bound=0)
     about = "limit for --find_batch_size and --memory_ladder (unset: what the device has)"
     flags.DEFINE_integer("memory_mib", None, about, lower_bound=1)
+    flags.DEFINE_float("memory_share", 1.0, "of what the device has, in place of --memory_mib: the same limit")
     flags.DEFINE_bool("cluster", False, "run together with the other processes of a SLURM, Open MPI or Kubernetes job")
     flags.DEFINE_string("coordinator", None, "host:port of the first process, where no cluster says it")
     flags.DEFINE_integer("num_processes", None, "processes that run together, beside --coordinator", lower_bound=1)

@@ -1,6 +1,7 @@
 """The training command's own flags; what it runs is tested in tests/training/test_trainer.py."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,9 @@ from tests.structure import ROOT
             "--find_batch_size works in one process, got --cluster or --coordinator=a:1",
         ),
         (["--find_batch_size", "--memory_ladder=2"], "--find_batch_size and --memory_ladder=2 end the command each"),
+        (["--memory_share=0.5"], "--memory_share=0.5 is the limit of --find_batch_size and --memory_ladder; name one"),
+        (["--find_batch_size", "--memory_share=0.5", "--memory_mib=5"], "--memory_mib=5 and --memory_share=0.5 are"),
+        (["--find_batch_size", "--memory_share=1.5"], "--memory_share=1.5, wanted a share above 0, up to 1"),
         (["--memory_mib=5"], "--memory_mib=5 is the limit of --find_batch_size and --memory_ladder; name one"),
         (
             ["--memory_ladder=2", "--profile_steps=1:2"],
@@ -36,3 +40,26 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, message, tmp_path):
     command = [sys.executable, str(ROOT / "experiments" / "train.py"), f"--workdir={tmp_path}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+SEARCHED = """
+import runpy, sys
+from jaxbench import process_environment
+process_environment.ensure = lambda *args, **options: None  # it would start Python anew, without what is replaced here
+from jaxbench.training import batch_size
+batch_size.device_bytes = lambda: 100 * 2**20
+batch_size.run_bytes = lambda run, model, **options: run.batch_size * 2**20
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_batch_size_is_searched_in_a_share_of_the_memory_and_says_what_is_compiled(tmp_path):
+    main = str(ROOT / "experiments" / "train.py")
+    arguments = [main, "--config=configs/lm/tiny.yaml", "--find_batch_size", "--memory_share=0.1"]
+    code = f"import sys; sys.argv = {[*arguments, f'--workdir={tmp_path}', '--set=model.num_layers=1']}" + SEARCHED
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=240
+    )
+    assert done.returncode == 0 and done.stdout.startswith("batch_size=10: 10.0 MiB of 10.0 MiB, "), done
+    told = re.findall(r"^compiled batch_size=(\d+): (\d+)\.0 MiB$", done.stderr, re.MULTILINE)
+    assert {"10", "11"} <= {rows for rows, _ in told} and all(rows == needed for rows, needed in told), done.stderr
