@@ -220,6 +220,27 @@ def test_differences_in_the_docs_are_those_of_the_committed_records():
     assert {arm for arm, *_ in shown} == {row["arm"] for row in summary["lengths"]} - {"plain"}
 
 
+def test_controls_of_recall_in_the_docs_are_those_of_the_committed_records():
+    summary = json.loads((RESULTS.parent / "2026-11-30-memory-controls" / "recall.json").read_text())
+    settings = config.load(ROOT / "configs" / "memory" / "controls.yaml", (), arms.Arms)
+    assert summary["settings"] == settings.model_dump(mode="json")
+    text = (ROOT / "docs" / "memory_measured.md").read_text()
+    table = text[text.index("| recall (chance 3.3) | rate, seeds |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(settings.arms)
+    for line in table:
+        arm, rate, *by_distance, rows_128, rows_256, rows_1024 = (cell.strip() for cell in line.strip("|").split("|"))
+        arm = arm.replace("`", "").removesuffix(", again")
+        rows = {row["over"]: row for row in summary["rows"] if (row["arm"], row["factor"]) == (arm, 1)}
+        lengths = {row["factor"]: row for row in summary["lengths"] if row["arm"] == arm}
+        assert rate == f"{lengths[1]['learning_rate'] * 1e3:g}e-3, {lengths[1]['seeds']}"
+        for shown, row in zip(by_distance, (rows[8], rows[16], rows[32]), strict=True):
+            numbers = [100 * row[name] for name in ("mean", "low", "high") if row[name] is not None]
+            assert shown == "{:.1f}".format(*numbers) + (
+                " [{:.1f}, {:.1f}]".format(*numbers[1:]) if numbers[1:] else ""
+            )
+        assert [rows_128, rows_256, rows_1024] == [f"{100 * lengths[i]['mean']:.1f}" for i in (2, 4, 16)]
+
+
 def test_a_length_that_segments_do_not_fill_is_refused():
     with pytest.raises(ValueError, match="length 2000 is not a multiple of segment=512"):
         cost.Cost(layer=SHAPE, lengths=[1024, 2000], segment=512)

@@ -223,15 +223,16 @@ def test_an_arm_may_have_a_window_of_its_own():
         arms.Arms(**PLAIN | {"arms": names | {"full": {"d_ff": 16, "window": 16, "memory": memory}}})
 
 
+@pytest.mark.parametrize("study", ["controls", "books"])
 @pytest.mark.parametrize(("arm", "reach"), [("plain", 7), ("no learning", 7), ("convolution only", 7), ("mag", 35)])
-def test_controls_on_books_see_as_far_as_the_plain_decoder_and_memory_sees_everything(arm, reach):
+def test_controls_see_as_far_as_the_plain_decoder_and_memory_sees_everything(study, arm, reach):
     import jax
     import jax.numpy as jnp
 
     from jaxbench import initial
     from jaxbench.memory import decoder as decoders
 
-    settings = config.load(ROOT / "configs" / "memory" / "books.yaml", (), arms.Arms)
+    settings = config.load(ROOT / "configs" / "memory" / f"{study}.yaml", (), arms.Arms)
     model = settings.model(arm, 257)
     decoder = decoders.build(model, initial.initial_params(model, 0, distinct=True))
     tokens = np.random.default_rng(0).integers(256, size=(1, 40))
