@@ -4,7 +4,7 @@
     make gpu                                             every stage in 540 s; python experiments/gpu.py --budget_s=540
     python experiments/gpu.py --stage=rates,train_124m   some of them
     python experiments/gpu.py --resume                   the ones that are not done yet, on this machine or another
-    python experiments/gpu.py --rehearse                 every stage tiny, on a CPU (2.9 to 3.8 minutes)
+    python experiments/gpu.py --rehearse                 every stage tiny, on a CPU, a stage a core (3 minutes on 2)
     python experiments/gpu.py --config=configs/gpu/long.yaml --data=FOLDER     training runs, in a separate lease
 
 Each stage is a command with a time limit (configs/gpu/stages.yaml); its measurements are written as they come:
