@@ -66,7 +66,8 @@ class Workers:
         """
         self._queue, self._poll_s, self._niceness, self._keep_s = held, poll_s, niceness, keep_s
         self._until_empty, self._stop, self._cleaned = until_empty, threading.Event(), float("-inf")
-        self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(count)]
+        self._ended_threads = [threading.Event() for _ in range(count)]
+        self._threads = [threading.Thread(target=self._thread, args=(i,), daemon=True) for i in range(count)]
         self.failed = 0  # jobs that failed here
 
     def start(self) -> None:
@@ -79,10 +80,18 @@ class Workers:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for the workers to end."""
-        for thread in self._threads:
-            while thread.is_alive():  # with a timeout, so that signals are handled
-                thread.join(0.2)
+        """Wait for the workers to end; if a signal handler's exception ends the wait, it may be repeated."""
+        # Not by Thread.join: up to Python 3.12, one that such an exception ends takes the thread for ended, and the
+        # next returns at once.
+        for ended in self._ended_threads:
+            while not ended.wait(0.2):  # with a timeout, so that signals are handled
+                pass
+
+    def _thread(self, number: int) -> None:
+        try:
+            self._work(number)
+        finally:
+            self._ended_threads[number].set()
 
     def _work(self, number: int) -> None:
         name = f"{socket.gethostname()} {os.getpid()}-{number}"

@@ -230,6 +230,22 @@ def test_a_killed_worker_takes_its_command_along_and_the_next_goes_on(tmp_path):
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 300_001
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_told_to_end_waits_until_its_command_has_ended_and_its_job_waits_again(tmp_path, number):
+    place = f"--queue={tmp_path / 'queue'}"
+    never = call("submit", place, "--command=experiments/watermark.py keygen", "--priority=-1").strip()
+    command = ["experiments/jobs.py", "wait", place, f"--job={never}"]
+    id = call("submit", place, f"--command={shlex.join(command)}").strip()
+    worker = subprocess.Popen([*JOBS, "work", place], stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert json.loads(worker.stderr.readline())["event"] == "job started"
+    worker.send_signal(number)
+    said = worker.communicate()[1].splitlines()
+    assert worker.returncode == 130 and said[-1].startswith("interrupted; what ran waits again"), said
+    assert [json.loads(line)["event"] for line in said[:-1]] == ["job interrupted"]
+    progress = Queue(tmp_path / "queue").find(id).progress
+    assert (progress.state, progress.attempts) == ("waiting", 0)
+
+
 def test_the_command_line_runs_a_job_from_its_submission_to_its_removal(tmp_path):
     place = f"--queue={tmp_path / 'queue'}"
     assert call("list", place) == f"{tmp_path / 'queue'} holds no jobs\n"
