@@ -4,15 +4,18 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. The programs are sampl
 device multiplies by its part of a kernel, and two sums over devices per layer combine the parts. Keys and values are
 split by rows' heads, tokens are on every device. This is meant for one row: with several rows, data moves between
 devices in every layer, since the cache stores all heads of a row next to each other.
+
+Twin: torch_ref/parallel/decoding.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,6 +25,38 @@ from jaxbench.config import TransformerConfig
 from jaxbench.mesh import MODEL
 
 HELD = r"\.(kernel|codes|scales|zeros)"  # a matrix: floats, or integers with their scales and zeros
+
+
+def attached(device: str, count: int) -> list[jax.Device]:
+    """Return the first `count` devices of a kind: cpu, gpu or tpu.
+
+    Raises:
+      ValueError: JAX sees fewer.
+    """
+    seen = jax.devices(device)
+    if len(seen) < count:
+        simulated = " (XLA_FLAGS=--xla_force_host_platform_device_count)" if device == "cpu" else ""
+        raise ValueError(
+            f"--tensor_parallel={count}: JAX sees {len(seen)} devices of the kind {device}{simulated}; wanted at most "
+            "as many"
+        )
+    return seen[:count]
+
+
+def build(
+    config: TransformerConfig, params: Mapping[str, np.ndarray], devices: Sequence[jax.Device], **compute: Any
+) -> transformer.Transformer:
+    """Build a decoder that is split over devices; no device ever holds more than its part, the host holds all of it.
+
+    compute: as transformer.build takes it, without projection_groups.
+
+    Raises:
+      ValueError: as transformer.build or `split` raise.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        model = transformer.build(config, params, **compute)
+    split(model, config, devices)
+    return model
 
 
 def split(model: transformer.Transformer, config: TransformerConfig, devices: Sequence[jax.Device]) -> None:

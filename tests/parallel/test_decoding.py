@@ -34,10 +34,11 @@ def generators(config, devices, *, dtype="float64", **sampling):
     """A generator on one device, and one over several."""
     params, made = initial.initial_params(config, 0, distinct=True), []
     for count in (1, devices):
-        model = transformer.build(config, params, dtype=dtype)
-        if count > 1:
-            decoding.split(model, config, jax.devices()[:count])
-        kind = sample.Generator if count == 1 else decoding.Generator
+        if count == 1:
+            model, kind = transformer.build(config, params, dtype=dtype), sample.Generator
+        else:
+            model = decoding.build(config, params, decoding.attached("cpu", count), dtype=dtype)
+            kind = decoding.Generator
         made.append(kind(model, eos_id=None, sampling=sample.SamplingParams(**sampling)))
     return made
 
@@ -94,6 +95,12 @@ def test_prompts_of_sizes_that_are_known_trace_nothing_again(monkeypatch):
     for name in ("_prefill", "_decode"):
         monkeypatch.setattr(together, name, refuse)
     assert (tokens_of(together) == first).all()
+
+
+def test_fewer_devices_than_asked_for_are_refused():
+    assert decoding.attached("cpu", 3) == jax.devices()[:3]
+    with pytest.raises(ValueError, match="--tensor_parallel=9: JAX sees 8 devices of the kind cpu"):
+        decoding.attached("cpu", 9)
 
 
 def test_heads_that_the_devices_do_not_divide_are_refused():
