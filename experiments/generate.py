@@ -9,6 +9,8 @@ A line of --input is {"prompt": TEXT} or {"messages": [{"role": "user", "content
 A killed run is resumed by the same command (if it had --overwrite: without that flag). The text goes to standard
 output, everything else to standard error. Bad input ends with exit code 2 and one line.
 
+--tensor_parallel=N splits the model over N devices, for which N must divide its key-value heads (docs/parallel.md).
+
 --kernels=auto uses the native kernels on a CPU, in the number types of the model's own file, or the framework's own
 operations (xla) where native kernels are not available; it then says why.
 """
@@ -20,7 +22,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, process_environment, prompts, store, terminal
-from jaxbench.generation import batch, conversation, decoder, kernel_flags, requests, writer
+from jaxbench.generation import batch, conversation, decoder, kernel_flags, requests, tensor_parallel, writer
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 
@@ -39,6 +41,7 @@ TWINS = {
     "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native.model"),
     "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.native.model"),
 }
+PARALLEL = {"flax": "jaxbench.parallel.decoding", "torch": "torch_ref.parallel.decoding"}
 FILE_FLAGS = ("output", "batch_size", "overwrite")  # only with --input
 # Control characters that a terminal would obey: shown as their pictures.
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -72,6 +75,7 @@ def define() -> None:
     flags.DEFINE_string("logit_bias", None, 'added to logits, by token id, -100 to 100, a JSON object: {"50": -100}')
     flags.DEFINE_integer("seed", 0, "of the draw", lower_bound=0, upper_bound=2**64 - 1)
     flags.DEFINE_multi_string("stop", [], "the text ends before this string; may be repeated")
+    tensor_parallel.define()
     kernel_flags.define()
     cli.define_model()
     cli.define_backend()
@@ -105,6 +109,7 @@ def check_flags() -> writer.Settings:
     for name in ("system", "chat_template_kwargs"):
         if VALUES[name].present and not VALUES.chat and VALUES.input is None:
             raise ValueError(f"--{name}={VALUES[name].value[:60]!r} needs --chat")
+    tensor_parallel.check_flags(VALUES.backend, has_input=VALUES.input is not None)
     for word in VALUES.stop:
         requests.check_text(word, "--stop")
     return writer.Settings(VALUES.new_tokens, check_sampling(), VALUES.seed, tuple(VALUES.stop))
@@ -166,11 +171,17 @@ def choose() -> tuple[decoder.Choice, decoder.Backend]:
     is_torch = VALUES.backend == "torch"
     importlib.import_module("torch_ref.devices" if is_torch else "jaxbench.devices").check_device(VALUES.device)
     read_config = functools.partial(weights.read_config, model())
-    choice = decoder.choose(kernel_flags.options(), VALUES.device, config=read_config)
+    count = VALUES.tensor_parallel
+    choice = decoder.choose(kernel_flags.options(), VALUES.device, config=read_config, num_devices=count)
     *modules, native = TWINS[VALUES.backend]
     modules += [native] if choice.kernels == "native" else []
     placement = {"device": "cuda"} if is_torch and VALUES.device == "gpu" else {}
-    return choice, decoder.Backend(*map(importlib.import_module, modules), placement=placement)
+    backend = decoder.Backend(*map(importlib.import_module, modules), placement=placement)
+    if count == 1:
+        return choice, backend
+    parallel = importlib.import_module(PARALLEL[VALUES.backend])
+    devices = parallel.attached(VALUES.device, count)
+    return choice, backend._replace(parallel=parallel, devices=devices, num_devices=count)
 
 
 # The three modes: one prompt, a conversation, a file
@@ -196,10 +207,14 @@ def load(tokenizer: Any, settings: writer.Settings) -> tuple[writer.Writer, deco
     return writer.Writer(loaded, tokenizer, settings), loaded
 
 
+def is_streamed() -> bool:
+    """True if the text is shown as it comes."""
+    return sys.stdout.isatty() if VALUES.stream is None else VALUES.stream
+
+
 def answer(ask: Any) -> Any:
     """Print the text that ask(step=, show=) makes, as it comes or as a whole; return what ask returned."""
-    is_terminal, begun = sys.stdout.isatty(), False
-    is_stream = is_terminal if VALUES.stream is None else VALUES.stream
+    is_terminal, is_stream, begun = sys.stdout.isatty(), is_streamed(), False
 
     def show(piece: str) -> None:
         nonlocal begun
@@ -232,8 +247,8 @@ def one_prompt(settings: writer.Settings) -> int:
     return cli.EXIT_OK
 
 
-def talk(settings: writer.Settings) -> int:
-    """Hold a conversation."""
+def talk(settings: writer.Settings, heard: Callable[[str], str] | None) -> int:
+    """Hold a conversation; heard: is called with each line that is typed, and returns it."""
     tokenizer = read_tokenizer()
     probe = [{"role": "user", "content": "?"}]
     requests.message_ids(tokenizer, probe, "--chat", VALUES.system)  # raises if the model has no chat template
@@ -246,7 +261,7 @@ def talk(settings: writer.Settings) -> int:
         say(made[1].line(loaded))
         return made
 
-    conversation.talk(typed(), answer=turn, say=say)
+    conversation.talk(typed() if heard is None else map(heard, typed()), answer=turn, say=say)
     return cli.EXIT_OK
 
 
@@ -334,14 +349,24 @@ def note(loaded: decoder.Decoder) -> None:
         say(loaded.choice.note)
 
 
-def main() -> int:
-    """Generate text; return the exit code."""
-    settings = check_flags()
-    process_environment.ensure(VALUES.device, library=cli.array_library())
+def generate(settings: writer.Settings, heard: Callable[[str], str] | None = None) -> int:
+    """Generate what the flags ask for; heard: see `talk`."""
     if VALUES.input is not None:
         return rows(settings)
     cli.keep("what was shown is all there is")
-    return talk(settings) if VALUES.prompt is None else one_prompt(settings)
+    return talk(settings, heard) if VALUES.prompt is None else one_prompt(settings)
+
+
+def main() -> int:
+    """Generate text; return the exit code."""
+    settings = check_flags()
+    tensor_parallel.check_heads(functools.partial(weights.read_config, model()))
+    tensor_parallel.prepare(VALUES.backend, VALUES.device)
+    process_environment.ensure(VALUES.device, library=cli.array_library())
+    if not tensor_parallel.starts_others(VALUES.backend):
+        return generate(settings)
+    with tensor_parallel.processes(is_streamed=is_streamed()) as heard:
+        return generate(settings, heard)
 
 
 if __name__ == "__main__":

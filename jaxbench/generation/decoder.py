@@ -64,6 +64,9 @@ class Backend(NamedTuple):
     sample: types.ModuleType
     native: types.ModuleType | None = None  # needed for native kernels only
     placement: Mapping[str, Any] = {}  # arguments of `transformer.build` for the device, besides the number type
+    parallel: types.ModuleType | None = None  # parallel/decoding.py: the decoder is split over `devices`
+    devices: Any = None  # as its `attached` returns them
+    num_devices: int = 1
 
 
 class Decoder(NamedTuple):
@@ -73,6 +76,7 @@ class Decoder(NamedTuple):
     sample: types.ModuleType
     choice: Choice
     weights: str  # the number types of its matrices, the largest share first
+    num_devices: int = 1  # that it is split over
 
 
 XLA = Choice("xla", XLA_WEIGHTS[0], None, None, 0)  # the default of functions that take a Choice
@@ -84,8 +88,9 @@ def choose(
     *,
     dtype: str = XLA_WEIGHTS[0],
     config: Callable[[], TransformerConfig] | None = None,
+    num_devices: int = 1,
 ) -> Choice:
-    """Choose the kernels and number types of a run on a device.
+    """Choose the kernels and number types of a run on a device, or on several together.
 
     Args:
       dtype: of XLA_WEIGHTS, from the command's configuration if it has one: what xla computes in, and what native
@@ -97,7 +102,7 @@ def choose(
       ValueError: a setting is for other kernels than these, or the weights' format does not fit the model's widths.
     """
     own = checkpoint.FILE if dtype == XLA_WEIGHTS[0] else dtype
-    reason = None if options.kernels == "xla" else why_not_native(device)
+    reason = None if options.kernels == "xla" else why_not_native(device, num_devices)
     if options.kernels != "xla" and reason is None and config is not None:
         reason = why_no_block(shape := config())
         if reason is None:
@@ -119,8 +124,10 @@ def choose(
     return Choice("xla", chosen, None, None, 0, reason and f"kernels: xla, because {reason}")
 
 
-def why_not_native(device: str) -> str | None:
+def why_not_native(device: str, num_devices: int = 1) -> str | None:
     """Why native kernels are not available on a device, in one line; None if they are. The first call builds them."""
+    if num_devices > 1:
+        return f"native kernels are for one device, and --tensor_parallel={num_devices}"
     if device != "cpu":
         return f"native kernels are for CPUs, and --device={device}"
     try:
@@ -165,6 +172,9 @@ def load(spec: str | Path | None, choice: Choice, backend: Backend) -> Decoder:
         settings = {"cache_dtype": choice.cache, "activations": choice.activations, "threads": choice.threads}
         return Decoder(backend.native.build(packed, **settings), backend.sample, choice, _formats(packed))
     held = weights.load_checkpoint(spec)
+    if backend.parallel is not None:
+        model = backend.parallel.build(held.config, held.params, backend.devices, dtype=choice.weights)
+        return Decoder(model, backend.parallel, choice, choice.weights, backend.num_devices)
     model = backend.transformer.build(held.config, held.params, dtype=choice.weights, **backend.placement)
     return Decoder(model, backend.sample, choice, choice.weights)
 

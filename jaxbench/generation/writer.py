@@ -41,6 +41,7 @@ class Timing(NamedTuple):
         kernels = f"{choice.kernels} kernels, weights {decoder.weights}"
         if choice.kernels == "native":
             kernels += f", cache {choice.cache}, activations {choice.activations}"
+        kernels += f", {decoder.num_devices} devices" if decoder.num_devices > 1 else ""
         prompt = f"{self.prompt_tokens} prompt tokens in {1e3 * self.prompt_s:.0f} ms"
         return f"{prompt}, {self.tokens} new tokens{rate}; {kernels}"
 
