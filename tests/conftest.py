@@ -137,6 +137,15 @@ def drop_programs() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture(scope="module")
+def plain_codegen():
+    """Compile a file's programs by plain code generation, for files that judge mathematics (tests/codegen.py)."""
+    from tests import codegen
+
+    with codegen.plain():
+        yield
+
+
 @pytest.fixture
 def x64():
     """Run the test with JAX's 64-bit types."""

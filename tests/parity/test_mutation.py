@@ -6,11 +6,12 @@ import pytest
 
 from jaxbench.parity import capture, cases, evidence, mutation, run, step_bugs
 
-pytestmark = pytest.mark.timeout(900)  # one minute of work, on a machine that may be shared by fifteen
+# One minute of work, on a machine that may be shared by fifteen
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("plain_codegen")]
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(plain_codegen):
     return {outcome.name: outcome for outcome in mutation.score()}
 
 

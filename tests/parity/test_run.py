@@ -12,11 +12,13 @@ import torch
 
 from jaxbench import outputs
 from jaxbench.parity import cases, distance, gates, mutation, run
+from tests import codegen
 from torch_ref import functional
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TINY = [case.id for case in cases.CASES if case.config is not None and case.exact is None and case.device is None]
-# One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
+# One case a family also passes the narrower types' gates, and is compiled as for users; all of them do and are in
+# `experiments/parity.py --all`.
 WITH_REDUCED = ("transformer/llama-grouped", "transformer/llama-far", "transformer/qwen3", "transformer/gpt2")
 WITH_OTHERS = (
     "transformer/gemma3",
@@ -29,8 +31,10 @@ WITH_OTHERS = (
 
 @functools.cache
 def result(case_id, backend="flax"):
-    dtypes = run.REDUCED if case_id in WITH_REDUCED and backend == "flax" else ()
-    return run.run(cases.find(case_id), backend=backend, dtypes=dtypes)
+    if case_id in WITH_REDUCED and backend == "flax":
+        return run.run(cases.find(case_id), backend=backend)
+    with codegen.plain():
+        return run.run(cases.find(case_id), backend=backend, dtypes=())
 
 
 def failures(found):
