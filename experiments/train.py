@@ -36,9 +36,9 @@ def main() -> int:
     settings = cli.load_config(MemoryTrainConfig)
     profile_steps = profiled(values.profile_steps, settings)
     check_searches()
+    if values.memory_ladder and values.backend != "flax":
+        raise ValueError(f"--memory_ladder reads XLA's memory analysis; --backend={values.backend} has none")
     for name in ("find_batch_size", "memory_ladder"):
-        if values[name].value and values.backend != "flax":
-            raise ValueError(f"--{name} reads XLA's memory analysis; --backend={values.backend} has none")
         if values[name].value and settings.parallel is not None:
             raise ValueError(f"--{name} works on one device, got parallel.mesh={settings.parallel.mesh}")
         if values[name].value and (values.cluster or values.coordinator is not None):
@@ -69,7 +69,7 @@ def main() -> int:
     if values.backend == "torch":
         make_engine = functools.partial(make_engine, device="cuda" if values.device == "gpu" else values.device)
     if values.find_batch_size:
-        return find_batch_size(settings, make_engine, extension)
+        return find_batch_size(settings, make_engine, extension, package)
     if values.memory_ladder:
         return measure_memory_savings(settings, make_engine, workdir)
     kept = workdir / trainer.CHECKPOINTS
@@ -155,32 +155,39 @@ def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
-    """Print the largest batch whose compiled step and evaluation fit, after taking one step with it.
+def find_batch_size(settings: Any, make_engine: Any, extension: Any, package: str) -> int:
+    """Print the largest batch whose step and evaluation fit, after taking one step with it.
 
-    Sizes are told on stderr as they are compiled: those of a deep decoder take minutes.
+    Sizes are told on stderr as they are compiled (JAX), traced (PyTorch on a CPU) or measured (PyTorch on a GPU): those
+    of a deep decoder take minutes to compile.
 
     Raises:
       ValueError: no batch fits in the limit.
     """
     values = flags.FLAGS
-    from jaxbench.training import batch_size, train_inputs
+    from jaxbench.training import largest_batch, train_inputs
 
+    batch_size = importlib.import_module(f"{package}.training.batch_size")
+    of_device, of_run, verb = batch_size.device_bytes, batch_size.run_bytes, "compiled"
+    if values.backend == "torch":
+        device = "cuda" if values.device == "gpu" else values.device
+        of_device, of_run = functools.partial(of_device, device=device), functools.partial(of_run, device=device)
+        verb = "measured" if device == "cuda" else "traced"
     data, model, params = train_inputs.prepare(settings, values.data)
-    limit = limit_bytes(batch_size.device_bytes)
+    limit = limit_bytes(of_device)
     sized = lambda rows: settings.model_copy(update={"batch_size": rows})
 
     def bytes_of(rows: int) -> int:
-        found = batch_size.run_bytes(sized(rows), model, extension=extension)
-        print(f"compiled batch_size={rows}: {found / 2**20:.1f} MiB", file=sys.stderr)
+        found = of_run(sized(rows), model, extension=extension)
+        print(f"{verb} batch_size={rows}: {found / 2**20:.1f} MiB", file=sys.stderr)
         return found
 
-    largest = batch_size.find_optimal_batch_size(bytes_of, limit_bytes=limit, multiple=settings.step.accumulation)
+    largest = largest_batch.find_optimal_batch_size(bytes_of, limit_bytes=limit, multiple=settings.step.accumulation)
     engine = make_engine(sized(largest.batch_size), model, params)
     metrics = engine.fetch(engine.step(data.train.batch(0, largest.batch_size), settings.learning_rate))
     print(
         f"batch_size={largest.batch_size}: {largest.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
-        f"{len(largest.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
+        f"{len(largest.tried)} sizes {verb}; one step was taken with it, loss {metrics.loss:.4f}"
     )
     return cli.EXIT_OK
 

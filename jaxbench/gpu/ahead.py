@@ -104,7 +104,7 @@ def train_program(settings: TrainConfig, target: str) -> Any:
     from jaxbench import prng, train
     from jaxbench.extension import Extension
     from jaxbench.native import products
-    from jaxbench.training import batch_size, optimizer_step, precision
+    from jaxbench.training import optimizer_step, precision, state_shapes
 
     if settings.parallel is not None:
         raise ValueError(f"gpu: parallel.mesh={settings.parallel.mesh}, wanted null: one GPU is compiled for")
@@ -114,7 +114,7 @@ def train_program(settings: TrainConfig, target: str) -> Any:
     if settings.implementation == "fused":  # "fused" selects the kernel of JAX's own platform, not of the target
         compute = compute._replace(implementation="cudnn")
     decoder = settings.decoder(None)
-    state = batch_size.abstract_state(decoder, compute, step_config, host=place, extension=Extension())
+    state = state_shapes.abstract_state(decoder, compute, step_config, host=place, extension=Extension())
     shape = (settings.batch_size, settings.data.seq_len)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     packed = ids if settings.data.document_mask else None

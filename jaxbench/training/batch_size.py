@@ -1,89 +1,26 @@
-"""Find the largest batch that fits, from the memory needs of the compiled step and evaluation; nothing is run.
+"""Memory of a run with a batch, from the memory needs of the compiled step and evaluation; nothing is run.
 
-Steps are compiled from shapes alone: `abstract_state` also serves TPU slices that are not attached (tpu_train.py).
+Twin: torch_ref/training/batch_size.py. The search over it is largest_batch.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import psutil
 
-from jaxbench import initial, prng, train, transformer
-from jaxbench.config import Compute, TransformerConfig
+from jaxbench import prng, train
+from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.native import products
-from jaxbench.parallel import offload
-from jaxbench.training import optimizer_step, precision
-from jaxbench.training.step_config import OffloadConfig, StepConfig
+from jaxbench.training import optimizer_step, precision, state_shapes
+from jaxbench.training.largest_batch import LargestBatch, find_optimal_batch_size
 from jaxbench.training.train_config import TrainConfig
 
-
-class LargestBatch(NamedTuple):
-    """Outcome of a search for the largest batch that fits."""
-
-    batch_size: int  # rows, a multiple of the micro-batches
-    run_bytes: int  # what a run with it needs: state, batch, temporaries of a step or an evaluation
-    limit_bytes: int
-    tried: dict[int, int]  # batch size -> bytes
-
-
-def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> LargestBatch:
-    """Return the largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
-
-    Bytes grow almost linearly with the rows, so four sizes settle it: two, the one at which the line through them meets
-    the limit, and the next. Where growth is not linear, every second attempt halves the gap.
-
-    Args:
-      bytes_of: batch size -> bytes that a run needs; must not fall as the batch grows.
-      limit_bytes: of device memory.
-      multiple: micro-batches of a step.
-
-    Raises:
-      ValueError: limit_bytes does not hold even the smallest batch.
-    """
-    tried: dict[int, int] = {}
-
-    def fits(count: int) -> bool:
-        tried[count * multiple] = bytes_of(count * multiple)
-        return tried[count * multiple] <= limit_bytes
-
-    if not fits(1):
-        raise ValueError(
-            f"batch size: a step of {multiple} rows needs {tried[multiple]} bytes, the limit is {limit_bytes}; shorten "
-            "data.seq_len, or set step.remat.policy=block"
-        )
-    low, high, previous = 1, None, None  # the largest that fits, the smallest that does not, the one tried before low
-    for attempt in itertools.count():
-        if high is not None and high - low <= 1:
-            break
-        at = _expected(low, high, previous, tried, limit_bytes, multiple)
-        middle = (low + high) // 2 if high is not None and attempt % 2 else at
-        if fits(middle):
-            low, previous = middle, low
-        else:
-            high = middle
-    return LargestBatch(low * multiple, tried[low * multiple], limit_bytes, tried)
-
-
-def _expected(
-    low: int, high: int | None, previous: int | None, tried: dict[int, int], limit_bytes: int, multiple: int
-) -> int:
-    """Where the line through the two nearest sizes meets the limit, above `low` and below `high`."""
-    other = high if high is not None else previous
-    if other is None:
-        return 2 * low
-    rise = tried[other * multiple] - tried[low * multiple]
-    slope = rise / (other - low)
-    at = low + int((limit_bytes - tried[low * multiple]) / slope) if slope > 0 else 2 * low
-    # A line through neighbouring sizes may overshoot: allow at most sixteen times the rows.
-    return max(low + 1, min(at, 16 * low if high is None else high - 1))
+__all__ = ["LargestBatch", "device_bytes", "find_optimal_batch_size", "run_bytes"]
 
 
 def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Extension = Extension()) -> int:
@@ -108,7 +45,7 @@ def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Exten
         )
 
     compute = settings.compute(precision.POLICIES[step_config.precision].compute)
-    state = placed(abstract_state(config, compute, step_config, host=place, extension=extension))
+    state = placed(state_shapes.abstract_state(config, compute, step_config, host=place, extension=extension))
     shape = (settings.batch_size, settings.data.seq_len)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if settings.has_dropout else None
@@ -117,30 +54,6 @@ def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Exten
     evaluate = functools.partial(optimizer_step.eval_step, graph=state.graph, step_config=step_config)
     step = jax.jit(functools.partial(optimizer_step.train_step, step_config=step_config), donate_argnums=0)
     return step.lower(state, batch, rate, key).compile(), jax.jit(evaluate).lower(state.params, batch).compile()
-
-
-def abstract_state(
-    config: TransformerConfig, compute: Compute, step_config: StepConfig, *, host: jax.sharding.Sharding,
-    extension: Extension,
-) -> optimizer_step.TrainState:  # fmt: skip
-    """Shapes of a training state; no array is made. Offloaded moments carry the sharding `host` in pinned memory."""
-    shapes = initial.parameter_shapes(config).items()
-    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes}
-    state = jax.eval_shape(initialiser(config, compute, step_config, extension=extension), params)
-    if not step_config.offload.optimizer:
-        return state
-    pinned = functools.partial(jax.ShapeDtypeStruct, sharding=offload.host_sharding(host))
-    moments = jax.tree.map(lambda leaf: pinned(leaf.shape, leaf.dtype) if leaf.ndim else leaf, state.moments)
-    return dataclasses.replace(state, moments=moments)
-
-
-def initialiser(
-    config: TransformerConfig, compute: Compute, step_config: StepConfig, *, extension: Extension
-) -> Callable[[Mapping[str, jax.Array]], optimizer_step.TrainState]:
-    """Make the function from initial values to the state before the first step, to be traced; it offloads nothing."""
-    on_device = step_config.model_copy(update={"offload": OffloadConfig()})
-    decoder = functools.partial(transformer.Transformer, config, compute, extension.make_layer)
-    return lambda params: optimizer_step.init_state(decoder(), params, on_device)
 
 
 def device_bytes() -> int:

@@ -23,7 +23,7 @@ from jaxbench.measure import worker
 from jaxbench.mesh import ParallelConfig
 from jaxbench.native import products
 from jaxbench.parallel import distributed, mesh_plan, offload
-from jaxbench.training import batch_size, observe, optimizer_step, precision
+from jaxbench.training import observe, optimizer_step, precision, state_shapes
 from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.train_config import TrainConfig
 
@@ -97,9 +97,9 @@ class Engine:
         micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
         self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
         mesh_plan.check_precision(self.plan, self.step_config.precision)
-        init = batch_size.initialiser(config, compute, self.step_config, extension=self.extension)
+        init = state_shapes.initialiser(config, compute, self.step_config, extension=self.extension)
         host = jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec())
-        shapes = batch_size.abstract_state(config, compute, self.step_config, host=host, extension=self.extension)
+        shapes = state_shapes.abstract_state(config, compute, self.step_config, host=host, extension=self.extension)
         self.state, self.num_devices = mesh_plan.new_state(self.plan, init, params, shapes), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, shape)
 

@@ -81,7 +81,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     from jaxbench.lora import layers
     from jaxbench.native import products
     from jaxbench.parallel import mesh_plan
-    from jaxbench.training import batch_size, optimizer_step
+    from jaxbench.training import optimizer_step, state_shapes
 
     extension = extension if settings.lora is None else layers.extension(settings.lora)
     if settings.parallel is None:
@@ -99,7 +99,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     if settings.implementation == "fused":  # would select the kernel of JAX's own platform, not of the target
         compute = compute._replace(implementation="splash")
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
-    state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
+    state = state_shapes.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if settings.has_dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}

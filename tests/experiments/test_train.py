@@ -15,7 +15,8 @@ from tests.structure import ROOT
     [
         (["--profile_steps=13:10"], "--profile_steps=13:10 is not a:b with a < b <= steps=60"),
         (["--profile_steps=10:99"], "--profile_steps=10:99 is not a:b"),
-        (["--backend=torch", "--find_batch_size"], "--backend=torch has none"),
+        (["--backend=torch", "--memory_ladder=2"], "--backend=torch has none"),
+        (["--backend=torch", "--find_batch_size", "--memory_mib=1", "--memory_share=1"], "=1.0 are two limits; wanted"),
         (["--set=step.precision=int4"], "step.precision"),
         (["--set=parallel.mesh.stages=2"], "the nearest is parallel.mesh.stage"),
         (["--data=no/such.txt"], "no/such.txt is no file"),
@@ -63,3 +64,15 @@ def test_a_batch_size_is_searched_in_a_share_of_the_memory_and_says_what_is_comp
     assert done.returncode == 0 and done.stdout.startswith("batch_size=10: 10.0 MiB of 10.0 MiB, "), done
     told = re.findall(r"^compiled batch_size=(\d+): (\d+)\.0 MiB$", done.stderr, re.MULTILINE)
     assert {"10", "11"} <= {rows for rows, _ in told} and all(rows == needed for rows, needed in told), done.stderr
+
+
+def test_pytorch_s_batch_size_is_traced_and_one_row_more_would_not_fit(tmp_path):
+    main = str(ROOT / "experiments" / "train.py")
+    arguments = [main, "--config=configs/lm/tiny.yaml", "--find_batch_size", "--backend=torch", "--memory_mib=5"]
+    arguments += [f"--workdir={tmp_path}", "--set=model.num_layers=1"]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done
+    told = dict(re.findall(r"^traced batch_size=(\d+): ([\d.]+) MiB$", done.stderr, re.MULTILINE))
+    found = re.match(r"batch_size=(\d+): ([\d.]+) MiB of 5.0 MiB, (\d+) sizes traced; .* loss \d", done.stdout)
+    assert found is not None and int(found[3]) == len(told), done.stdout
+    assert told[found[1]] == found[2] and float(found[2]) <= 5.0 < float(told[str(int(found[1]) + 1)]), told
