@@ -1,4 +1,4 @@
-"""Monitor a running command: processor, memory, threads, rates of the rows it writes, stragglers (S file).
+"""Monitor a running command: processor, memory, threads, GPUs, rates of the rows it writes, stragglers (S file).
 
 Rates come from the JSON-lines files that the command writes: new lines per second, and numbers of the last line whose
 names mark them as rates (`tokens_per_s`). A straggler is a worker process that computes while the others wait for it.
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench.measure import gpu_use
+
 INTERVAL_S = 5.0
 BUSY, IDLE = 0.5, 0.25  # cores: above BUSY, a process computes; below IDLE, it waits
 SHOWN_RATES = 3
@@ -32,6 +34,7 @@ class Look(NamedTuple):
     rows_per_s: dict[str, float]  # file -> lines per second
     rates: dict[str, float]  # from the last lines
     stragglers: list[int]
+    gpus: list[gpu_use.GpuUse]  # of the machine
 
 
 class Watched:
@@ -59,6 +62,7 @@ class Watched:
         except (psutil.Error, OSError) as error:
             raise ValueError(f"--pid={pid}: no process of this number can be read ({error})") from error
         self._started = self._last = time.monotonic()
+        self._has_gpus = bool(gpu_use.readings())  # where there are none, each look would ask in vain
         self._ends = {file: _size(file) for file in self._files()}  # bytes whose lines do not count again
 
     def look(self) -> Look | None:
@@ -80,7 +84,8 @@ class Watched:
         workers = {pid: share for pid, share in cores.items() if pid != self.process.pid and pid in self._known}
         rows_per_s, rates = self._rates(passed)
         self._known, self._last = spent, now
-        return Look(now - self._started, cores, resident, threads, rows_per_s, rates, stragglers(workers))
+        gpus = gpu_use.readings() if self._has_gpus else []
+        return Look(now - self._started, cores, resident, threads, rows_per_s, rates, stragglers(workers), gpus)
 
     def _share(self, process: Any, seconds: float, passed: float) -> float:
         """Return the cores that a process kept busy since the last look, or its start if new; seconds: its CPU time."""
@@ -149,6 +154,8 @@ def sentence(look: Look) -> str:
              f"{look.threads} threads"]  # fmt: skip
     if len(look.cores) > 1:
         parts.append(f"{len(look.cores)} processes")
+    if gpus := gpu_use.sentence(look.gpus):
+        parts.append(gpus)
     parts += [f"{name} {rate:.3g} rows/s" for name, rate in list(look.rows_per_s.items())[:SHOWN_RATES]]
     parts += [f"{name} {value:.4g}" for name, value in list(look.rates.items())[:SHOWN_RATES]]
     if look.stragglers:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from jaxbench import store
-from jaxbench.measure import energy, environment
+from jaxbench.measure import energy, environment, gpu_use
 from jaxbench.measure.records import now_utc
 from jaxbench.regress import pairs
 
@@ -66,21 +66,17 @@ def own_bytes() -> int:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return NVIDIA GPUs with utilisation and memory in use; empty if there is no driver."""
-    try:
-        import pynvml
+    """Return NVIDIA GPUs with utilisation, memory in use and power; empty if there is no driver.
 
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            {
-                "name": f"GPU {index}", "utilisation_percent": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).used,
-            }
-            for index, handle in enumerate(handles)
-        ]  # fmt: skip
-    except Exception:  # noqa: BLE001 - no package, no driver or no GPU: there are none
-        return []
+    A GPU whose utilisation or memory the driver does not tell is left out.
+    """
+    return [
+        {
+            "name": f"GPU {gpu.index}", "utilisation_percent": gpu.busy_percent, "memory_bytes": gpu.used_bytes,
+            "watts": gpu.watts,
+        }
+        for gpu in gpu_use.readings() if None not in (gpu.busy_percent, gpu.used_bytes)
+    ]  # fmt: skip
 
 
 def at_work(runs: Path) -> list[str]:
