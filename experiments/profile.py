@@ -251,8 +251,10 @@ def operations() -> int:
     folder = Path(VALUES.trace)
     if not folder.is_dir():
         raise ValueError(f"--trace={folder} is no folder; wanted one that --profile=FOLDER wrote")
+    scoped = []
     if (folder / trace.OPERATIONS).is_file():
-        rows = compare.read(VALUES.trace, trace.OPERATIONS, flag="--trace")["rows"]
+        kept = compare.read(VALUES.trace, trace.OPERATIONS, flag="--trace")
+        rows, scoped = kept["rows"], kept.get("scopes", [])  # a profile of an earlier version has no scopes
     else:
         file = events.newest(folder)
         process_environment.ensure("cpu")
@@ -261,6 +263,8 @@ def operations() -> int:
         print(trace.NO_ROWS)
         return cli.EXIT_OK
     terminal.console().print(trace.table.picture(rows, top=VALUES.top))
+    if scoped:
+        terminal.console().print(trace.scope_table.picture(scoped, top=VALUES.top))
     return cli.EXIT_OK
 
 

@@ -14,11 +14,13 @@ from jaxbench.profiling.trace import COMPILE, MEMORY, OPERATIONS
 
 # Types of the values in a file's rows; NoneType where a value may be unknown
 NUMBER, TEXT, UNKNOWN = (int, float), (str,), (type(None),)
+SCOPES = "scopes"  # part of OPERATIONS
 KEYS = {
     OPERATIONS: {
         "name": TEXT, "calls": NUMBER, "seconds": NUMBER, "share": NUMBER, "flops": NUMBER + UNKNOWN,
         "bytes": NUMBER + UNKNOWN, "roofline": NUMBER + UNKNOWN, "bound": TEXT + UNKNOWN,
     },
+    SCOPES: {"name": TEXT, "kind": TEXT, "count": NUMBER, "seconds": NUMBER, "share": NUMBER},
     COMPILE: {"function": TEXT, "trace_s": NUMBER, "lower_s": NUMBER, "compile_s": NUMBER, "programs": NUMBER},
 }  # fmt: skip
 
@@ -50,6 +52,8 @@ def read(folder: str, name: str, *, flag: str) -> Any:
         is_ours = isinstance(found, dict) and _is_a(found.get("peak_resident_bytes"), NUMBER)
     else:
         is_ours = isinstance(rows, list) and all(_is_row(row, KEYS[name]) for row in rows)
+        scopes = found.get(SCOPES, []) if is_ours and name == OPERATIONS else []  # an earlier version's has none
+        is_ours = is_ours and isinstance(scopes, list) and all(_is_row(row, KEYS[SCOPES]) for row in scopes)
     if not is_ours:
         raise ValueError(f"{flag}={folder}: {path} is not what --profile=FOLDER writes")
     return found

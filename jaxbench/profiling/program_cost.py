@@ -60,13 +60,14 @@ class Costed(NamedTuple):
     program: operations.Program
     costs: dict[str, Cost]  # instruction -> cost
     scopes: dict[str, tuple[str, ...]]  # instruction -> named scopes and functions of jaxbench, the outermost first
+    named: dict[str, tuple[str, ...]]  # instruction -> those of its scopes that are in its op_name
     number: int = 0  # XLA's program id, by which events.assign finds it; 0 = unknown
 
 
 def read(text: str, number: int = 0) -> Costed:
     """Read costs and scopes of a program's instructions from its HLO text; number: the result of `number_of`."""
     computations, tables = _computations(text), operations.source_tables(text)
-    costs, scopes = {}, {}
+    costs, scopes, named = {}, {}, {}
     for instructions in computations.values():
         for name, each in instructions.items():
             if each.opcode in operations.FREE | operations.HOLDERS:
@@ -75,8 +76,9 @@ def read(text: str, number: int = 0) -> Costed:
                 _flops(each, instructions, computations), _bytes(each, instructions, computations),
                 _product_type(each, instructions, computations),
             )  # fmt: skip
-            scopes[name] = _scope(each.line, tables)
-    return Costed(operations.read_program(text), costs, scopes, number)
+            named[name] = _named(each.line)
+            scopes[name] = (*named[name], *_functions(each.line, tables))
+    return Costed(operations.read_program(text), costs, scopes, named, number)
 
 
 def number_of(module: bytes) -> int:
@@ -270,10 +272,14 @@ def _updated(one: Instruction, around: Mapping[str, Instruction]) -> int:
     return sum(sum(hlo.shape_bytes(around[name].shape)) for name in updates if name in around)
 
 
-def _scope(line: str, tables: Mapping[str, Mapping[int, str]]) -> tuple[str, ...]:
-    """Return the named scopes of an instruction, then the functions of jaxbench that called it."""
+def _named(line: str) -> tuple[str, ...]:
+    """Return the named scopes of an instruction, the outermost first."""
     where = re.search(r'op_name="([^"]*)"', line)
     parts = where[1].split("/")[:-1] if where else []
-    scopes = [part for part in parts if part not in STRUCTURE and not part.startswith("jit(")]
+    return tuple(part for part in parts if part not in STRUCTURE and not part.startswith("jit("))
+
+
+def _functions(line: str, tables: Mapping[str, Mapping[int, str]]) -> list[str]:
+    """Return the functions of jaxbench that called for an instruction, the outermost first."""
     frame = re.search(r"stack_frame_id=(\d+)", line)
-    return (*scopes, *(operations.functions_of(int(frame[1]), tables) if frame else ()))
+    return operations.functions_of(int(frame[1]), tables) if frame else []

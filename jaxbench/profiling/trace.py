@@ -21,7 +21,8 @@ from typing import Any
 
 from jaxbench import outputs, process_environment
 from jaxbench.measure import worker
-from jaxbench.profiling import events, scopes, table
+from jaxbench.profiling import events, scope_table, scopes, table
+from jaxbench.profiling.events import Span
 from jaxbench.profiling.watch import MOST_S, Watch
 
 REFUSED = (ValueError, OSError, MemoryError)  # a command's bad input: no profile is written
@@ -142,49 +143,59 @@ def _write(folder: Path, watch: Watch, seconds: float, say: Callable[[str], None
         folder.rmdir()  # empty: checked
     with outputs.whole_folder(folder) as made:
         found: list[table.Row] = []
+        named: list[scope_table.ScopeRow] = []
         if watch.is_traced:
-            found = _write_jax(made, watch, about)
+            found, named = _write_jax(made, watch, about)
         if watch.torch_profile is not None:
-            found = _write_torch(made, watch.torch_profile)
+            found, named = _write_torch(made, watch.torch_profile, seconds)
         rows = [row._asdict() for row in found]
-        outputs.write_json(made / OPERATIONS, {"about": about, "rows": rows})
+        scoped = [row._asdict() for row in named]
+        outputs.write_json(made / OPERATIONS, {"about": about, "rows": rows, "scopes": scoped})
         outputs.write_json(made / COMPILE, _compiled(watch))
         peak = max((sample["resident_bytes"] for sample in watch.timeline), default=0)
         memory = {"peak_resident_bytes": peak, "timeline": watch.timeline, "snapshot": watch.snapshot}
         outputs.write_json(made / MEMORY, memory)
-        text = render(rows, top=len(rows))
+        text = render(rows, scoped, top=max(len(rows), len(scoped)))
         outputs.write_text(made / "operations.txt", text)
-    print(render(rows, top=SHOWN), file=sys.stderr, end="")
+    print(render(rows, scoped, top=SHOWN), file=sys.stderr, end="")
     for line in _said(watch, rows, seconds, peak):
         say(line)
     say(f"profile: written to {folder}; `make tensorboard` and docs/profiling.md say how to open it")
 
 
-def render(rows: list[dict[str, Any]], *, top: int) -> str:
-    """Render the operation table as text."""
+def render(rows: list[dict[str, Any]], scoped: list[dict[str, Any]], *, top: int) -> str:
+    """Render the operation table as text, and the scope table if code has named scopes."""
     import io
 
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=200, highlight=False).print(table.picture(rows, top=top))
+    console = Console(file=out, width=200, highlight=False)
+    console.print(table.picture(rows, top=top))
+    if scoped:
+        console.print(scope_table.picture(scoped, top=top))
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-def _write_jax(made: Path, watch: Watch, about: dict[str, Any]) -> list[table.Row]:
+def _write_jax(made: Path, watch: Watch, about: dict[str, Any]) -> tuple[list[table.Row], list[scope_table.ScopeRow]]:
     import jax
 
     rates = measure_rates()
     about |= {"rates": rates._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     rows, parts = read_operations(events.newest(watch.folder), list(watch.texts.values()), rates)
     scopes.write(made / "scopes.json.gz", *parts)
+    found, assigned, spans = parts
+    named = scope_table.of_operations(found, assigned)
+    named += scope_table.of_spans(spans, watch.annotations, about["seconds"])
     shutil.copytree(watch.folder / "plugins", made / "plugins")
     (made / "memory.pprof").write_bytes(jax.profiler.device_memory_profile())
-    return rows
+    return rows, named
 
 
-def _write_torch(made: Path, profile: Any) -> list[table.Row]:
-    """Write PyTorch's chrome trace and return its table, which has FLOPs of products and sums only, and no bytes."""
+def _write_torch(
+    made: Path, profile: Any, seconds: float
+) -> tuple[list[table.Row], list[scope_table.ScopeRow]]:  # fmt: skip
+    """Write PyTorch's chrome trace and return its tables; the first has FLOPs of products and sums only, no bytes."""
     profile.export_chrome_trace(str(made / "trace.json"))
     averages = profile.key_averages()
     on_device = any(each.self_device_time_total for each in averages)
@@ -195,7 +206,12 @@ def _write_torch(made: Path, profile: Any) -> list[table.Row]:
                   each.flops or None, None, None, None)
         for each in averages
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: -row.seconds)
+    spans = [
+        Span(each.name, str(each.thread), 1e3 * each.time_range.start, 1e3 * each.time_range.elapsed_us())
+        for each in profile.events() if each.is_user_annotation and not each.is_async
+    ]  # fmt: skip
+    named = scope_table.of_spans(spans, {span.name for span in spans}, seconds)
+    return sorted(rows, key=lambda row: -row.seconds), named
 
 
 def _compiled(watch: Watch) -> list[dict[str, Any]]:

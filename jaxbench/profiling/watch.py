@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.measure import worker
-from jaxbench.profiling import program_cost
+from jaxbench.profiling import annotations, program_cost
 
 LOOK_S = 0.02  # between two checks of what the command has imported
 SAMPLE_S = 0.1  # between two samples of memory
@@ -49,6 +49,8 @@ class Watch:
         self.workers: set[int] = set()  # processes that the command started
         self.texts: dict[tuple[str, bytes], program_cost.Costed] = {}
         self.torch_profile: Any = None
+        self.annotations: set[str] = set()  # names of jax.profiler's annotations
+        self._restored = contextlib.ExitStack()
         self.is_traced = False
         self._listens, self._most_live = False, 0
         self._torch_import = _AfterImport("torch", self._start_torch)
@@ -71,6 +73,7 @@ class Watch:
         """End both profilers and the thread."""
         self._ended.set()
         self._thread.join()
+        self._restored.close()
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self._torch_import)
         if self._listens:
@@ -98,6 +101,7 @@ class Watch:
             self.folder = Path(tempfile.mkdtemp(prefix="jaxbench-profile-"))
             jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self.is_traced, self._trace_started = True, now
+            self.annotations = self._restored.enter_context(annotations.collected(jax))
         if self._is_tracing() and now - self._trace_started > MOST_S:
             jax.profiler.stop_trace()
             self._trace_started = 0.0

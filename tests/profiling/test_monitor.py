@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -161,3 +162,13 @@ def test_a_new_child_is_counted_over_its_life_and_a_known_one_since_the_last_loo
     assert watched._share(process(2, 99.0), 0.5, 4.0) == 0.0  # another process has the number now
     assert watched._share(process(3, 80.0), 10.0, 0.01) == 0.5  # 20 s old, and seen for the first time
     assert watched._share(process(4, 99.0), 1.0, 4.0) == 0.25  # born within the interval
+
+
+@pytest.mark.parametrize("scopes", [1, [1], [{"name": "a", "kind": "clock", "count": 1, "seconds": "x", "share": 0.1}]])
+def test_scopes_that_are_none_are_refused_and_an_earlier_profile_has_none(tmp_path, scopes):
+    path = tmp_path / "operations.json"
+    path.write_text(json.dumps({"rows": []}))
+    assert compare.read(str(tmp_path), "operations.json", flag="--trace") == {"rows": []}
+    path.write_text(json.dumps({"rows": [], "scopes": scopes}))
+    with pytest.raises(ValueError, match=r"operations.json is not what --profile=FOLDER writes"):
+        compare.read(str(tmp_path), "operations.json", flag="--trace")

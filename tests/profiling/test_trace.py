@@ -66,7 +66,10 @@ def profiled(tmp_path_factory):
         x, w = jnp.ones((96, 160)), jnp.ones((160, 224))
         program = jax.jit(planted)
         for _ in range(CALLS):
-            program(x, w).block_until_ready()
+            with jax.profiler.TraceAnnotation("planted annotation"):
+                program(x, w).block_until_ready()
+            with jax.profiler.StepTraceAnnotation("planted step", step_num=1):
+                jax.profiler.annotate_function(len, name="planted function")("")
     return folder, said
 
 
@@ -125,6 +128,54 @@ def test_an_interrupt_and_a_failed_gate_still_write(tmp_path, error):
     with pytest.raises(type(error)), trace.recorded(tmp_path / "p", say=lambda text: None):
         raise error
     assert read(tmp_path / "p", trace.OPERATIONS)["about"]["library"] == "XLA"
+
+
+def test_scopes_and_annotations_of_one_s_own_are_in_the_scope_table(profiled):
+    rows = {row["name"]: row for row in read(profiled[0], trace.OPERATIONS)["scopes"]}
+    assert rows.keys() == {"planted_scope", "planted annotation", "planted step", "planted function"}  # none of JAX's
+    assert rows["planted step"]["count"] == rows["planted function"]["count"] == CALLS
+    scope, annotation = rows["planted_scope"], rows["planted annotation"]
+    product = next(row for row in read(profiled[0], trace.OPERATIONS)["rows"] if "dot_general" in row["name"])
+    assert scope["kind"] == "operations" and scope["count"] == product["calls"]
+    assert scope["seconds"] == pytest.approx(product["seconds"]) and 0 < scope["share"] <= 1
+    assert annotation["kind"] == "clock" and annotation["count"] == CALLS
+    assert 0 < annotation["seconds"] < read(profiled[0], trace.OPERATIONS)["about"]["seconds"]
+    text = (profiled[0] / "operations.txt").read_text()
+    assert "planted annotation" in text and "__init__" not in vars(jax.profiler.TraceAnnotation)
+    main = [sys.executable, "experiments/profile.py", "operations", f"--trace={profiled[0]}"]
+    shown = subprocess.run(main, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "planted_scope" in shown and "planted annotation" in shown
+
+
+def test_the_backward_pass_is_in_the_forward_pass_s_scope_and_inner_scopes_in_outer_ones(tmp_path):
+    def loss(w, x):
+        with jax.named_scope("outer"):
+            with jax.named_scope("inner"):
+                y = jnp.tanh(x @ w)
+            return jnp.einsum("bd,cd->bc", y, y).sum()
+
+    with trace.recorded(tmp_path / "p", say=lambda text: None):
+        program = jax.jit(jax.grad(loss))  # held: the text of a program that is gone cannot be read
+        program(jnp.ones((160, 224)), jnp.ones((96, 160))).block_until_ready()
+    rows = {row["name"]: row for row in read(tmp_path / "p", trace.OPERATIONS)["scopes"]}
+    assert rows.keys() == {"outer", "outer/inner"}
+    assert rows["outer"]["count"] > rows["outer/inner"]["count"] > 1
+    assert rows["outer"]["seconds"] > rows["outer/inner"]["seconds"]
+
+
+def test_pytorch_s_record_function_is_in_the_scope_table(tmp_path):
+    with trace.recorded(tmp_path / "p", library="PyTorch", say=lambda text: None):
+        left = torch.ones(256, 256)
+        for _ in range(CALLS):
+            with torch.profiler.record_function("planted outer"):
+                left @ left
+                with torch.profiler.record_function("planted inner"):
+                    left @ left
+    rows = {row["name"]: row for row in read(tmp_path / "p", trace.OPERATIONS)["scopes"]}
+    assert rows.keys() == {"planted outer", "planted inner"}
+    assert {row["count"] for row in rows.values()} == {CALLS} and {row["kind"] for row in rows.values()} == {"clock"}
+    assert rows["planted outer"]["seconds"] > rows["planted inner"]["seconds"] > 0  # with what is inside
+    assert "planted outer" in (tmp_path / "p" / "operations.txt").read_text()
 
 
 def test_pytorch_is_profiled_by_its_own_profiler(tmp_path):
