@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from jaxbench.parity import sampling as sampling_case
 from jaxbench.parity.injection import Mutation
 from jaxbench.prompts import SamplingParams
 from torch_ref import penalties, sample
@@ -52,8 +53,44 @@ def _penalty_of_padding(
     return original(logits, tokens, torch.full_like(lengths, tokens.shape[1]), **penalty)
 
 
+def _biased(change: Callable[[int, float, SamplingParams], tuple[int, float]]) -> Callable[..., torch.Tensor]:
+    """Bug that adds other biases."""
+
+    def bug(
+        original: Callable, logits: torch.Tensor, *seen: torch.Tensor, sampling: SamplingParams, **step: Any
+    ) -> Any:
+        biases = tuple(change(token, value, sampling) for token, value in sampling.logit_bias)
+        return original(logits, *seen, sampling=sampling._replace(logit_bias=biases), **step)
+
+    return bug
+
+
+def _bias_replaces(
+    original: Callable, logits: torch.Tensor, *seen: torch.Tensor, sampling: SamplingParams, **step: Any
+) -> torch.Tensor:
+    changed = original(logits, *seen, sampling=sampling._replace(logit_bias=()), **step)
+    for token, value in sampling.logit_bias:
+        changed[:, token] = value
+    return changed
+
+
+def _bias_before_penalties(
+    original: Callable, logits: torch.Tensor, *seen: torch.Tensor, sampling: SamplingParams, **step: Any
+) -> torch.Tensor:
+    plain = SamplingParams(temperature=sampling.temperature, logit_bias=sampling.logit_bias)
+    biased = original(logits, *seen, sampling=plain, **step)
+    return original(biased, *seen, sampling=sampling._replace(logit_bias=()), **step)
+
+
+def _frequency_of_prompts(
+    original: Callable, logits: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, *how: Any, **weights: float
+) -> torch.Tensor:
+    return original(logits, tokens, torch.zeros_like(starts), *how, **weights)
+
+
 _bug = functools.partial(Mutation, case="sample/filters")
 _FILTER, _PENALTY = (sample, "filter_logits"), (penalties, "penalize_repetition")
+_ADDED, _FREQUENCY = (penalties, "penalize"), (penalties, "penalize_frequency")
 SAMPLING_BUGS: tuple[Mutation, ...] = (
     _bug("sampling-one-token-more-in-top-k", place=_FILTER, bug=_changed(top_k=lambda count: count and count + 1)),
     _bug("sampling-min-p-squared", place=_FILTER, bug=_changed(min_p=lambda share: share * share)),
@@ -62,6 +99,15 @@ SAMPLING_BUGS: tuple[Mutation, ...] = (
     _bug("sampling-nucleus-one-token-short", place=(sample, "_nucleus_threshold"), bug=_without_the_crossing_token),
     _bug("sampling-penalty-divides-negative-logits", place=_PENALTY, bug=_penalty_divides_all),
     _bug("sampling-penalty-of-padding", place=_PENALTY, bug=_penalty_of_padding),
+    _bug("sampling-bias-of-the-next-token", place=_ADDED,
+         bug=_biased(lambda token, value, how: ((token + 1) % sampling_case.VOCAB, value))),
+    _bug("sampling-bias-after-temperature", place=_ADDED,
+         bug=_biased(lambda token, value, how: (token, value * how.temperature))),
+    _bug("sampling-bias-replaces-logits", place=_ADDED, bug=_bias_replaces),
+    _bug("sampling-bias-before-penalties", place=_ADDED, bug=_bias_before_penalties),
+    _bug("sampling-frequency-of-prompts", place=_FREQUENCY, bug=_frequency_of_prompts),
+    _bug("sampling-presence-once-per-occurrence", place=_FREQUENCY,
+         bug=lambda original, *args, frequency, presence: original(*args, frequency=frequency + presence, presence=0)),
     _bug("sampling-last-of-equal-tokens", place=(sample, "draw"),
          bug=lambda original, logits, *how, **where: logits.shape[1] - 1 - original(logits.flip(-1), *how, **where)),
 )  # fmt: skip

@@ -25,6 +25,23 @@ def test_every_filter_of_the_cases_settings_removes_tokens_and_the_penalty_chang
     np.testing.assert_array_equal(penalised, [[1.0, -4.0, 1.0, -1.0]])
 
 
+@pytest.mark.parametrize("left_out", ["repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"])
+def test_each_penalty_and_the_biases_change_logits_of_the_case_that_compares_them(left_out):
+    given = sampling.inputs(vocab_size=sampling.VOCAB, spread=2.5)
+    given = given._replace(lengths=np.maximum(given.lengths, sampling.STEP + 1))
+    neutral = SamplingParams(temperature=1.0)._asdict()[left_out]
+    found = [
+        sampling.by_hand(each, given, step=sampling.STEP)
+        for each in (sampling.ADDED, sampling.ADDED._replace(**{left_out: neutral}))
+    ]
+    assert (found[0] != found[1]).any(axis=1).all()
+    row = sampling.Inputs(np.array([[2.0, -2.0, 1.0]]), np.array([[0, 1, 1, 2]], np.int32), np.array([3], np.int32))
+    how = SamplingParams(
+        temperature=1.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((0, 3.0),)
+    )
+    np.testing.assert_array_equal(sampling.by_hand(how, row, step=2), [[4.0, -5.25, 1.0]])
+
+
 @pytest.mark.parametrize("left_out", sorted(evidence.SAMPLING))
 def test_leaving_out_any_setting_changes_the_tokens_that_a_case_draws(left_out):
     case = cases.find("transformer/llama-grouped")
