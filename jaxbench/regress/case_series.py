@@ -14,6 +14,7 @@ OF_TOKENS = ("first_token_s", "token_p50_s", "token_p90_s", "token_p99_s", "end_
 OF_WORKLOADS: Mapping[str, tuple[str, ...]] = {  # metrics that only some workloads have
     "generation": OF_TOKENS, "native": OF_TOKENS, "serving": OF_TOKENS, "quality": ("bits_per_byte",),
     "answers": ("answer_nll",), "detection": ("detection_rate",), "parity": ("parity_error",),
+    "compression": ("tokens_per_vector", "read_back_rate", "retention", "answer_nll"),
 }  # fmt: skip
 OF_SOME = {*RATES, *OF_TOKENS, *(metric for own in OF_WORKLOADS.values() for metric in own)}
 PROGRAMS: Mapping[str, tuple[str, ...]] = {  # the compiled programs that a case's `prepare` names
@@ -58,4 +59,6 @@ def _own(case: Any) -> tuple[str, ...]:
     """Return the metrics that a case has and some others do not."""
     if case.workload == "detection" and not case.marked:
         return RATES
+    if case.workload == "compression" and not case.read:
+        return (*RATES, "tokens_per_vector")
     return OF_WORKLOADS.get(case.workload, ()) + (() if case.workload in NO_RATE else RATES)

@@ -263,33 +263,6 @@ class Detection:
         return {"seconds": seconds, "tokens": self.case["batch"] * self.case["tokens"], **self.found}
 
 
-class Compression:
-    """Compression of the beginning of the default text into vectors."""
-
-    def __init__(self, case: Mapping[str, Any], model: str | None):
-        self.case, self.model = case, model
-
-    def load(self) -> None:
-        """Load compressor and text."""
-        from jaxbench.compress.auto import AutoCompressor
-        from jaxbench.pretrained import assets, tokenizer
-
-        self.compressor = AutoCompressor.from_pretrained(f"rfcc-base-{self.case['ratio']}x", model=self.model)
-        words = tokenizer.load_tokenizer(self.model)
-        self.text = words.decode(words.encode(assets.default_text(), add_special=False)[: self.case["tokens"]])
-
-    def prepare(self) -> dict[str, Any]:
-        """Compile by making a first call."""
-        self.compressor.compress(self.text[:400])
-        return {}
-
-    def measure(self) -> dict[str, Any]:
-        """Compress the text at once, including tokenisation."""
-        started = time.perf_counter()
-        made = self.compressor.compress(self.text)
-        return {"seconds": time.perf_counter() - started, "tokens": made.original_length}
-
-
 class Quality:
     """The model's loss on the default text's first windows."""
 
@@ -343,5 +316,5 @@ class Quality:
 
 WORKLOADS = {
     "generation": Generation, "training": Training, "tokenizing": Tokenizing, "detection": Detection,
-    "compression": Compression, "quality": Quality, "native": Native, "memory": Memory,
+    "quality": Quality, "native": Native, "memory": Memory,
 }  # fmt: skip

@@ -32,6 +32,7 @@ def define_gate(define_suite: Callable[[], None]) -> None:
     flags.DEFINE_string(
         "compare_with", None, "commit, branch or tag; unset: where this branch left its upstream or main"
     )
+    flags.DEFINE_list("cases", None, "names or workloads of cases, as file names match; unset: all of the suite")
     flags.DEFINE_list("gone", [], "counts that this tree is meant to have no longer: --gone=decode.prefill.*")
     cli.define_device()
     cli.define_workdir("out/benchmarks/counts")

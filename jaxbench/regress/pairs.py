@@ -31,7 +31,10 @@ START, DONE = "start", "launch_done"
 LOST, LOOKED = "lost", "looked"  # rows without samples: a case that a side cannot run; the look after which a run ended
 PERCENTILES = (0.5, 0.9, 0.99)
 # metrics that samples contain directly
-PLAIN = ("first_token_s", "end_to_end_s", "bits_per_byte", "answer_nll", "detection_rate", "parity_error")
+PLAIN = (
+    "first_token_s", "end_to_end_s", "bits_per_byte", "answer_nll", "detection_rate", "parity_error",
+    "tokens_per_vector", "read_back_rate", "retention",
+)  # fmt: skip
 
 
 class Plan(NamedTuple):

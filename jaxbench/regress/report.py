@@ -147,7 +147,7 @@ def interval(each: Finding) -> str:
     if not (math.isfinite(each.base) and math.isfinite(each.head)):
         return "not finite" if math.isfinite(each.base) else "was not finite"
     if each.low == each.high:
-        return f"{100 * each.worse:+.1f} %" if each.worse != float("inf") else "was 0"
+        return f"{100 * each.worse:+.1f} %" if each.worse != float("inf") else "was 0" if each.base == 0 else "is 0"
     return f"{100 * each.worse:+.1f} [{100 * each.low:+.1f}, {100 * each.high:+.1f}] %"
 
 

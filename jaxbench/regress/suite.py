@@ -96,11 +96,17 @@ class Detection(Case):
 
 
 class Compression(Case):
-    """Compression of a text into vectors by the shipped compressor; only with the default model."""
+    """Compression of a text into vectors by the shipped compressor, and what a decoder reads from vectors.
+
+    Only with the default model.
+    """
 
     workload: Literal["compression"]
     ratio: Count = 8
     tokens: Count = 1000
+    batch: int = pydantic.Field(default=1, ge=1, le=256)  # chunks of 256 tokens that are compressed at once
+    read: int = pydantic.Field(default=0, ge=0, le=64)  # windows that are read back; 0 = nothing is read
+    read_tokens: int = pydantic.Field(default=192, ge=16, le=1024)  # of each
 
 
 class Quality(Case):

@@ -30,6 +30,12 @@ QUESTIONS = (
 LEAST_ERROR = 2.0**-53  # half of float64's last place: an error of 0, of equal tensors, gives no ratio to judge
 
 
+def asked_about(text: str) -> list[tuple[str, str, str]]:
+    """Return each of QUESTIONS with its paragraph of the text: (paragraph, question, answer)."""
+    paragraphs = text.replace("\f", "\n\n").split("\n\n")
+    return [(next(each for each in paragraphs if phrase in each), *asked) for phrase, *asked in QUESTIONS]
+
+
 class Answers:
     """The model's loss on answers to questions about the default text."""
 
@@ -47,13 +53,8 @@ class Answers:
 
         held = weights.load_checkpoint(self.model)
         self.built = transformer.build(held.config, held.params, dtype=self.case["dtype"])
-        words, paragraphs = (
-            tokenizer.load_tokenizer(self.model),
-            assets.default_text().replace("\f", "\n\n").split("\n\n"),
-        )
-        texts = []
-        for phrase, question, answer in QUESTIONS:
-            paragraph = next(each for each in paragraphs if phrase in each)
+        words, texts = tokenizer.load_tokenizer(self.model), []
+        for paragraph, question, answer in asked_about(assets.default_text()):
             asked = f"{paragraph}\n\nQuestion: {question}\nAnswer:"
             texts.append([words.encode(text, add_special=False) for text in (asked, f" {answer}.")])
         longest = max(len(asked) + len(answer) for asked, answer in texts)
@@ -83,6 +84,85 @@ class Answers:
     def measure(self) -> dict[str, Any]:
         """Measure nats per token of the answers, the same every time."""
         return {"answer_nll": float(self.program(self.built, self.rows, self.is_answer))}
+
+
+class Compression:
+    """Compression of the beginning of the default text into vectors, and what a decoder reads from vectors."""
+
+    found: Mapping[str, float] = {}  # what the decoder reads from vectors
+
+    def __init__(self, case: Mapping[str, Any], model: str | None):
+        self.case, self.model = case, model
+
+    def load(self) -> None:
+        """Load compressor and text."""
+        from jaxbench.compress.auto import AutoCompressor
+        from jaxbench.pretrained import assets, tokenizer
+
+        self.compressor = AutoCompressor.from_pretrained(f"rfcc-base-{self.case['ratio']}x", model=self.model)
+        self.words = tokenizer.load_tokenizer(self.model)
+        self.all_text = assets.default_text()
+        self.ids = np.array(self.words.encode(self.all_text, add_special=False), np.int32)
+        self.text = self.words.decode(self.ids[: self.case["tokens"]].tolist())
+
+    def prepare(self) -> dict[str, Any]:
+        """Compile by making a first call, and compute what the decoder reads, the same every time."""
+        self._compressed([self.text[:400]])
+        if self.case["read"]:
+            self.found = self._read()
+        return {}
+
+    def _compressed(self, texts: list[str]) -> list[Any]:
+        """Return the results of texts, compressed as the case says: a chunk a call, or several."""
+        if self.case["batch"] == 1:
+            return [self.compressor.compress(text) for text in texts]
+        return self.compressor.compress_all(texts, batch=self.case["batch"])
+
+    def _read(self) -> dict[str, float]:
+        """Let the decoder read vectors of windows of the text and of QUESTIONS' paragraphs, with teacher forcing.
+
+        Returns:
+          read_back_rate: share of the tokens of the windows' first chunks that are the most probable ones after their
+            vectors. answer_nll: nats per token of the right answers after vectors. retention: (loss without the
+            paragraph - loss after vectors) / (loss without - loss after the whole paragraph), 0 where vectors are no
+            better than nothing, NaN where the paragraph is not. Definitions: compress/evaluate.py and answering.py.
+        """
+        from jaxbench import transformer
+        from jaxbench.compress import answering, config, evaluate, questions, reading
+        from jaxbench.pretrained import weights
+
+        held, own = weights.load_checkpoint(self.model), self.compressor
+        built = transformer.build(held.config, own.reader(held.params), dtype="float32")
+        tokens_of = lambda text: np.array(self.words.encode(text, add_special=False), np.int32)
+        firsts = np.linspace(0, len(self.ids) - self.case["read_tokens"], self.case["read"]).astype(int)
+        windows = [self.words.decode(self.ids[first:][: self.case["read_tokens"]].tolist()) for first in firsts]
+        again, rows = own.tag(config.TAGS.index("reconstruct")), []
+        for text, made in zip(windows, self._compressed(windows), strict=True):
+            chunk = tokens_of(text)[: own.config.chunk]
+            inside = made.vectors[: -(-len(chunk) // own.ratio)]
+            rows.append(reading.behind_vectors(inside, again, chunk, size=held.config.vocab_size))
+        asked = asked_about(self.all_text)
+        for (paragraph, question, answer), made in zip(asked, self._compressed([each[0] for each in asked])):
+            words, right = tokens_of(questions.asked(question)), tokens_of(f" {answer}")
+            prompts = [answering.in_clear(own, tokens_of(text), words) for text in ("", paragraph)]
+            for prompt in [*prompts, answering.behind(own, made.vectors, words)]:
+                rows.append(reading.Row(np.array([*prompt.ids, *right[:-1]], np.int32), right, prompt.vectors))
+        heard, count = reading.Reader(built)(rows), len(windows)
+        losses = np.array([each.losses.mean() for each in heard[count:]], np.float64).reshape(-1, 3)
+        kept, *_ = evaluate.share(*losses.T, [0] * len(losses), better="lower")
+        return {
+            "read_back_rate": float(np.mean(np.concatenate([each.hits for each in heard[:count]]))),
+            "answer_nll": float(losses[:, 2].mean()), "retention": float(np.maximum(kept, 0.0)),
+        }  # fmt: skip
+
+    def measure(self) -> dict[str, Any]:
+        """Compress the text at once, including tokenisation."""
+        started = time.perf_counter()
+        (made,) = self._compressed([self.text])
+        seconds, count = time.perf_counter() - started, made.original_length
+        return {
+            "seconds": seconds, "tokens": count, "tokens_per_vector": count / len(made.vectors), **self.found,
+        }  # fmt: skip
 
 
 class Hallucination:
@@ -222,5 +302,6 @@ class Parity:
 
 
 WORKLOADS = {
-    "answers": Answers, "hallucination": Hallucination, "serving": Serving, "parity": Parity,
+    "answers": Answers, "compression": Compression, "hallucination": Hallucination, "serving": Serving,
+    "parity": Parity,
 }  # fmt: skip

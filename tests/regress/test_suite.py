@@ -9,6 +9,7 @@ CASES = [{"name": "decode", "workload": "generation"}, {"name": "bits", "workloa
 EVERY = [
     *CASES, {"name": "train", "workload": "training"}, {"name": "words", "workload": "tokenizing"},
     {"name": "found", "workload": "detection"}, {"name": "marked", "workload": "detection", "marked": 8},
+    {"name": "short", "workload": "compression"}, {"name": "read", "workload": "compression", "read": 1},
 ]  # fmt: skip
 
 
@@ -29,6 +30,7 @@ def test_one_launch_confirms_nothing_and_is_refused():
         ({"limits": {"train.first_token_s": {"most": 1}}}, "workload training has no first_token_s"),
         ({"limits": {"words.no.flops": {"most": 1}}}, "tokenizing has no program no; it compiles none that is counted"),
         ({"limits": {"found.detection_rate": {"least": 1}}}, "workload detection has no detection_rate"),
+        ({"limits": {"short.retention": {"least": 1}}}, "workload compression has no retention"),
         ({"margins": {"noted": {"warning": 0.1, "critical": 0.2}}}, "margins.noted is shown and not judged"),
         ({"primary": ["decode.utilisation"]}, "primary=decode.utilisation is shown and not judged"),
         ({"primary": ["bits.tokens_per_s"]}, "primary=bits.tokens_per_s: workload quality has no tokens/s"),
@@ -48,9 +50,12 @@ def test_series_that_cases_have_are_taken():
         "train.step.hlo_ops",
         "found.tokens_per_s",
         "marked.detection_rate",
+        "short.tokens_per_vector",
+        "read.retention",
+        "read.answer_nll",
     )
     suite = Suite(
         cases=EVERY, margins=dict.fromkeys((*names, "load_s", "timed"), margin), limits=dict.fromkeys(names, bound),
         primary=["bits.bits_per_byte", "decode.token_p50_s"],
     )  # fmt: skip
-    assert [suite.margin(name).warning for name in names] == [0.1] * 5
+    assert [suite.margin(name).warning for name in names] == [0.1] * 8

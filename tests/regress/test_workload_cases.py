@@ -163,7 +163,8 @@ def test_features_of_an_answer_are_read_over_its_context(tmp_path):
 
 
 def test_every_metric_of_a_sample_becomes_a_series_of_its_kind():
-    sample = dict.fromkeys(("bits_per_byte", "answer_nll", "detection_rate", "parity_error"), 0.5)
+    names = ("bits_per_byte", "answer_nll", "detection_rate", "parity_error", "read_back_rate", "retention")
+    sample = dict.fromkeys(names, 0.5)
     found = pairs.series_of([sample])
     assert found == {name: [0.5] for name in sample}
     assert {metrics.metric_of(f"a.{name}").kind for name in found} == {"quality"}
