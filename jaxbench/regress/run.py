@@ -63,7 +63,7 @@ def run_suite(
     head = trees.here()
     sides, notes = {HEAD: head}, _parts(context.left_out, context.stored)
     if context.stored_id:
-        notes.insert(0, f"the base is run {context.stored_id} of the history: what is counted is compared, no times")
+        notes.insert(0, _no_times(context.stored_id, context.stored))
     if compare_with is not None:
         try:
             sides = {BASE: trees.of_commit(compare_with, workdir.parent / "trees", say=say), HEAD: head}
@@ -95,6 +95,13 @@ def _variables(plan: Plan) -> list[str]:
     values = {name: (base.get(name, "unset"), head.get(name, "unset")) for name in names}
     changed = [f"{name} {before} -> {now}" for name, (before, now) in values.items() if before != now]
     return [f"processes of base and head start with other variables: {'; '.join(changed)}"] if changed else []
+
+
+def _no_times(id: str, stored: Mapping[str, Any]) -> str:
+    """Return the note on a run of the history as base: what is compared, and how its times can be."""
+    commit = stored["sides"][HEAD]["commit"]
+    again = "" if set(commit) - set("0123456789abcdef") else f"; for times, --compare_with={commit} measures it again"
+    return f"the base is run {id} of the history: what is counted is compared, no times{again}"
 
 
 @contextlib.contextmanager

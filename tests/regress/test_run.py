@@ -199,6 +199,12 @@ def test_a_run_without_a_base_is_recorded_and_another_suites_folder_refused(tmp_
     )
     assert lacking.record["gone"] == ["words.step.flops"] and beside.record["notes"] == []
     assert lacking.record["notes"][0].startswith("the base is run 20261126T201617Z-7c0c7674 of the history: what is")
+    for commit, again in (
+        ("abc123abc123", "; for times, --compare_with=abc123abc123 measures it again"),
+        ("abc1+", ""),
+    ):
+        said = run._no_times("r", {"sides": {HEAD: {"commit": commit}}})
+        assert said == f"the base is run r of the history: what is counted is compared, no times{again}"
     assert "not compared, because head has them no longer: words.step.flops" in lacking.record["notes"]
     changed = {**stored["suite"], "cases": [stored["suite"]["cases"][0] | {"characters": 999}]}
     threads, plan = {**stored["machine"], "threads": 7}, run.planned(suite, {HEAD: trees.here()}, "cpu", tmp_path)
