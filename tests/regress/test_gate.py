@@ -3,6 +3,8 @@
 import datetime
 import functools
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +181,13 @@ def test_a_base_that_cannot_be_built_is_said_and_does_not_stop_a_push(flags_of, 
     monkeypatch.setattr(trees, "of_commit", not_built)
     assert gate_command.gate(WORDS, say=print) == cli.EXIT_OK
     assert capsys.readouterr().out == f"nothing to compare with: {'d' * 12}: no packages\n"
+
+
+@pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
+def test_some_cases_of_a_suite_are_gated_and_an_unknown_one_is_named():
+    command = [sys.executable, "experiments/benchmarks.py", "gate", "--suite=tiny", "--compare_with=HEAD"]
+    done = subprocess.run([*command, "--cases=bits,nope"], cwd=trees.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: --cases: 'nope' matches no case; wanted names" in done.stderr
 
 
 @pytest.mark.skipif(not (trees.ROOT / ".git").exists(), reason="a copy without git")
