@@ -66,6 +66,19 @@ def timed(call: Callable[[], Any], repeats: int, *, warmup: int = 1) -> dict[str
     return {"seconds": wall, "cpu_seconds": cpu}
 
 
+def peaks(call: Callable[[], Any]) -> dict[str, int]:
+    """Return the highest resident set of this process after a first call, and during a second one, in bytes.
+
+    The first holds what came before too: imports, loading, compiling. Where the system cannot reset the peak, both are.
+    """
+    call()
+    highest = peak_bytes()
+    release_memory()
+    reset_peak()
+    call()
+    return {"peak_bytes": max(highest, peak_bytes()), "steady_bytes": peak_bytes()}
+
+
 def limit_cores(threads: int) -> None:
     """Bind this process to its first `threads` cores, so that XLA and PyTorch size their thread pools alike."""
     if not hasattr(os, "sched_getaffinity"):

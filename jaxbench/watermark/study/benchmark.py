@@ -3,7 +3,8 @@
 Every engine and peer is a separate process (measure/process.py). In a launch all are alive and one works at a time; the
 order of the engines is rotated from launch to launch and reversed every other round. A launch gives one rate per
 (engine, case), the median over its rounds; intervals are over launches. Detection runs on one core. Rates are texts per
-second of wall-clock time, and also per second of the process's CPU time.
+second of wall-clock time, and also per second of the process's CPU time. Memory is the highest resident set of a
+process that does one case and nothing else; the programs are in the compile cache by then.
 
 Results are appended to WORKDIR/records.jsonl as they are measured; a restarted run resumes after the last record.
 Records and inputs carry the configuration's id: several configurations may share a workdir.
@@ -35,6 +36,7 @@ from jaxbench.watermark.study.benchmark_config import (
     TRANSFORMERS_KGW,
     Benchmark,
     Detection,
+    Memory,
 )
 
 TIMEOUT_S = 1800.0  # per request; the slowest is a peer's pass over its texts
@@ -61,10 +63,15 @@ def run(
     if bench.choice.note:
         say(bench.choice.note)
     with contextlib.closing(bench):  # its worker holds a model, which verdicts do not need
+        if settings.memory is not None:
+            _ = bench.memory_texts  # raises before anything is measured
         if settings.detection is not None:
             bench.inputs()  # first, so that too little text leaves nothing in the workdir
             for number in range(settings.launches):
                 bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
+        if settings.memory is not None:
+            for arm in (*settings.memory.engines, *PEERS):
+                bench.once(f"memory-{arm}", lambda arm=arm: bench.memory(arm))
         if settings.generation is not None:
             schemes = [scheme.model_dump(mode="json") for scheme in settings.generation.schemes]
             for scheme in schemes + [{"scheme": "control"}] * settings.generation.control:
@@ -213,6 +220,40 @@ class _Run:
             rows.append({"kind": "detection", "arm": worker.name, "launch": number, "case": case, **answer})
         return rows
 
+    @functools.cached_property
+    def memory_texts(self) -> tuple[list[str], list[list[int]]]:
+        """The texts whose detection is measured for memory, and their ids."""
+        wanted = self.settings.memory
+        return cut_texts(self.tokenizer, self.documents, max(wanted.batch_sizes), wanted.text_tokens)
+
+    def memory(self, arm: str) -> list[dict]:
+        """Measure every case of an arm in a fresh process, once the programs of all are in the compile cache."""
+        listed = memory_cases(arm, self.settings.memory)
+        if arm not in PEERS:
+            self._memory_of(arm, listed)
+        return [row for case in listed for row in self._memory_of(arm, [case])]
+
+    def _memory_of(self, arm: str, listed: list[dict]) -> list[dict]:
+        """Run cases in one process, and return their records; a peer that fails is listed as missing."""
+        (texts, ids), rows = self.memory_texts, []
+        worker = self.worker(arm, threads=1)
+        if worker is None:
+            return []
+        with worker:
+            try:
+                tokenizer = self.tokenizer_folder() if arm in PEERS else self.model
+                worker.request("start", tokenizer=tokenizer, vocab_size=self.vocab_size)
+                for case in listed:
+                    sent = {name: value for name, value in case.items() if name != "batch_size"}
+                    size = case["batch_size"]
+                    answer = worker.request("memory", **sent, texts=texts[:size], ids=ids[:size])
+                    rows.append({"kind": "memory", "arm": arm, "case": case, **answer})
+            except WorkerError as error:
+                if arm not in PEERS:
+                    raise
+                self.missing[arm] = str(error)
+        return rows
+
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
         tokenizer = self.tokenizer_folder() if arm in PEERS else self.model
         try:
@@ -306,15 +347,28 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
     for index, scheme in enumerate(wanted.schemes):
         case = {"scheme": scheme.model_dump(mode="json"), "count": wanted.texts, "batch_size": wanted.texts}
         listed += [{**case, "part": part} for part in ("ids", "text", "evidence", "statistics")]
+        for size in sorted({size for size in wanted.batch_sizes if size < wanted.texts}):
+            count = min(wanted.texts, 64 * size)
+            listed.append({**case, "part": "ids", "batch_size": size, "count": count})
         if index:
             continue
         listed += [{**case, "part": part} for part in ("tokenise", "split")]
         listed.append({**case, "part": "identify", "keys": wanted.identify_keys})
         listed += [{**case, "part": "neural"}] if arm == "jax" else []
-        for size in sorted({size for size in wanted.batch_sizes if size < wanted.texts}):
-            count = min(wanted.texts, 64 * size)
-            listed.append({**case, "part": "ids", "batch_size": size, "count": count})
     return listed
+
+
+def memory_cases(arm: str, wanted: Memory) -> list[dict]:
+    """Return the cases whose memory is measured: whole detections of texts, a peer's of one text."""
+    if arm in PEERS:
+        given = (MARKLLM_KGW, MARKLLM_UNIGRAM) if arm == "markllm" else (TRANSFORMERS_KGW,)
+        return [{"scheme": own, "part": "text", "batch_size": 1} for own in given]
+    schemes = [scheme.model_dump(mode="json") for scheme in wanted.schemes]
+    sizes = sorted(set(wanted.batch_sizes))
+    listed = [{"scheme": scheme, "part": "text", "batch_size": size} for scheme in schemes for size in sizes]
+    first = {"scheme": schemes[0], "batch_size": sizes[-1]}
+    listed.append({**first, "part": "identify", "keys": wanted.identify_keys})
+    return listed + ([{**first, "part": "neural"}] if arm == "jax" else [])
 
 
 def ours_of(scheme: dict) -> dict:

@@ -46,14 +46,21 @@ class Detection(_Schemes):
     engines: tuple[Literal["numpy", "jax", "torch"], ...] = Field(default=("numpy", "jax", "torch"), min_length=1)
     text_tokens: int = Field(default=200, ge=8, le=4096)  # tokens of each text
     texts: int = Field(default=2048, ge=1)  # texts per call for jaxbench's engines
-    batch_sizes: tuple[Count, ...] = Field(
-        default=(1, 64, 2048), min_length=1
-    )  # texts per call, for the first scheme of each jaxbench engine
+    batch_sizes: tuple[Count, ...] = Field(default=(1, 64, 2048), min_length=1)  # texts per call, ids in, every scheme
     slow_peer_texts: int = Field(default=40, ge=1)  # texts for MarkLLM's KGW and transformers, tens per second
     fast_peer_texts: int = Field(default=1000, ge=1)  # texts for MarkLLM's Unigram
     identify_keys: int = Field(default=8, ge=1)  # keys of the multi-method case
     rounds: int = Field(default=2, ge=1)  # passes over all engines in a launch
     repeats: int = Field(default=3, ge=1)  # calls of a case in a pass
+
+
+class Memory(_Schemes):
+    """What to measure of the memory of detection: each case once, in a process of its own."""
+
+    engines: tuple[Literal["numpy", "jax", "torch"], ...] = Field(default=("numpy", "jax", "torch"), min_length=1)
+    text_tokens: int = Field(default=200, ge=8, le=4096)  # tokens of each text
+    batch_sizes: tuple[Count, ...] = Field(default=(1, 64, 2048), min_length=1)  # texts of the call, for every scheme
+    identify_keys: int = Field(default=8, ge=1)  # keys of the multi-method case
 
 
 class Generation(_Schemes):
@@ -91,6 +98,7 @@ class Benchmark(Base):
     data: str | None = None  # source of texts and prompts; unset: the packaged prose
     launches: int = Field(default=3, ge=1)  # sets of fresh processes
     detection: Detection | None = None
+    memory: Memory | None = None
     generation: Generation | None = None
     throughput: Throughput | None = None
     shape: TransformerConfig | None = None  # decode with random weights of this shape instead: for speed only
@@ -98,7 +106,7 @@ class Benchmark(Base):
 
     @model_validator(mode="after")
     def _check_shape(self) -> Benchmark:
-        others = [name for name in ("detection", "verdicts") if getattr(self, name) is not None]
+        others = [name for name in ("detection", "memory", "verdicts") if getattr(self, name) is not None]
         if self.shape is not None and others:
             raise ValueError(
                 f"benchmark: shape is for speed of decoding alone; leave out {others[0]}, which scores texts"

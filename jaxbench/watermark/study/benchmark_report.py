@@ -59,8 +59,16 @@ SHOWN = {
         {
             "engine": "{arm}", "scheme": "{scheme}", "part": "{part}", "texts a call": "{batch_size:,}",
             "texts/s": "{texts_per_s:,.0f}{between}", "texts/cpu-s": "{texts_per_cpu_s:,.0f}", "wanted": "{wanted}",
+            "peak memory": "{peak}",
         },
         "texts_per_s", ",.0f",
+    ),
+    "memory": Shown(
+        "Detection, memory of a process that does this and nothing else",
+        {
+            "engine": "{arm}", "scheme": "{scheme}", "part": "{part}", "texts a call": "{batch_size:,}",
+            "peak memory": "{peak}", "before the detector": "{held_mb:,.0f} MB", "a later call": "{steady_mb:,.0f} MB",
+        },
     ),
     "ratios": Shown(
         "Against peers in the same run",
@@ -124,11 +132,13 @@ def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str,
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
     main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars apply to
+    memory = [_memory(row) for row in records if row["kind"] == "memory"]
     tokenizers = sorted({row["tokenizer"] for row in detection if "tokenizer" in row})
     return {
         "about": about | {"tokenizers": tokenizers},
         "settings": settings,
-        "rates": _rates(table, _launch_rates(detection, "cpu_seconds"), main),
+        "rates": _with_memory(_rates(table, _launch_rates(detection, "cpu_seconds"), main), memory),
+        "memory": memory,
         "ratios": _ratios(table, main),
         "overhead": [_overhead(row) for row in records if row["kind"] == "generation"],
         "throughput": [_throughput(row) for row in records if row["kind"] == "throughput"],
@@ -190,6 +200,21 @@ def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, floa
             "high": high, "texts_per_cpu_s": _interval(cpu[name].values())[0], "bar": bar if is_judged else None,
         })  # fmt: skip
     return sorted(rows, key=lambda row: (row["arm"], row["part"], row["scheme"], row["batch_size"]))
+
+
+def _memory(record: dict) -> dict:
+    """Return a case's memory in MB: the process's peak, what it held before the detector, a later call's peak."""
+    case = record["case"]
+    sizes = {f"{name}_mb": record[f"{name}_bytes"] / 1e6 for name in ("peak", "held", "steady")}
+    about = {"part": case["part"], "batch_size": case["batch_size"]}
+    return {"arm": record["arm"], "scheme": label(case["scheme"]), **about, **sizes}
+
+
+def _with_memory(rates: list[dict], memory: list[dict]) -> list[dict]:
+    """Add the peak memory of the same case to each rate, None where that was not measured."""
+    names = ("arm", "scheme", "part", "batch_size")
+    found = {tuple(row[name] for name in names): row["peak_mb"] for row in memory}
+    return [row | {"peak_mb": found.get(tuple(row[name] for name in names))} for row in rates]
 
 
 def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
@@ -278,12 +303,13 @@ def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
         return row
     bar, is_bounded = row.get("bar"), math.isfinite(row.get("high", math.inf))
     between = f" [{row['low']:,.3g}, {row['high']:,.3g}]" if is_bounded else ""
+    peak = "" if row.get("peak_mb") is None else f"{row['peak_mb']:,.0f} MB"
     wanted = ""
     if bar is not None:
         is_reached = row[shown.figure] <= bar if shown.is_limit else row[shown.figure] >= bar
         is_open = not shown.is_limit and row["low"] < bar <= row["high"]  # the share of a step has no interval
         wanted = f"{bar:{shown.bar}} {'reached' if is_reached else 'MISSED'}{', not by the interval' * is_open}"
-    return {name: form.format(**row, between=between, wanted=wanted) for name, form in shown.cells.items()}
+    return {name: form.format(**row, between=between, wanted=wanted, peak=peak) for name, form in shown.cells.items()}
 
 
 def _table(title: str, rows: list[dict]) -> Any:
@@ -291,8 +317,9 @@ def _table(title: str, rows: list[dict]) -> Any:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    names = [name for name in rows[0] if any(row[name] != "" for row in rows)]  # a column without a figure is left out
+    for name in names:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row[name]) for name in names))
     return table

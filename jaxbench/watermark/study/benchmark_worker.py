@@ -66,6 +66,18 @@ class Ours:
         call = self._call(part, scheme, chunks, keys)
         return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
+    def memory(self, *, scheme: dict, part: str, texts: list, ids: list, keys: int = 1) -> dict:
+        """Run one call of a detection over all texts twice in this fresh process; return its memory.
+
+        held_bytes: resident with libraries, tokenizer and texts; peak_bytes: the highest of the process, compiling
+        included; steady_bytes: the highest during the second call.
+        """
+        self.texts, self.ids = texts, ids
+        self._make()  # imports the engine
+        held = worker.resident_bytes()
+        call = self._call(part, scheme, [slice(0, len(ids))], keys)
+        return {"held_bytes": held, **worker.peaks(call)}
+
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return p-values of texts given as ids, and z and counts of a detector that also counts repeated positions."""
         detector, rows = self._detector(scheme), []

@@ -41,14 +41,15 @@ class Session:
 
     def measure(self, *, scheme: dict, part: str, count: int, repeats: int) -> dict:
         """Time the peer's own detection of the first `count` texts, one per call as in its API; part: text or ids."""
-        import torch
-
-        of_text, of_ids = self._detectors(scheme)
-        detect, given = of_text, self.texts[:count]
-        if part == "ids":
-            detect, given = of_ids, [torch.tensor(ids) for ids in self.ids[:count]]
+        call = self._call(scheme, part, count)
         warmup = 0 if self.peer == "markllm" else 1  # one pass of MarkLLM takes minutes
-        return worker.timed(lambda: [detect(text) for text in given], repeats, warmup=warmup) | {"texts": len(given)}
+        return worker.timed(call, repeats, warmup=warmup) | {"texts": min(count, len(self.ids))}
+
+    def memory(self, *, scheme: dict, part: str, texts: list, ids: list) -> dict:
+        """Run the peer's own detection over the texts twice in this fresh process; return its memory as jaxbench's."""
+        self.texts, self.ids = texts, ids
+        held = worker.resident_bytes()
+        return {"held_bytes": held, **worker.peaks(self._call(scheme, part, len(ids)))}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return MarkLLM's z, green tokens, scored tokens and verdict for texts given as ids."""
@@ -81,6 +82,16 @@ class Session:
                 output = model.generate(ids, attention_mask=mask, logits_processor=processors, **settings)
             rows.append(output[0, len(prompt) :].tolist())
         return {"ids": rows}
+
+    def _call(self, scheme: dict, part: str, count: int) -> Callable[[], Any]:
+        """Return the call that detects in the first `count` texts, one at a time; part: text or ids."""
+        import torch
+
+        of_text, of_ids = self._detectors(scheme)
+        detect, given = of_text, self.texts[:count]
+        if part == "ids":
+            detect, given = of_ids, [torch.tensor(ids) for ids in self.ids[:count]]
+        return lambda: [detect(text) for text in given]
 
     def _detectors(self, scheme: dict) -> tuple[Callable[[str], Any], Callable[[Any], Any]]:
         """Return the peer's functions that detect in a text and in a tensor of ids [T]."""

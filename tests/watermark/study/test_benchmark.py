@@ -8,6 +8,7 @@ import pytest
 
 from jaxbench import config
 from jaxbench.generation import decoder
+from jaxbench.measure import worker
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.watermark.study import benchmark, benchmark_config, benchmark_report, evaluate_models
@@ -180,6 +181,65 @@ def test_a_tiny_run_measures_resumes_and_names_a_missing_peer_each_time(tmp_path
     again = benchmark.run(tiny(), "out")
     assert (tmp_path / "out/records.jsonl").read_text() == before
     assert again["about"]["missing"] == summary["about"]["missing"]
+
+
+def test_memory_is_of_a_process_for_each_scheme_and_batch_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.process, "PEERS", tmp_path / "none")
+    memory = {"schemes": [KGW], "engines": ["numpy"], "batch_sizes": [8, 1], "text_tokens": 32}
+    settings = benchmark.Benchmark(memory=memory)
+    summary = benchmark.run(settings, tmp_path)
+    assert [(row["arm"], row["scheme"], row["part"], row["batch_size"]) for row in summary["memory"]] == [
+        ("numpy", "kgw-left1", "text", 1), ("numpy", "kgw-left1", "text", 8), ("numpy", "kgw-left1", "identify", 8),
+        ("transformers", "transformers", "text", 1),
+    ]  # fmt: skip
+    for row in summary["memory"]:
+        assert 10 < row["held_mb"] <= row["peak_mb"] < 4000 and row["steady_mb"] <= row["peak_mb"]
+    assert "make peers" in summary["about"]["missing"]["markllm"]
+    assert "Detection, memory of a process" in capsys.readouterr().out
+    before = (tmp_path / "records.jsonl").read_text()
+    assert benchmark.run(settings, tmp_path)["memory"] == summary["memory"]
+    assert (tmp_path / "records.jsonl").read_text() == before
+
+
+def test_memory_is_measured_for_every_scheme_and_batch_size_of_the_configuration():
+    settings = config.load(ROOT / "configs/watermark/benchmark.yaml", (), benchmark.Benchmark).memory
+    found = benchmark.memory_cases("jax", settings)
+    texts = [(benchmark_report.label(case["scheme"]), case["batch_size"]) for case in found if case["part"] == "text"]
+    names = [benchmark_report.label(scheme.model_dump()) for scheme in settings.schemes]
+    assert texts == [(name, size) for name in names for size in settings.batch_sizes]
+    assert [case["part"] for case in found[len(texts) :]] == ["identify", "neural"]
+
+
+def test_memory_is_a_column_of_the_rates_of_the_same_case():
+    record = {"kind": "memory", "arm": "jax", "held_bytes": 2e8, "peak_bytes": 3e8, "steady_bytes": 25e7}
+    case = {"scheme": KGW, "part": "text", "batch_size": 100}
+    records = [*pair_of_launches(), record | {"case": case}, record | {"case": case | {"batch_size": 1}}]
+    summary = benchmark_report.summarise(records, {}, {})
+    assert {row["arm"]: row["peak_mb"] for row in summary["rates"]} == {"jax": 300.0, "markllm": None}
+    assert [(row["batch_size"], row["held_mb"], row["steady_mb"]) for row in summary["memory"]] == [
+        (100, 200.0, 250.0),
+        (1, 200.0, 250.0),
+    ]
+
+
+def test_a_second_call_that_frees_has_a_lower_peak_than_the_first_that_built():
+    size, held = 64 * 2**20, []
+    before = worker.resident_bytes()
+
+    def build_once() -> None:
+        if not held:
+            held.append(True)
+            bytearray(b"x" * size)  # two copies for a moment, then none
+
+    found = worker.peaks(build_once)
+    assert found["peak_bytes"] > before + size
+    assert found["steady_bytes"] < found["peak_bytes"] - size
+
+
+def test_rates_without_memory_have_no_such_column():
+    rates = benchmark_report.summarise(pair_of_launches(), {}, {})
+    shown = [table for table in benchmark_report.tables(rates) if hasattr(table, "columns")]
+    assert all("peak memory" not in [column.header for column in table.columns] for table in shown)
 
 
 def test_a_folder_of_another_configuration_lends_no_texts_and_no_tokenizer(tmp_path):
