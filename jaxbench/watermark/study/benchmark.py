@@ -223,8 +223,8 @@ class _Run:
     @functools.cached_property
     def memory_texts(self) -> tuple[list[str], list[list[int]]]:
         """The texts whose detection is measured for memory, and their ids."""
-        wanted = self.settings.memory
-        return cut_texts(self.tokenizer, self.documents, max(wanted.batch_sizes), wanted.text_tokens)
+        asked = self.settings.memory
+        return cut_texts(self.tokenizer, self.documents, max(asked.batch_sizes), asked.text_tokens)
 
     def memory(self, arm: str) -> list[dict]:
         """Measure every case of an arm in a fresh process, once the programs of all are in the compile cache."""
@@ -244,8 +244,7 @@ class _Run:
                 tokenizer = self.tokenizer_folder() if arm in PEERS else self.model
                 worker.request("start", tokenizer=tokenizer, vocab_size=self.vocab_size)
                 for case in listed:
-                    sent = {name: value for name, value in case.items() if name != "batch_size"}
-                    size = case["batch_size"]
+                    size, sent = case["batch_size"], {k: v for k, v in case.items() if k != "batch_size"}
                     answer = worker.request("memory", **sent, texts=texts[:size], ids=ids[:size])
                     rows.append({"kind": "memory", "arm": arm, "case": case, **answer})
             except WorkerError as error:
@@ -367,8 +366,8 @@ def memory_cases(arm: str, wanted: Memory) -> list[dict]:
     sizes = sorted(set(wanted.batch_sizes))
     listed = [{"scheme": scheme, "part": "text", "batch_size": size} for scheme in schemes for size in sizes]
     first = {"scheme": schemes[0], "batch_size": sizes[-1]}
-    listed.append({**first, "part": "identify", "keys": wanted.identify_keys})
-    return listed + ([{**first, "part": "neural"}] if arm == "jax" else [])
+    others = [{**first, "part": "identify", "keys": wanted.identify_keys}, {**first, "part": "neural"}]
+    return listed + others[: 2 if arm == "jax" else 1]
 
 
 def ours_of(scheme: dict) -> dict:
