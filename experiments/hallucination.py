@@ -4,6 +4,7 @@
     hallucination.py scores     --input=FILE --output=FILE                    the scores of each token or chunk
     hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score detects, nested
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
+    hallucination.py vote       --detector=A --detector=B --data=FOLDER --output=vote.safetensors  one of several
     hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
     hallucination.py export     --detector=FILE --format=onnx --output=FOLDER a detector for other runtimes
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment, store, terminal
-from jaxbench.hallucination import export_command, fit_command, scores_command, where
+from jaxbench.hallucination import export_command, fit_command, scores_command, vote_command, where
 from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
@@ -81,7 +82,8 @@ def define_evaluate() -> None:
     cli.define_device()
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
-    flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
+    about = "judge this saved detector alone, as it is, on responses it has not seen; several: their majority"
+    flags.DEFINE_multi_string("detector", None, about)
     flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
     flags.DEFINE_integer("processes", 2, "of one thread each, that read for a detector's tuned reader", lower_bound=1)
     flags.DEFINE_bool("ablation", True, "judge every score and technique; no: priors, words and the detector, minutes")
@@ -110,35 +112,26 @@ def evaluate_rows() -> int:
 
         checksum = weights.checksum(reading.model)
         if VALUES.detector:
-            saved = saved_detector.load(VALUES.detector)
-            saved_detector.check_unseen(saved, data, folder=VALUES.data)
-            saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
-            named = {each.partition("=")[0].strip() for each in VALUES.set}
-            if VALUES["config"].present:  # the default one is not the user's choice
-                named |= reading.model_fields_set
-            saved_detector.check_settings(saved, reading, named)
-            reading = saved.settings.model_copy(update={"model": reading.model})
+            saved = saved_detector.load_several(VALUES.detector)
+            reading = vote_command.reader_of(saved, data, reading, checksum)
         store = extract.Store(workdir / "features", reading, checksum)
     with terminal.progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
-    if saved is not None and saved.detector.tuned is not None:
-        from jaxbench.hallucination import tuned_sources
-
-        lower = tuned_sources.of_detector(workdir / "tuned", reading, saved.detector.tuned)
-        tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
-        made = made._replace(inputs=made.inputs._replace(tuned=tuned_sources.said(lower, data, saved.detector.tuned)))
+    if saved is not None:
+        made = vote_command.with_tuned(made, saved, data, reading)
     evaluate.judged(made, settings)
     wanted, left_out = rows.ROWS if VALUES.ablation else rows.SHORT, {}
     with reader_table.status() as say:
         found = (
             evaluate.run(made, settings, rows=wanted + rows.CURVE * VALUES.curve, say=say, left_out=left_out)
             if saved is None
-            else evaluate.frozen(made, settings, saved.detector)
+            else evaluate.as_saved(made, settings, saved.detector)
         )
     sums = {"data_sha256": ragtruth.sha256(VALUES.data), "model_sha256": None if store is None else checksum}
     about = {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump()}
     if saved is not None:
-        about |= {"detector": str(VALUES.detector), "detector_sha256": assets.sha256_file(VALUES.detector)}
+        sums_of = [assets.sha256_file(path) for path in VALUES.detector]
+        about |= {"detector": " and ".join(VALUES.detector), "detector_sha256": " and ".join(sums_of)}
     machine = environment.describe(threads=environment.usable_cores())
     name, lead = ("evaluation", report.FITTED) if saved is None else ("detector_evaluation", report.SAVED)
     results = {"judged": evaluate.counts(made, settings), "machine": machine, "rows": found, "left_out": left_out}
@@ -146,6 +139,8 @@ def evaluate_rows() -> int:
     outputs.write_json(workdir / f"{name}.json", about | sums | results)
     report.write(found, workdir, name=name, lead=lead)
     terminal.console().print(reader_table.of_rows(found))
+    for line in reader_table.votes(found):
+        print(line)
     print(f"{VALUES.data}: sha256 {sums['data_sha256']}")
     print(f"written: {workdir / name}.json, and .csv, .svg, .html beside it")
     for row, reason in left_out.items():
@@ -162,7 +157,9 @@ def check_evaluate() -> None:
     if VALUES.detector:
         ignored = [name for name in ("reader", "ablation", "curve", "folds") if VALUES[name].present]
         if ignored:
-            raise ValueError(f"--detector={VALUES.detector}: it is judged as it is; leave out --{', --'.join(ignored)}")
+            raise ValueError(
+                f"--detector={VALUES.detector[0]}: it is judged as it is; leave out --{', --'.join(ignored)}"
+            )
         return
     if VALUES.curve and not VALUES.reader:
         raise ValueError(f"--curve={VALUES.curve} is of the detector, which --noreader leaves out; leave one out")
@@ -178,7 +175,8 @@ def define_detect() -> None:
     cli.define_model()
     cli.define_backend(choices=("flax", "torch"))
     where.define()
-    flags.DEFINE_string("detector", None, "what `fit` wrote, or a folder of `export`, which holds its reader")
+    about = "what `fit` or `vote` wrote, or a folder of `export`, which holds its reader; several files: their majority"
+    flags.DEFINE_multi_string("detector", None, about)
     flags.DEFINE_string("input", None, "rows with context, question and response: .jsonl or .parquet")
     flags.DEFINE_string("output", None, "verdicts, one a row, beside its other keys: .jsonl or .parquet")
     flags.DEFINE_string("sentences", None, "also one line a sentence: .jsonl or .parquet")
@@ -352,6 +350,7 @@ COMMANDS = {
     "scores": cli.Command(scores_command.define, scores_command.scores, scores_command.ABOUT),
     "evaluate": cli.Command(define_evaluate, evaluate_rows, "How well each score does on other sources, nested."),
     "fit": cli.Command(fit_command.define, fit_command.fit, fit_command.ABOUT),
+    "vote": cli.Command(vote_command.define, vote_command.vote, vote_command.ABOUT),
     "detect": cli.Command(define_detect, detect_all, "Verdicts on responses and their sentences, resumable."),
     "export": cli.Command(export_command.define, export_command.export, export_command.ABOUT),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),

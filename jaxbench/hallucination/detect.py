@@ -27,6 +27,7 @@ from jaxbench.hallucination import (
     token_inputs,
     token_scoring,
     tuned_reading,
+    voting,
 )
 from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, LoadedReader, read_group
@@ -42,26 +43,29 @@ class HallucinationDetector:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         model: str | None = None,
         package: str = "jaxbench",
         where: Where | None = None,
     ):
-        """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: the reader
-        (file, folder or hub id), None = the default one; package: whose modules run, JAX's or PyTorch's; where: the
-        device, such as Where("gpu"), and the blocks whose weights stay in host memory, None = the backend's choice.
+        """path: what `hallucination.py fit` or `vote` wrote, several such files of `fit` (a verdict is then that of
+        their majority), or the folder of `export`, which holds its reader; model: the reader (file, folder or hub
+        id), None = the default one; package: whose modules run, JAX's or PyTorch's; where: the device, such as
+        Where("gpu"), and the blocks whose weights stay in host memory, None = the backend's choice.
 
         Raises:
-          ValueError: the file is not a detector of this version, or was fitted with another model; or, for a folder of
-            `export`, a model is named, or it holds programs and `where` is not a plain CPU.
+          ValueError: the file is not a detector of this version, or was fitted with another model; several files
+            cannot vote (voting.check, saved_detector.joined); or, for a folder of `export`, a model is named, or it
+            holds programs and `where` is not a plain CPU.
         """
         from jaxbench.pretrained import weights
 
         self._package, self._where = package, where
-        self._folder, self._bundle = Path(path).absolute(), None
-        if not self._folder.is_dir():
-            self.saved = saved_detector.load(path)
+        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self._folder, self._bundle = Path(paths[0]).absolute(), None
+        if len(paths) > 1 or not self._folder.is_dir():
+            self.saved = saved_detector.load_several(paths)
             saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
             self.settings = self.saved.settings.model_copy(update={"model": model})
             return
@@ -165,7 +169,7 @@ class HallucinationDetector:
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
         tokens = token_inputs.tokens(features, response, lexicon)
         inputs = detectors.Inputs.join([read], [tokens])._replace(tuned=tuple(tuned))
-        found = detectors.judge(self.saved.detector, inputs, package=self._package)
+        found = voting.judge(self.saved.detector, inputs, package=self._package)
         passages = Passages(context)
         marked = tuple(
             Sentence(

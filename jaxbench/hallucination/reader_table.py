@@ -9,7 +9,7 @@ from typing import Any
 from jaxbench import terminal
 from jaxbench.hallucination.copy_heads import Head
 
-GAINS = ("pooled_gain", "stratified_gain")  # over the lexical regression
+GAINS = ("pooled_gain", "stratified_gain")  # over the lexical regression; a vote's over its best member
 
 
 @contextlib.contextmanager
@@ -33,6 +33,16 @@ def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
         shown.append((name, *measured, *gains, f"{row['average_precision']:.3f}", f"{row['f1']:.3f}", spans))
     names = ("", "pooled", "macro", "stratified", "pooled gain", "stratified gain", "AP", "F1", "span F1")
     return plain(names, shown)
+
+
+def votes(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line on each vote among an evaluation's rows: the member that its gains are over, and F1 over it."""
+    return [
+        f"{name}: gains are over member {versus['member']}, the best by AUC on {versus['chosen_on']}; F1 "
+        f"{versus['f1_gain'][0]:+.3f} [{versus['f1_gain'][1]:+.3f}, {versus['f1_gain'][2]:+.3f}]"
+        for name, row in rows.items()
+        if (versus := row.get("versus"))
+    ]
 
 
 def of_heads(heads: Sequence[Head]) -> Any:

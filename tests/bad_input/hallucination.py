@@ -287,6 +287,18 @@ CASES = [
         ("b holds its own reader",),
         {"b/bundle.json": "{"},
     ),
+    Case("hallucination.py vote", ("--detector is missing", "once for each member")),
+    Case("hallucination.py vote --detector={tmp}/d", ("--data is missing", "development responses")),
+    Case("hallucination.py vote --detector={tmp}/d --data={tmp}/x", ("--output is missing",)),
+    Case("hallucination.py vote --detector=d --detector=e --data=x --output=o --rule=loud", ("--rule", "loud")),
+    Case(
+        "hallucination.py vote --detector={tmp}/d --detector={tmp}/d --data={tmp}/x --output={tmp}/o",
+        ("d is named 2 times, wanted each detector once",),
+    ),
+    Case(
+        "hallucination.py vote --detector={tmp}/d --detector={tmp}/e --data={tmp}/x --output={tmp}/o",
+        ("d is no file; `hallucination.py fit` makes one",),
+    ),
     export("", "--detector is missing"),
     export("--detector=d", "--format is missing"),
     export("--detector=d --format=onnx", "--output is missing"),

@@ -53,20 +53,24 @@ class Outputs(NamedTuple):
 
 
 def check(
-    source: str, detector: str, wanted: Outputs, *, overwrite: bool = False, package: str = "jaxbench",
+    source: str, detector: str | Sequence[str], wanted: Outputs, *, overwrite: bool = False, package: str = "jaxbench",
     device: str = "cpu",
 ) -> tuple[Path, int]:  # fmt: skip
     """Check a run before it starts; return the path of its part file and the number of rows.
 
-    The part file is named by the current input and detector, so that no other run's lines are resumed; also by package
+    detector: a file, several files that vote, or a folder of `export`. The part file is named by the current input and
+    detector, so that no other run's lines are resumed; also by package
     and device, which round differently.
 
     Raises:
       ValueError: the input is bad, or an output exists, is an input, is named twice or has an unknown suffix.
     """
     # an exported detector's bundle.json has the checksums of all files in its folder
-    inputs = (source, str(Path(detector) / portable.ABOUT) if Path(detector).is_dir() else detector)
-    for path, flag in zip(inputs, ("--input", "--detector")):
+    named = [detector] if isinstance(detector, str) else [*detector]
+    if len(named) == 1 and Path(named[0]).is_dir():
+        named = [str(Path(named[0]) / portable.ABOUT)]
+    inputs = (source, *named)
+    for path, flag in zip(inputs, ("--input", *["--detector"] * len(named))):
         if not Path(path).is_file():
             raise ValueError(f"{flag}={path} is no file")
     identity = [FORMAT, GROUP_ROWS, *([str(Path(path).resolve()), *_state(path)] for path in inputs)]

@@ -10,10 +10,12 @@ import numpy as np
 import pydantic
 
 from jaxbench import config
+from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination import linear, metrics
-from jaxbench.hallucination.detector import Detector, judge
+from jaxbench.hallucination.detector import Detector
 from jaxbench.hallucination.study.rows import BASELINE, CURVE_KIND, ROWS, Row, Scored, Spans, spans_of
 from jaxbench.hallucination.study.table import Table
+from jaxbench.hallucination.voting import Ensemble, combine, compared_threshold
 from jaxbench.measure import environment
 
 Array = np.ndarray
@@ -184,11 +186,55 @@ def run(
     return {row.name: found[row.name] for row in rows if row.name in found}
 
 
+def as_saved(table: Table, settings: Evaluation, fitted: Detector | Ensemble) -> dict[str, Mapping[str, Any]]:
+    """Metrics of a saved detector, or of a saved vote and its members; nothing is chosen here."""
+    return (voted if isinstance(fitted, Ensemble) else frozen)(table, settings, fitted)
+
+
 def frozen(table: Table, settings: Evaluation, detector: Detector) -> dict[str, Mapping[str, Any]]:
     """Metrics of a fitted detector on responses that it has not seen: nothing is chosen here."""
     rows = judged(table, settings)
-    said = judge(detector, table.inputs.take(rows))
+    said = detectors.judge(detector, table.inputs.take(rows))
     found = summary(table, settings, said.probability, said.probability >= detector.threshold, None)
     if detector.tokens:
         found["spans"] = span_figures(table, settings, spans_of(table, rows, detector, said.tokens))
     return {"the detector as saved": {"kind": "saved"} | found}
+
+
+def voted(table: Table, settings: Evaluation, ensemble: Ensemble) -> dict[str, Mapping[str, Any]]:
+    """Metrics of a vote and of each of its members, on responses that none has seen; the vote against its best member.
+
+    The best member is that with the highest AUC on the vote's development responses. A hard vote without these has none
+    that was chosen elsewhere: it is compared with the member that does best here, which favours the member.
+    """
+    rows = judged(table, settings)
+    labels, inputs = table.labels.response[rows], table.inputs.take(rows)
+    heard = [detectors.judge(member, inputs) for member in ensemble.members]
+    said, best = combine(ensemble, heard), ensemble.best
+    if best is None:
+        best = int(np.argmax([metrics.auc(labels, each.probability) for each in heard]))
+    baseline, flagged = heard[best].probability, said.probability >= ensemble.threshold
+    found = summary(table, settings, said.probability, flagged, baseline)
+    others = baseline >= compared_threshold(ensemble, best)
+    gain = lambda at: metrics.f1(labels[at], flagged[at])[0] - metrics.f1(labels[at], others[at])[0]
+    (interval,) = metrics.bootstrap([gain], table.labels.source[rows], draws=settings.draws, seed=settings.seed)
+    versus = {
+        "member": ensemble.names[best],
+        "chosen_on": "these responses" if ensemble.best is None else "the development responses",
+        "f1": metrics.f1(labels, others)[0],
+        "f1_gain": list(interval),
+    }
+    name = f"vote of {len(heard)}: {ensemble.rule}"
+    result: dict[str, Mapping[str, Any]] = {name: {"kind": "saved", "versus": versus} | found}
+    if said.tokens:
+        result[name] = result[name] | {
+            "spans": span_figures(table, settings, spans_of(table, rows, ensemble, said.tokens))
+        }
+    for number, (member, mine) in enumerate(zip(ensemble.members, heard, strict=True)):
+        alone = summary(table, settings, mine.probability, mine.probability >= member.threshold, None)
+        more = {} if ensemble.aucs is None else {"development_auc": float(ensemble.aucs[number])}
+        more |= {"weight": float(ensemble.weights[number])}
+        if member.tokens:
+            more["spans"] = span_figures(table, settings, spans_of(table, rows, member, mine.tokens))
+        result[f"member {ensemble.names[number]}"] = {"kind": "member"} | more | alone
+    return result

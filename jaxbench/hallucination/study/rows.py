@@ -18,6 +18,7 @@ from jaxbench.hallucination.detector import READER, Detector, Inputs, Labels, Me
 from jaxbench.hallucination.score_regression import GRID, Point, Units
 from jaxbench.hallucination.study.table import Table
 from jaxbench.hallucination.token_inputs import Training
+from jaxbench.hallucination.voting import Ensemble
 
 Array = np.ndarray
 Spans = list[tuple[int, int]]
@@ -118,7 +119,7 @@ def _with_tokens(table: Table, train: Array, test: Array) -> Scored:
     return Scored(found.probability, spans_of(table, test, fitted, found.tokens))
 
 
-def spans_of(table: Table, test: Array, fitted: Detector, probabilities: Sequence[Array]) -> list[Spans]:
+def spans_of(table: Table, test: Array, fitted: Detector | Ensemble, probabilities: Sequence[Array]) -> list[Spans]:
     """Return the character spans of responses that a detector marks."""
     return [
         token_scoring.spans(table.inputs.tokens[i].offsets, each, fitted.token_threshold, table.texts[i])
