@@ -70,10 +70,10 @@ class HallucinationDetector:
             self.settings = self.saved.settings.model_copy(update={"model": model})
             return
         if model is not None:
-            raise ValueError(f"--model={model}: {path} holds its own reader; leave the model out")
+            raise ValueError(f"--model={model}: {paths[0]} holds its own reader; leave the model out")
         self._bundle = portable.load(self._folder)
         if self._is_program and where is not None and (where.device != "cpu" or where.offload_layers):
-            raise ValueError(f"{where}: {path} holds programs, which run where their runtime puts them")
+            raise ValueError(f"{where}: {paths[0]} holds programs, which run where their runtime puts them")
         self.saved = saved_detector.load(self._folder / portable.DETECTOR)
         self.settings = portable.settings(self._folder, self._bundle, self.saved)
 

@@ -276,7 +276,14 @@ CASES = [
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=nan", ("--rate=nan", "between 0 and 1")),
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --rate=0.1", ("--rate=0.1 is of --nolabels",)),
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --processes=3", ("--processes=3 is of --tuned",)),
-    detect({}, "configs/bundle.json is no file", words="--detector={tmp}/configs"),
+    Case(
+        "hallucination.py detect --detector={tmp}/configs --input={tmp}/i.jsonl --output={tmp}/o.jsonl",
+        ("configs/bundle.json is no file",),
+        {"i.jsonl": "{}"},
+    ),
+    detect(
+        {}, "configs is a folder; each of 2 detectors that vote is a file of `fit`", words="--detector={tmp}/configs"
+    ),
     Case(
         "hallucination.py detect --follow --detector=b",
         ("b holds no bundle of `hallucination.py export`",),

@@ -59,8 +59,7 @@ def check(
     """Check a run before it starts; return the path of its part file and the number of rows.
 
     detector: a file, several files that vote, or a folder of `export`. The part file is named by the current input and
-    detector, so that no other run's lines are resumed; also by package
-    and device, which round differently.
+    detector, so that no other run's lines are resumed; also by package and device, which round differently.
 
     Raises:
       ValueError: the input is bad, or an output exists, is an input, is named twice or has an unknown suffix.
@@ -72,7 +71,9 @@ def check(
     inputs = (source, *named)
     for path, flag in zip(inputs, ("--input", *["--detector"] * len(named))):
         if not Path(path).is_file():
-            raise ValueError(f"{flag}={path} is no file")
+            is_member = flag == "--detector" and len(named) > 1 and Path(path).is_dir()
+            said = f"is a folder; each of {len(named)} detectors that vote is a file of `fit`" if is_member else ""
+            raise ValueError(f"{flag}={path} {said or 'is no file'}")
     identity = [FORMAT, GROUP_ROWS, *([str(Path(path).resolve()), *_state(path)] for path in inputs)]
     identity += [each for each in (package, device) if each not in ("jaxbench", "cpu")]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
