@@ -51,7 +51,7 @@ def test_native_kernels_generate_in_every_format(model, weights):
 
 
 def test_native_kernels_that_cannot_be_had_are_one_error(model, monkeypatch):
-    monkeypatch.setattr(decoder, "why_not_native", lambda device: "there is no compiler")
+    monkeypatch.setattr(decoder, "why_not_native", lambda device, num_devices: "there is no compiler")
     with pytest.raises(decoder.NotAvailable, match="--kernels=native: there is no compiler"):
         measured(model, workload="native")
 
