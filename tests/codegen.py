@@ -1,8 +1,8 @@
-"""Plain code generation: a sixth of the compile time, for files that judge what is computed, not its speed or memory.
+"""Plain code generation, for files that judge what is computed, not its speed or memory: a third of the compile time.
 
 XLA's passes over the program are the same, and so are nearly all fusions. What is left out is how loops become machine
 code: the fusion emitters, which go through MLIR, and LLVM's optimisations. A tiny case's gradient takes 4.5 s of CPU
-time to compile with both, 0.8 with neither, and 2.6 without LLVM's alone.
+time to compile with both, 0.8 with neither, and 2.7 without LLVM's alone; a training step 3.4, 1.0 and 1.7.
 """
 
 from __future__ import annotations

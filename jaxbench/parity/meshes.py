@@ -28,7 +28,7 @@ BATCH, TOKENS, STEPS, MAX_DEVICES = 32, 8, 3, 8
 ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
 STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
 train_step = functools.partial(optimizer_step.train_step, learning_rate=0.01, step_config=STEP, is_guarded=False)
-# A sixth of the compile time, and the partitioning is the same; from jaxlib 0.11 on there are fusion emitters alone.
+# A third of the compile time, and the partitioning is the same; from jaxlib 0.11 on there are fusion emitters alone.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 FAST_COMPILE |= {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 LLAMA = TransformerConfig(

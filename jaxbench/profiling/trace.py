@@ -192,9 +192,7 @@ def _write_jax(made: Path, watch: Watch, about: dict[str, Any]) -> tuple[list[ta
     return rows, named
 
 
-def _write_torch(
-    made: Path, profile: Any, seconds: float
-) -> tuple[list[table.Row], list[scope_table.ScopeRow]]:  # fmt: skip
+def _write_torch(made: Path, profile: Any, seconds: float) -> tuple[list[table.Row], list[scope_table.ScopeRow]]:
     """Write PyTorch's chrome trace and return its tables; the first has FLOPs of products and sums only, no bytes."""
     profile.export_chrome_trace(str(made / "trace.json"))
     averages = profile.key_averages()
