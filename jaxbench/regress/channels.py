@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import email.message
+import importlib
 import json
 import os
 import queue
@@ -58,6 +59,10 @@ def deliver(
     Args:
       reference: of an earlier message of this alert on this channel; "" = none.
     """
+    if isinstance(channel, Apprise):
+        with contextlib.suppress(ImportError):  # `_apprise` says so
+            # Seconds that are not the service's: a try that ran out of time in them would still send, beside the next
+            importlib.import_module("apprise")
     for turn in range(config.tries):
         try:
             return True, _within(

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -303,3 +304,18 @@ def test_apprise_is_an_extra_that_says_what_it_did(monkeypatch, serve):
     assert sent(channel)[0] and len(server.requests) == 1
     monkeypatch.setenv("JAXBENCH_TEST_HOOK", "nothing://")
     assert "no address that apprise knows" in sent(channel)[1]
+
+
+def test_a_slow_import_of_apprise_is_no_slow_service_and_sends_once(monkeypatch, tmp_path):
+    (tmp_path / "apprise.py").write_text(
+        "import time\ntime.sleep(0.6)\nnotified = []\n"
+        "class Apprise:\n"
+        "    def add(self, url): return True\n"
+        "    def notify(self, **said): return notified.append(said) is None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "apprise", raising=False)
+    monkeypatch.setenv("JAXBENCH_TEST_HOOK", "json://127.0.0.1")
+    channel = {"name": "any", "kind": "apprise", "url_variable": "JAXBENCH_TEST_HOOK"}
+    assert sent(channel, timeout_s=0.3) == (True, "", [])
+    assert len(sys.modules["apprise"].notified) == 1
