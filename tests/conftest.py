@@ -27,6 +27,7 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # OpenMP's threads, which are PyTorch's, spin while they wait, and take the cores from the other test process: one test
 # beside five busy processes took 177 s of CPU time, and 53 s if they sleep
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's and scipy's spin too, and know no such policy
 
 from jaxbench import process_environment  # noqa: E402
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxbench.hallucination import metrics
+
+if TYPE_CHECKING:
+    import threadpoolctl
 
 Array = np.ndarray
 CONSTANT = 1e-9  # deviation over mean up to which a column is constant: features are float16 or float32
@@ -36,6 +41,22 @@ def standard(x: Array) -> tuple[Array, Array]:
     return mean, np.where(deviation > CONSTANT * np.abs(mean), deviation, 1.0)
 
 
+@functools.cache
+def _libraries() -> threadpoolctl.ThreadpoolController:
+    import sklearn.linear_model  # noqa: F401 - loads the libraries that are looked for
+    import threadpoolctl
+
+    return threadpoolctl.ThreadpoolController()
+
+
+def one_blas_thread() -> AbstractContextManager:
+    """Have numpy and scipy compute with one thread in the block, in all threads of this process.
+
+    The solver's vectors are short: with two threads it spent most of its time waiting for one of them.
+    """
+    return _libraries().limit(limits=1, user_api="blas")
+
+
 def fit(x: Array, labels: Array, *, strength: float) -> Linear:
     """Fit a regression of labels on columns.
 
@@ -50,7 +71,8 @@ def fit(x: Array, labels: Array, *, strength: float) -> Linear:
     if labels.all() or not labels.any():
         raise ValueError(f"fit: {int(labels.sum())} of {len(labels)} rows are labelled; wanted both classes")
     mean, scale = standard(x)
-    made = LogisticRegression(C=strength, max_iter=500).fit((x - mean) / scale, labels)
+    with one_blas_thread():
+        made = LogisticRegression(C=strength, max_iter=500).fit((x - mean) / scale, labels)
     return Linear(mean, scale, made.coef_[0], np.array(made.intercept_[0]))
 
 

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import threadpoolctl
+from sklearn.linear_model import LogisticRegression
 
 from jaxbench.hallucination import detector, linear, metrics, ragtruth, token_inputs
 from jaxbench.hallucination.study import evaluate, report, rows, table
@@ -185,6 +187,18 @@ def test_features_that_are_not_finite_and_one_class_are_refused(change, match):
         linear.fit(*change(x, y), strength=1.0)
     with pytest.raises(ValueError, match="3 sources cannot be split into 5 folds"):
         linear.folds(np.array(list("aabbc")), 5, seed=0)
+
+
+def test_a_fit_computes_with_one_thread_and_leaves_the_setting_as_it_was(monkeypatch):
+    def num_threads():
+        return {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"}
+
+    seen, original = [], LogisticRegression.fit
+    monkeypatch.setattr(LogisticRegression, "fit", lambda *given: seen.append(num_threads()) or original(*given))
+    x = np.random.default_rng(0).standard_normal((30, 3))
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        linear.fit(x, x[:, 0] > 0, strength=1.0)
+        assert (seen, num_threads()) == ([{1}], {2})
 
 
 @pytest.mark.parametrize("value", [np.log1p(3.0), 0.1, 0.0, -1 / 3])

@@ -70,7 +70,8 @@ def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, A
         held_out = np.isin(table.labels.source, table.labels.source[test])
         return test, row.judge(table, np.flatnonzero(~held_out), test)
 
-    with ThreadPoolExecutor(min(settings.folds, environment.usable_cores())) as pool:  # most of the work is serial
+    # Most of a fold's work is serial. The limit stands around the threads, as each fit in them sets and unsets its own
+    with linear.one_blas_thread(), ThreadPoolExecutor(min(settings.folds, environment.usable_cores())) as pool:
         for test, found in pool.map(judge_fold, range(settings.folds)):
             scores[test] = found.scores
             for j, each in zip(test, found.spans or ()):
