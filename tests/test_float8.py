@@ -19,6 +19,8 @@ from jaxbench.training.train_config import TrainConfig
 from torch_ref import transformer as torch_transformer
 from torch_ref.training import optimizer_step as torch_update
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 CONFIG = TransformerConfig(
     vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16
 )

@@ -13,6 +13,8 @@ from jaxbench.parallel import decoding
 from jaxbench.parity.cases import GPT2, LLAMA
 from jaxbench.quantization import weight_only
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 WIDE = {"vocab_size": 512, "d_model": 64, "d_ff": 128, "num_layers": 3, "num_heads": 8, "num_kv_heads": 4}
 CONFIG = LLAMA.model_copy(update=WIDE)
 CONFIGS = {"llama": CONFIG, "gpt2": GPT2.model_copy(update=WIDE | {"num_kv_heads": 8})}

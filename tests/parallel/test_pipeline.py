@@ -20,6 +20,8 @@ from jaxbench.parity import meshes
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import RematConfig
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 LLAMA = meshes.LLAMA
 SIZES = [(stages, stages * rounds) for stages in (1, 2, 4) for rounds in (1, 2, 4)]
 FIELDS = 5  # arrays of integers in a batch: tokens, targets, positions, mask, segments

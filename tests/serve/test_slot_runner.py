@@ -18,6 +18,8 @@ from jaxbench.serve.slot_runner import SlotRunner
 from tests.memory.test_decoder import PLAIN, memory
 from tests.serve.playing import Unfinished, answers, played
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 LIMITS = Limits(max_running=3, max_batch_tokens=16, max_waiting=8)
 KINDS = ("mac", "bank", "insert-neural")
 

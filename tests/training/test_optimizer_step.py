@@ -22,6 +22,8 @@ from torch_ref import transformer as torch_transformer
 from torch_ref.training import engine as torch_engine
 from torch_ref.training import optimizer_step as torch_update
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 CASE = cases.find("transformer/llama-multi-query")
 PLAIN_SGD = OptimizerConfig(kind="sgd", momentum=0.0, weight_decay=0.0)
 SPECIAL = 63  # a first token that makes `fragile` infinite

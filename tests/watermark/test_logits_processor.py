@@ -18,6 +18,8 @@ from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
 from torch_ref.watermark import logits_processor as torch_logits_processor
 
+pytestmark = pytest.mark.usefixtures("plain_codegen")
+
 VOCAB, NEW = 150, 32
 MODEL = TransformerConfig(
     vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, max_seq_len=64
