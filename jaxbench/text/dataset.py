@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import json
 import shutil
+import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,9 +253,10 @@ def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
 
 def _token_file(path: Path, tokenizer: Any) -> Corpus:
     """Corpus of a file of ids; each end token of the tokenizer closes a document."""
-    try:
-        ids = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
-    except (OSError, ValueError) as error:
+    try:  # not by np.load, which opens archives and pickles under any name
+        is_array = path.suffix == ".npy"
+        ids = np.lib.format.open_memmap(path, mode="r") if is_array else np.memmap(path, dtype="<u2", mode="r")
+    except (OSError, ValueError, tokenize.TokenError) as error:  # numpy parses a damaged header as Python
         raise ValueError(f"dataset: cannot read {path} as token ids ({error})") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
         raise ValueError(f"dataset: {path} is {ids.dtype} of shape {ids.shape}, wanted a row of integers")

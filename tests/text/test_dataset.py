@@ -115,6 +115,7 @@ def test_plain_and_compressed_text_and_form_feeds_give_the_same_documents(tmp_pa
         ("a.txt.gz", b"no gzip", r"cannot read .*a\.txt\.gz"),
         ("a.csv", b"a", "unknown suffix"),
         ("a.npy", b"a", r"cannot read .*a\.npy as token ids"),
+        ("a.npy", b"", r"cannot read .*a\.npy as token ids \(EOF: reading magic string"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["byte", "character"])
@@ -140,6 +141,14 @@ def test_token_files_are_read_where_they_lie_and_cut_at_end_tokens(tmp_path):
         assert list(corpus.starts) == [0, 3, 5, 6] and isinstance(corpus.ids, np.memmap)
         np.testing.assert_array_equal(corpus.ids, ids)
         assert list(dataset.prepare(tmp_path / name).starts) == [0, 6]
+    whole = (tmp_path / "a.npy").read_bytes()
+    with open(tmp_path / "archive.npy", "wb") as file:
+        np.savez(file, ids=ids)
+    for name, content in (("archive", None), ("zip", b"PK\x03\x04"), ("head", whole.replace(b"), }", b"(, }"))):
+        if content is not None:
+            (tmp_path / f"{name}.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"cannot read .*{name}\.npy as token ids"):
+            dataset.prepare(tmp_path / f"{name}.npy")
     np.save(tmp_path / "b.npy", np.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 3\)"):
         dataset.prepare(tmp_path / "b.npy")
