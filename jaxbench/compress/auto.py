@@ -283,11 +283,12 @@ class StreamingCompressor:
     def add_chunk(self, text: str) -> int:
         """Add text and return the number of vectors so far. A chunk is compressed once its 256 tokens are final."""
         started = time.perf_counter()
-        last = self._pieces[-1][-1:] if self._pieces else ""
+        last = "".join(self._pieces[-2:])[-2:]  # a cut behind them would have been made before
         if self._can_cut and (place := safe_cut(last + text)):
-            cut = place - len(last)
-            self._tokenise("".join([*self._pieces, text[:cut]]))
-            self._pieces = [text[cut:]]
+            whole = "".join([*self._pieces, text])
+            cut = len(whole) - len(last + text) + place
+            self._tokenise(whole[:cut])
+            self._pieces = [whole[cut:]]
         elif text:
             self._pieces.append(text)
         self._compress(len(self._ids) // self.compressor.config.chunk * self.compressor.config.chunk)
@@ -373,7 +374,11 @@ def safe_cut(text: str) -> int:
 def can_cut(tokenizer: Tokenizer) -> bool:
     """True if the two parts of a text cut at a `safe_cut` have the tokens of the whole.
 
-    False for the SentencePiece kind that prepends a space to every text: a part would begin with two spaces.
+    False for the SentencePiece kind that prepends a space to every text: a part would begin with two spaces. Also where
+    an added token takes the space behind it (`rstrip`), or has one inside.
     """
+    added = tokenizer.core.get_added_tokens_decoder().values()
+    if any(token.rstrip or " " in token.content.strip() for token in added):
+        return False
     whole, *parts = (tokenizer.encode(text, add_special=False) for text in ("a b", "a", " b"))
     return whole == sum(parts, [])

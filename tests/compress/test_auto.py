@@ -1,6 +1,7 @@
 """Compressing texts: spans, ratios, pieces as they come, saved texts and weights, what is refused."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -95,11 +96,39 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text_has_the_same_token
     np.testing.assert_array_equal(whole.vectors, other.vectors)
 
 
+@pytest.mark.parametrize(("content", "rstrip"), [("<|im_end|>", True), ("[the mill]", False)])
+def test_an_added_token_that_holds_a_space_has_the_same_tokens_in_pieces(held, trained, content, rstrip):
+    import tokenizers
+
+    core = tokenizers.Tokenizer.from_str(tokenizer.load_tokenizer(None).core.to_str())
+    core.add_special_tokens([tokenizers.AddedToken(content, rstrip=rstrip)])
+    words = tokenizer.Tokenizer(core, eos_id=None, bos_id=None, chat_template=None)
+    compressor = auto.AutoCompressor.from_weights(trained, held, words, 4, "float32")
+    text, stream = f"Who owns {content} by the river? " * 3, auto.StreamingCompressor(compressor)
+    for first in range(0, len(text), 5):
+        stream.add_chunk(text[first : first + 5])
+    pieces, whole = stream.finish(), compressor.compress(text)
+    assert pieces.original_length == whole.original_length == compressor.count_tokens(text)
+    np.testing.assert_array_equal(pieces.vectors, whole.vectors)
+
+
 def test_vectors_come_before_the_text_has_ended_and_no_text_is_refused(compressor):
     stream = auto.StreamingCompressor(compressor)
     assert stream.add_chunk(TEXT) >= 4
     with pytest.raises(ValueError, match="the text has 0 tokens; wanted at least one"):
         auto.StreamingCompressor(compressor).finish()
+
+
+@pytest.mark.parametrize("pieces", [list, lambda text: re.findall(r"\S+\s*", text)], ids=["characters", "words"])
+def test_a_text_that_comes_by_characters_or_with_a_space_behind_each_word_is_not_held(compressor, pieces):
+    text, stream, held = TEXT * 4, auto.StreamingCompressor(compressor), []
+    for piece in pieces(text):
+        stream.add_chunk(piece)
+        held.append(len(stream.state()["text"]))
+    assert max(held) < 40 and stream.vectors > 15, "the longest run of text without a place to cut is a line's end"
+    found, whole = stream.finish(), compressor.compress(text)
+    for name in ("vectors", "spans", "positions"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
 
 
 def test_a_stream_whose_vectors_were_all_taken_ends_with_none_and_saves_no_file_of_none(compressor, tmp_path):
