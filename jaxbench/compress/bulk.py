@@ -152,7 +152,8 @@ def _columns(parts: list[_Part], dtype: document.Dtype) -> dict[str, document.Co
 
 
 def _remove(workdir: Path, parts: list[_Part]) -> None:
-    for path in (*(part.path for part in parts), workdir / "config_id"):
+    """Remove the parts, the last first: those that a killed process leaves are a beginning, which a run resumes."""
+    for path in (*(part.path for part in reversed(parts)), workdir / "config_id"):
         path.unlink(missing_ok=True)
     if not any(workdir.iterdir()):
         workdir.rmdir()

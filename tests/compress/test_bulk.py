@@ -135,6 +135,28 @@ def test_a_run_that_is_broken_off_while_it_writes_the_file_has_its_parts(compres
     assert run(compressor, source).resumed_at == len(source.read_bytes())
 
 
+@pytest.mark.parametrize("removed", [1, 3])
+def test_a_run_that_is_killed_while_it_removes_its_parts_can_be_run_again(
+    compressor, source, tmp_path, monkeypatch, removed
+):
+    unlink, gone = Path.unlink, []
+
+    def killed(path, **how):
+        if path.name.startswith("part-") and len(gone) == removed:
+            raise KeyboardInterrupt
+        gone.append(path.name)
+        unlink(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(compressor, source)
+    first = content(tmp_path / "a.safetensors")
+    assert len(gone) == removed and any((tmp_path / "a.parts").glob("part-*"))
+    run(compressor, source)
+    assert content(tmp_path / "a.safetensors") == first and not (tmp_path / "a.parts").exists()
+
+
 def test_parts_of_another_text_or_cut_in_half_are_refused(compressor, source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(compressor, source, progress=interrupted(1200))
