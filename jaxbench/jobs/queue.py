@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,11 +27,14 @@ import pydantic
 from jaxbench import outputs, store
 from jaxbench.config import Base
 
+log = logging.getLogger("jaxbench.jobs")
+
 COMMANDS = Path(__file__).resolve().parents[2] / "experiments"
 HERE = "{job}"  # the folder of a job that runs in it: as its cwd, and in its words
 ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}")
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 ENDED = ("done", "failed", "cancelled")
+MOST_PAUSE_S = 600.0  # that a job waits before it is run again
 
 
 class Job(Base):
@@ -87,6 +91,7 @@ class Queue:
     def __init__(self, folder: str | Path):
         """Args: folder: created with the first job."""
         self.folder = Path(folder).absolute()
+        self._denied: set[str] = set()  # ids of jobs that cannot be taken here, which is said once each
 
     def submit(
         self, words: Sequence[str], *, title: str = "", priority: int = 0, most_attempts: int = 3,
@@ -194,13 +199,15 @@ class Queue:
         """Claim the next job for the duration of the block, so that nobody else gets it; None = there is none.
 
         The highest priority goes first, then the oldest. Jobs whose worker died are included. If that was the last
-        attempt, the job is marked as failed and handed out in that state: there is nothing to run.
+        attempt, the job is marked as failed and handed out in that state: there is nothing to run. A job that cannot be
+        taken, such as another user's, is passed over with a warning.
         """
         now = time.time()
         for entry in sorted(self.entries(), key=lambda each: (-each.job.priority, each.job.submitted)):
-            if entry.progress.state in ENDED or entry.progress.not_before > now:
+            # nobody is told to wait longer than MOST_PAUSE_S: beyond it, the clock has been set back meanwhile
+            if entry.progress.state in ENDED or now < entry.progress.not_before <= now + MOST_PAUSE_S:
                 continue
-            with holding(entry.folder) as is_mine:
+            with self._tried(entry) as is_mine:
                 if not is_mine or not entry.folder.is_dir():
                     continue
                 entry = _read(entry.folder)  # it may have ended between the two
@@ -218,6 +225,19 @@ class Queue:
                 yield _read(entry.folder)
                 return
         yield None
+
+    @contextlib.contextmanager
+    def _tried(self, entry: Entry) -> Iterator[bool]:
+        """Hold a job; also False, with one warning, where the system does not let this process."""
+        with contextlib.ExitStack() as stack:
+            try:
+                is_mine = stack.enter_context(holding(entry.folder))
+            except OSError as error:
+                is_mine = False
+                if entry.job.id not in self._denied:
+                    self._denied.add(entry.job.id)
+                    log.warning("job cannot be taken", extra={"fields": {"job": entry.job.id, "error": str(error)}})
+            yield is_mine
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -252,8 +272,9 @@ def end(entry: Entry, state: State, *, exit_code: int | None = None, note: str =
 
 
 def postpone(entry: Entry, seconds: float, *, attempts: int, note: str = "") -> None:
-    """Let a job wait for `seconds`; attempts: how many count. Only its holder may."""
-    _write(entry.folder, Progress(attempts=attempts, not_before=time.time() + seconds, note=note))
+    """Let a job wait for `seconds`, at most MOST_PAUSE_S; attempts: how many count. Only its holder may."""
+    later = time.time() + min(seconds, MOST_PAUSE_S)
+    _write(entry.folder, Progress(attempts=attempts, not_before=later, note=note))
 
 
 def _removed(folder: Path) -> bool:

@@ -25,7 +25,7 @@ log = logging.getLogger("jaxbench.jobs")
 POLL_S = 0.2  # between checks of a running command
 BROKEN = -1  # exit code of a command that could not be started
 GRACE_S = 10.0  # for a command to end by itself
-PAUSE_S = 5.0  # before a command that broke is run again, twice as long each time
+PAUSE_S = 5.0  # before a command that broke is run again, twice as long each time, up to queue.MOST_PAUSE_S
 HOUR_S = 3600.0
 FINAL = {1: "a gate failed", 2: "its input is bad"}  # exit codes after which a retry would end alike,
 # unless the log has one of these texts: an error that no command expects, a full disk, too little memory
@@ -98,11 +98,11 @@ class Workers:
         while not self._stop.is_set():
             try:
                 is_idle = self._turn(name)
+                if is_idle and self._until_empty and not self._left():
+                    return
             except Exception:  # a full disk, a folder that is gone: the next turn may succeed
                 log.exception("worker", extra={"fields": {"worker": name}})
                 is_idle = True
-            if is_idle and self._until_empty and not self._left():
-                return
             if is_idle:
                 self._stop.wait(self._poll_s)
 

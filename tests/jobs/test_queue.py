@@ -95,6 +95,27 @@ def test_a_job_that_is_postponed_waits_its_time(tmp_path, monkeypatch):
     assert claim(held) == id
 
 
+def test_no_job_waits_longer_than_the_most_whatever_the_clock_did(tmp_path, monkeypatch):
+    held = Queue(tmp_path)
+    id = held.submit(WORDS, most_attempts=100).job.id
+    with held.claimed("a") as entry:
+        queue.postpone(entry, 5.0 * 2**40, attempts=41)
+    assert claim(held) is None and held.find(id).progress.not_before <= time.time() + queue.MOST_PAUSE_S
+    now = time.time()
+    monkeypatch.setattr(queue.time, "time", lambda: now - 10 * 365 * 86_400)  # it had been ahead
+    assert claim(held) == id
+
+
+def test_a_job_that_cannot_be_taken_is_passed_over_and_named_once(tmp_path, caplog):
+    held = Queue(tmp_path)
+    theirs, mine = held.submit(WORDS, priority=1), held.submit(WORDS).job.id
+    (theirs.folder / ".lock").mkdir()  # what is no file cannot be opened, even by root
+    assert claim(held) == mine and claim(held) is None
+    [said] = caplog.records
+    assert said.fields["job"] == theirs.job.id and ".lock" in said.fields["error"]
+    assert held.find(theirs.job.id).progress.state == "waiting"
+
+
 def test_cancelling_ends_what_waits_and_marks_what_runs(tmp_path):
     held = Queue(tmp_path)
     waiting, running = held.submit(WORDS).job.id, held.submit(WORDS, priority=1).job.id

@@ -159,6 +159,22 @@ def test_a_job_whose_last_worker_died_counts_as_failed_where_it_is_found(tmp_pat
     assert run_all(held).failed == 1
 
 
+def test_workers_go_on_where_the_queue_cannot_be_read_for_a_moment(tmp_path, commands, monkeypatch):
+    held, ids = Queue(tmp_path / "queue"), []
+
+    def left():
+        if ids:
+            return False
+        ids.append(held.submit(commands("a.py", "")).job.id)  # meanwhile
+        raise OSError(116, "Stale file handle")
+
+    workers = work.Workers(held, until_empty=True, poll_s=0.01)
+    monkeypatch.setattr(workers, "_left", left)
+    workers.start()
+    workers.join()
+    assert held.find(ids[0]).progress.state == "done"
+
+
 SLEEP = "import time, sys\nopen('begun', 'w')\nprint('begun', flush=True)\ntime.sleep(600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
 
