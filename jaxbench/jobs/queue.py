@@ -33,6 +33,7 @@ COMMANDS = Path(__file__).resolve().parents[2] / "experiments"
 HERE = "{job}"  # the folder of a job that runs in it: as its cwd, and in its words
 ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}")
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
+STATE = "state.json"  # file of a job's Progress
 ENDED = ("done", "failed", "cancelled")
 MOST_PAUSE_S = 600.0  # that a job waits before it is run again
 
@@ -91,6 +92,7 @@ class Queue:
     def __init__(self, folder: str | Path):
         """Args: folder: created with the first job."""
         self.folder = Path(folder).absolute()
+        self._ended: dict[str, tuple[int, ...]] = {}  # versions of the states of jobs that were seen to have ended
         self._denied: set[str] = set()  # ids of jobs that cannot be taken here, which is said once each
 
     def submit(
@@ -133,6 +135,21 @@ class Queue:
             with contextlib.suppress(FileNotFoundError, ValueError):  # removed meanwhile, or damaged
                 found.append(_read(self.folder / name))
         return sorted(found, key=lambda each: each.job.submitted)  # ids do not order jobs within a second
+
+    def unfinished(self) -> list[Entry]:
+        """Return the jobs that have not ended, as `entries` does; files of those that have are read once."""
+        found = []
+        for name in self.ids():
+            with contextlib.suppress(OSError, ValueError):  # removed meanwhile, another user's, or damaged
+                file = os.stat(self.folder / name / STATE)
+                version = (file.st_ino, file.st_mtime_ns, file.st_size)  # every change is a new file
+                if self._ended.get(name) == version:
+                    continue
+                if (entry := _read(self.folder / name)).progress.state in ENDED:
+                    self._ended[name] = version
+                else:
+                    found.append(entry)
+        return sorted(found, key=lambda each: each.job.submitted)
 
     def find(self, id: str) -> Entry:
         """Return a job.
@@ -203,9 +220,9 @@ class Queue:
         taken, such as another user's, is passed over with a warning.
         """
         now = time.time()
-        for entry in sorted(self.entries(), key=lambda each: (-each.job.priority, each.job.submitted)):
+        for entry in sorted(self.unfinished(), key=lambda each: (-each.job.priority, each.job.submitted)):
             # nobody is told to wait longer than MOST_PAUSE_S: beyond it, the clock has been set back meanwhile
-            if entry.progress.state in ENDED or now < entry.progress.not_before <= now + MOST_PAUSE_S:
+            if now < entry.progress.not_before <= now + MOST_PAUSE_S:
                 continue
             with self._tried(entry) as is_mine:
                 if not is_mine or not entry.folder.is_dir():
@@ -302,7 +319,7 @@ def _read(folder: Path) -> Entry:
     Raises:
       ValueError: one is missing or damaged.
     """
-    job, progress = _content(folder / "job.json", Job), _content(folder / "state.json", Progress)
+    job, progress = _content(folder / "job.json", Job), _content(folder / STATE, Progress)
     return Entry(job=job, progress=progress, folder=folder)
 
 
@@ -315,4 +332,4 @@ def _content(path: Path, kind: type[Any]) -> Any:
 
 
 def _write(folder: Path, progress: Progress) -> None:
-    outputs.write_json(folder / "state.json", progress.model_dump(mode="json"))
+    outputs.write_json(folder / STATE, progress.model_dump(mode="json"))

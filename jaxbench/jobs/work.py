@@ -107,7 +107,7 @@ class Workers:
                 self._stop.wait(self._poll_s)
 
     def _left(self) -> bool:
-        return any(entry.progress.state not in queue.ENDED for entry in self._queue.entries())
+        return bool(self._queue.unfinished())
 
     def _turn(self, name: str) -> bool:
         """Run the next job; True where there is none."""

@@ -203,6 +203,21 @@ def test_a_damaged_job_is_passed_over_and_named_where_it_is_asked_for(tmp_path):
     assert claim(held) == good.job.id
 
 
+def test_files_of_a_job_that_has_ended_are_read_once_and_again_where_it_is_retried(tmp_path, monkeypatch):
+    held, read = Queue(tmp_path), []
+    ids = [held.submit(WORDS).job.id for _ in range(3)]
+    for id in ids[:2]:
+        held.cancel(id)
+    (tmp_path / f"20260101T000000-{0:012d}").write_text("no folder")
+    real = queue._read
+    monkeypatch.setattr(queue, "_read", lambda folder: read.append(folder.name) or real(folder))
+    for _ in range(3):
+        assert [entry.job.id for entry in held.unfinished()] == ids[2:]
+    assert sorted(read) == sorted([*ids, ids[2], ids[2]])
+    Queue(tmp_path).retry(ids[0])
+    assert sorted([claim(held), claim(held)]) == sorted([ids[0], ids[2]]) and held.unfinished() == []
+
+
 def test_jobs_are_listed_in_the_order_of_their_submission_within_a_second_too(tmp_path):
     held = Queue(tmp_path)
     ids = [held.submit(WORDS).job.id for _ in range(12)]
