@@ -37,6 +37,8 @@ def parse(text: str, place: str) -> Any:
         return yaml.load(text, Loader=_loader())
     except RecursionError as error:
         raise ValueError(f"{place} is nested too deeply ({len(text)} characters)") from error
+    except (LookupError, AttributeError) as error:  # PyYAML's own, as of !!bool x
+        raise ValueError(f"{place} is not YAML: a value is not what its tag (!!) says ({error!r})") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that Python rejects
         mark = getattr(error, "problem_mark", None)
         at = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
@@ -65,7 +67,7 @@ def _loader() -> type:
 
         def construct_mapping(self, node, deep=False):
             seen = set()
-            for key, _ in node.value:
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # else refused by PyYAML
                 if not isinstance(key, yaml.ScalarNode):
                     raise yaml.MarkedYAMLError(problem=f"a {key.id} cannot be a key", problem_mark=key.start_mark)
                 if key.value in seen:
