@@ -107,15 +107,17 @@ class Queue:
           cwd: folder that the command runs in, HERE = the job's own; None = this process's.
 
         Raises:
-          ValueError: the command is not one of experiments/.
+          ValueError: the command is not one of experiments/, or a text is not UTF-8.
         """
+        cwd = os.getcwd() if cwd is None else cwd
         check_words(words)
+        _check_utf8(cwd, title)
         now = time.time()
         moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
         id = f"{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         job = Job(
-            id=id, words=tuple(words), cwd=os.getcwd() if cwd is None else cwd, title=title, submitted=now,
-            priority=priority, most_attempts=most_attempts, kind=kind,
+            id=id, words=tuple(words), cwd=cwd, title=title, submitted=now, priority=priority,
+            most_attempts=most_attempts, kind=kind,
         )  # fmt: skip
         with outputs.whole_folder(self.folder / id) as made:
             fill(made)
@@ -269,6 +271,16 @@ def check_words(words: Sequence[str]) -> None:
     if not (COMMANDS / name).is_file():
         known = ", ".join(sorted(path.name for path in COMMANDS.glob("*.py")))
         raise ValueError(f"jobs: experiments/{name} is not there; wanted one of {known}")
+    _check_utf8(*words)
+
+
+def _check_utf8(*texts: str) -> None:
+    """Raise ValueError if a text is no UTF-8, as the name of a file need not be: job.json could not hold it."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"jobs: {text[:60]!a} is not UTF-8 (place {error.start}); rename it") from error
 
 
 @contextlib.contextmanager

@@ -184,11 +184,19 @@ def test_ids_that_are_none_are_refused(tmp_path, id):
         (["/elsewhere/parity.py"], "is no command"),
         (["experiments/none.py"], "wanted one of benchmarks.py"),
         (["watermark.pyc"], "is no command"),
+        (["experiments/parity.py", "--output=caf\udce9"], r"jobs: '--output=caf\\udce9' is not UTF-8 \(place 12\)"),
     ],
 )
 def test_only_the_commands_of_the_repository_are_taken(tmp_path, words, message):
     with pytest.raises(ValueError, match=message):
         Queue(tmp_path / "queue").submit(words)
+    assert not (tmp_path / "queue").exists()
+
+
+@pytest.mark.parametrize("texts", [{"cwd": "/d\udce9"}, {"title": "\udce9"}])
+def test_a_folder_or_a_title_that_is_not_utf8_is_named(tmp_path, texts):
+    with pytest.raises(ValueError, match=r"jobs: '.*\\udce9' is not UTF-8 \(place .\); rename"):
+        Queue(tmp_path / "queue").submit(WORDS, **texts)
     assert not (tmp_path / "queue").exists()
 
 
