@@ -18,10 +18,8 @@ def check(path: Path) -> str:
     """
     if not path.is_file():
         raise ValueError(f"--input={path} is no file")
-    if not path.stat().st_size:
-        raise ValueError(f"--input={path} is empty; wanted a text")
-    for _ in read(path):
-        pass
+    if not sum(len(text) for text, _ in read(path)):  # a byte order mark is none
+        raise ValueError(f"--input={path} is empty, {path.stat().st_size} bytes; wanted a text")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,5 +1,6 @@
 """Text files read in pieces: the pieces are the text, and a byte that is none is named with its place."""
 
+import codecs
 import hashlib
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_byte_that_is_no_text_is_named_with_its_place(tmp_path, content, place
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
     with pytest.raises(ValueError, match="is no file"):
         stream.check(tmp_path / "a.txt")
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ValueError, match="is empty; wanted a text"):
-        stream.check(tmp_path / "a.txt")
+    for content in (b"", codecs.BOM_UTF8):
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"a.txt is empty, {len(content)} bytes; wanted a text"):
+            stream.check(tmp_path / "a.txt")
