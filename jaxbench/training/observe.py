@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +21,9 @@ from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 from jaxbench.measure import event_files
 
-# Dense peak rates, TFLOP/s; the first name contained in a device's name applies, other devices are measured. Sources:
-# NVIDIA's data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL cards are slower than their
-# namesakes, and a part of a GPU (MIG) is slower than the whole.
+# Dense peak rates, TFLOP/s; the first name in a device's name applies, at a word's end (an RTX A1000 is no A100); other
+# devices are measured. Sources: NVIDIA's data sheets of A100 (2020), H100 SXM and PCIe, and H200 (2023, 2024). NVL
+# cards are slower than their namesakes, and a part of a GPU (MIG) is slower than the whole.
 PEAK_TFLOPS = {
     "MIG ": {},
     "H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "tf32": 378.0, "float32": 51.0},
@@ -133,7 +134,7 @@ def utilisation(
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Dense peak rate of a device in FLOP/s for products of a type (Engine.product_type); None if it is not known."""
-    rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
+    rates = next((rates for name, rates in PEAK_TFLOPS.items() if re.search(rf"{name}\b", device_kind)), {})
     return rates[dtype] * 1e12 if dtype in rates else None
 
 

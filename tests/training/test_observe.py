@@ -82,6 +82,7 @@ def test_known_devices_have_a_peak_and_others_none():
     assert observe.peak_flops("NVIDIA H100 NVL", "bfloat16") is None
     assert observe.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert observe.peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert observe.peak_flops("NVIDIA RTX A1000 Laptop GPU", "bfloat16") is None
     assert observe.peak_flops("cpu", "float32") is None and observe.peak_flops("NVIDIA H200", "float64") is None
 
 
