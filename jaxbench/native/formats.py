@@ -28,6 +28,7 @@ GGUF_TYPES = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}  # by the type's n
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 weights in a GGUF file
 GROUP_BYTES = {"float32": 4096, "bfloat16": 2048, "int8": 1024, "q8_0": 1088, "q4_0": 576, "q4_1": 640}  # of a tile
 INT8_SCALES = 4 * TILE  # bytes at the head of a tile of `int8`
+SMALLEST = 127 * float(np.finfo(np.float32).tiny)  # of `int8`: a scale with fewer bits would not divide to 127 at most
 
 
 class Rows(NamedTuple):
@@ -117,14 +118,19 @@ def _integers(rows: Rows, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray
 
 
 def as_bfloat16(values: Float[np.ndarray, "..."]) -> np.ndarray:
-    """Round values to bfloat16, to nearest, ties to even; return their bits."""
+    """Round values to bfloat16, to nearest, ties to even; return their bits. NaN stays NaN, whatever its bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(bits.view(np.float32))] = 0x7FC0  # GPUs' own NaN, 0x7FFFFFFF, would be rounded up to -0
+    return rounded
 
 
 def as_int8(values: Float[np.ndarray, "outputs inputs"]) -> tuple[Int8[np.ndarray, "outputs inputs"], np.ndarray]:
-    """Integers and scale of each output, round to nearest, symmetric: the largest weight of an output becomes 127."""
+    """Integers and scale of each output, round to nearest, symmetric: the largest weight of an output becomes 127.
+
+    An output whose weights are all below SMALLEST becomes zeros.
+    """
     largest = np.abs(values).max(axis=1)
-    scales = np.where(largest == 0, 1, largest / 127).astype(np.float32)  # NaN is kept: packing raises for it
+    scales = np.where(largest < SMALLEST, 1, largest / 127).astype(np.float32)  # NaN is kept: packing raises for it
     with np.errstate(invalid="ignore"):
         return np.rint(values / scales[:, None]).astype(np.int8), scales

@@ -81,3 +81,17 @@ def test_bfloat16_is_rounded_to_nearest_with_ties_to_even():
     bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0xFF800000, 0x7F7FFFFF], np.uint32)
     expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0xFF80, 0x7F80]
     assert formats.as_bfloat16(bits.view(np.float32)).tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000])
+def test_every_nan_stays_one_in_bfloat16(bits):
+    rounded = formats.as_bfloat16(np.array([bits, 0x3F800000], np.uint32).view(np.float32))
+    assert np.isnan((rounded[:1].astype(np.uint32) << 16).view(np.float32)) and rounded[1] == 0x3F80
+
+
+@pytest.mark.parametrize("units", [1, 36, 130, 250, 2**23 * 100, 2**23 * 400])
+def test_weights_too_small_for_a_scale_of_full_precision_keep_their_sign_or_become_zeros(units):
+    values = np.array([[units, -units, units // 2]], np.float64) * 2.0**-149
+    integers, scales = formats.as_int8(values.astype(np.float32))
+    error = np.abs(integers * scales.astype(np.float64)[:, None] - values)
+    assert (error <= formats.SMALLEST).all() and (np.sign(integers[0]) * [1, -1, 1] >= 0).all()
