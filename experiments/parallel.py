@@ -42,7 +42,8 @@ def selected() -> list:
     """Return the cases that the flags ask for.
 
     Raises:
-      ValueError: an unknown case, a case together with --all or --part, or a part that is not k/n with 1 <= k <= n.
+      ValueError: an unknown case, a case together with --all or --part, or a part that is not k/n with 1 <= k <= n, or
+        holds no case.
     """
     from jaxbench.parity import memory_meshes, meshes
 
@@ -55,6 +56,8 @@ def selected() -> list:
     if values.case is not None:
         return [meshes.find(values.case, *memory_meshes.FORMS)]
     cases = list(meshes.every_case() if values.all else (*meshes.PAIRWISE, *meshes.MORE))
+    if not cases[part]:
+        raise ValueError(f"--part={values.part} has none of the {len(cases)} cases; wanted k from 1 to {len(cases)}")
     return cases[part]
 
 

@@ -90,6 +90,7 @@ CASES = [
     Case("parity.py --all --backend=torch", ("torch", "flax|equinox")),
     Case("parallel.py --part=9/8", ("--part=9/8", "1 <= k <= n")),
     Case("parallel.py --part=1/0", ("--part=1/0",)),
+    Case("parallel.py --part=900/900", ("--part=900/900 has none of the", "wanted k from 1 to")),
     Case("parallel.py --case=2.5e", ("2.5e", "2.5d")),
     Case("parallel.py --case=2.5d --all", ("--case=2.5d", "--all")),
     Case("parallel.py --case=2.5d --part=2/8", ("--case=2.5d", "--part=2/8", "exclude each other")),
