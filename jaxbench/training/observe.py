@@ -52,8 +52,24 @@ class Records:
         self.path, self.is_written = path, is_written
 
     def read(self) -> list[dict[str, Any]]:
-        """Records of the complete lines; one that a crash truncated is left out."""
-        return [json.loads(line) for line in store.rows(self.path)]
+        """Records of the complete lines; one that a crash truncated is left out.
+
+        Raises:
+          ValueError: a line is no record of a step.
+        """
+        return [self._record(number, line) for number, line in enumerate(store.rows(self.path), start=1)]
+
+    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:  # not JSON, or not UTF-8
+            record = None
+        if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+            raise ValueError(
+                f"records: {self.path} line {number} is no record of a step ({line[:40]!r}), wanted JSON with one; "
+                "take the line out, or use another --workdir"
+            )
+        return record
 
     def keep_until(self, step: int) -> None:
         """Drop the records after this many steps: a run that resumes there writes them again."""

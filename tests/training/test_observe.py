@@ -133,6 +133,15 @@ def test_records_are_taken_back_and_a_line_that_was_cut_off_is_dropped(tmp_path)
     assert records.path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "loss": null}\n'
 
 
+@pytest.mark.parametrize("line", [b"xx", b"", b"[1]", b'{"loss": 0.5}', b"\xff"])
+def test_a_line_that_is_no_record_of_a_step_is_named(line, tmp_path):
+    records = observe.Records(tmp_path / "r.jsonl")
+    records.path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"r\.jsonl line 2 is no record of a step .*, wanted JSON with one; take the"):
+        records.keep_until(1)
+    assert records.path.read_bytes() == b'{"step": 1}\n' + line + b'\n{"step": 2}\n'
+
+
 def test_no_scalar_that_is_not_finite_reaches_tensorboard(tmp_path, monkeypatch):
     board, written = observe.Board(tmp_path, start=0), []
     monkeypatch.setattr(board._writer, "add_scalar", lambda *row: written.append(row))
