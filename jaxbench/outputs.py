@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,6 +202,20 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+class CsvLines:
+    """A file for csv.writer, whose rows end with a line feed; a carriage return in a value is quoted.
+
+    With lineterminator="\\n" Python 3.11 leaves it bare, and a reader takes it for the end of the row.
+    """
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, row: str) -> int:
+        """Write a row, which comes with csv.writer's own line end."""
+        return self._file.write(row.removesuffix("\r\n") + "\n")
+
+
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
     """Write rows as a CSV file, whole or not at all.
 
@@ -210,7 +224,7 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequ
     """
     columns = columns or list(dict.fromkeys(name for row in rows for name in row))
     with whole(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(CsvLines(file), columns)
         writer.writeheader()
         writer.writerows(rows)
 

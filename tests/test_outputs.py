@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -175,6 +176,14 @@ def test_tensors_are_written_as_safetensors_does_it_and_a_full_disk_names_the_fi
 def test_rows_become_a_csv_file(tmp_path, rows, columns, text):
     outputs.write_csv(tmp_path / "x.csv", rows, columns)
     assert (tmp_path / "x.csv").read_text() == text
+
+
+def test_a_carriage_return_in_a_value_ends_no_row_of_a_csv_file(tmp_path):
+    rows = [{"a": "one\rtwo", "b": "1"}, {"a": "three\r\n", "b": '",\n'}]
+    outputs.write_csv(tmp_path / "x.csv", rows)
+    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == rows
+    assert (tmp_path / "x.csv").read_bytes().startswith(b'a,b\n"one\rtwo",1\n')
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])

@@ -31,6 +31,8 @@ from jaxbench.watermark.detector import features
 from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
+TAKEN = "value"  # p_NAME of a candidate of this name would be the family's p_value
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -178,10 +180,15 @@ def run(
 
     Raises:
       ValueError: bad input, an output that exists, is an input or is being written by another process, parts of another
-        run, or no usable text at all.
+        run, a candidate whose column would take another's place, or no usable text at all.
     """
     out, parts = Path(output), part_files.parts_of(Path(output)).absolute()
     part_files.kind_of(out)  # raises for an unknown suffix
+    if len(job.candidates) > 1 and any(candidate.name == TAKEN for candidate in job.candidates):
+        raise ValueError(
+            f"output: a candidate named {TAKEN!r} would have the column p_{TAKEN}, which is that of any of them; "
+            "give it another name"
+        )
     # a pattern such as **/*.jsonl also matches the parts of an unfinished run
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from jaxbench.watermark.keys import Key
 KINDS = ("parquet", "jsonl", "csv")
 LISTED = 100  # maximum bad lines in a report
 MANIFEST = "manifest.json"
-FORMAT = 7  # version of columns, reports and scores: a run does not resume from parts of another version
+FORMAT = 8  # version of columns, reports and scores: a run does not resume from parts of another version
 
 
 def kind_of(output: Path) -> str:
@@ -47,7 +48,7 @@ def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
         rows = zip(*(column.tolist() for column in columns.values()))
         with open(temporary, "w", encoding="utf-8", newline="") as file:
             if kind == "csv":
-                csv.writer(file, lineterminator="\n").writerows(rows)
+                csv.writer(outputs.CsvLines(file)).writerows(rows)
                 outputs.write_text(_names(path.parent), json.dumps(list(columns)))
             else:
                 file.writelines(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n" for row in rows)
@@ -72,7 +73,9 @@ def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
             return
         with open(temporary, "wb") as file:
             if kind == "csv":
-                file.write((",".join(outputs.read_json(_names(folder))) + "\n").encode())
+                heading = io.StringIO()  # names of candidates may have commas and quotes
+                csv.writer(outputs.CsvLines(heading)).writerow(outputs.read_json(_names(folder)))
+                file.write(heading.getvalue().encode())
             for path in parts:
                 with open(path, "rb") as part:
                     shutil.copyfileobj(part, file)

@@ -330,3 +330,25 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced_and_the_parts_are_kep
     with pytest.raises(ValueError, match=r"scores\.csv exists"):
         bulk_detection.run(path, str(out), job(), say=lambda report, total_bytes: out.write_text("mine"))
     assert out.read_text() == "mine" and (tmp_path / "scores.csv.parts").is_dir()
+
+
+def test_a_csv_file_keeps_ids_and_names_of_any_characters(tmp_path):
+    ids = ["a\rb", '",\n', "\u2028", "c\r\n"]
+    lines_of_ids = (json.dumps({"id": each, "text": [1, 2, 3]}) + "\n" for each in ids)
+    (tmp_path / "a.jsonl").write_text("".join(lines_of_ids))
+    candidates = (identify.Candidate('a,"b"', parse_scheme("kgw"), Key(5)), *job("gumbel").candidates)
+    bulk_detection.run(
+        str(tmp_path / "a.jsonl"), str(tmp_path / "scores.csv"), bulk_detection.Job(candidates, vocab_size=VOCAB)
+    )
+    with open(tmp_path / "scores.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == ids
+    assert all(float(row['p_a,"b"']) == expected([[1, 2, 3]])[0] and float(row["p_gumbel"]) <= 1 for row in rows)
+
+
+def test_a_candidate_whose_column_would_be_the_familys_is_refused(tmp_path):
+    path, candidate = write(tmp_path / "a.jsonl", texts(3)), identify.Candidate("value", parse_scheme("kgw"), Key(5))
+    family = bulk_detection.Job((candidate, *job("gumbel").candidates), vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="'value' would have the column p_value"):
+        bulk_detection.run(path, str(tmp_path / "scores.csv"), family)
+    bulk_detection.run(path, str(tmp_path / "scores.csv"), bulk_detection.Job((candidate,), vocab_size=VOCAB))
