@@ -52,9 +52,13 @@ def read_watermarks(path: str) -> tuple[identify.Candidate, ...]:
       ValueError: the file cannot be read or names none, or as Watermarks.
     """
     content = yaml_files.read(Path(path))
-    named = content.get("engine", {}).get("watermarks", {}) if "engine" in content else content
+    engine = content.get("engine")
+    named = engine.get("watermarks", {}) if isinstance(engine, dict) else engine if "engine" in content else content
     if not isinstance(named, dict) or not all(isinstance(fields, dict) for fields in named.values()) or not named:
         raise ValueError(f"--watermarks={path} names {str(named)[:60]}; wanted NAME: {{scheme: .., key_file: ..}}, ..")
+    if odd := [name for name in named if not isinstance(name, str)]:
+        kind = type(odd[0]).__name__
+        raise ValueError(f"--watermarks={path} names {odd[0]!r}, which YAML takes for a {kind}; put it in quotes")
     return Watermarks(named, package="jaxbench").candidates()
 
 

@@ -54,6 +54,11 @@ CASES = [
     Case("watermark.py identify --text=a --watermarks=none.yaml", ("none.yaml is no file",)),
     Case("watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names {}", "NAME:"), {"a.yaml": ""}),
     Case("watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names {'a': 1}",), {"a.yaml": "a: 1"}),
+    Case("watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names 5",), {"a.yaml": "engine: 5"}),
+    Case(
+        "watermark.py identify --text=a --watermarks=a.yaml", ("a.yaml names 1", "int", "in quotes"),
+        {"a.yaml": "1: {scheme: kgw_markllm}"},
+    ),
     Case(
         "watermark.py identify --text=a --watermarks=a.yaml", ("watermarks.a", "scheme"), {"a.yaml": "a: {scheme: {}}"}
     ),
