@@ -6,6 +6,7 @@ either way. Axis letters: N texts, T tokens.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -115,8 +116,8 @@ def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int
     ):  # jaxbench.pretrained.tokenizer.Tokenizer
         return lambda texts: tokenizer.encode_batch(texts, add_special=False), tokenizer.vocab_size
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):  # tokenizers.Tokenizer
-        size = tokenizer.get_vocab_size(with_added_tokens=True)
-        return lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)], size
+        core, size = _without_limits(tokenizer), tokenizer.get_vocab_size(with_added_tokens=True)
+        return lambda texts: [one.ids for one in core.encode_batch(texts, add_special_tokens=False)], size
     if callable(tokenizer) and hasattr(tokenizer, "added_tokens_encoder"):  # transformers: vocab_size lacks added ones
         plain = functools.partial(
             tokenizer, add_special_tokens=False, padding=False, truncation=False, verbose=False,
@@ -127,6 +128,21 @@ def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int
         f"detect: tokenizer is a {type(tokenizer).__name__}, wanted one of jaxbench, transformers or tokenizers; or "
         "pass token ids"
     )
+
+
+def _without_limits(core: Any) -> Any:
+    """Return a tokenizer of `tokenizers` that cuts no text and pads none, as files of tokenizers may ask for.
+
+    The one that is given stays as it is.
+    """
+    if core.truncation is None and core.padding is None:
+        return core
+    found = copy.deepcopy(core)
+    found.no_truncation()
+    found.no_padding()
+    if getattr(core, "encode_special_tokens", False):  # which copies lose
+        found.encode_special_tokens = True
+    return found
 
 
 def check_sizes(tokenizer_size: int, vocab_size: int) -> None:

@@ -84,6 +84,21 @@ def test_tokenizers_of_other_libraries_give_the_same_ids(tmp_path):
         TextEncoder({})
 
 
+def test_a_tokenizer_that_cuts_and_pads_texts_is_read_without_its_limits(tmp_path):
+    import tokenizers
+
+    default().save(tmp_path)
+    core = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    core.enable_truncation(4)
+    core.enable_padding(length=8)
+    core.encode_special_tokens = True
+    given = ["The 12 quick foxes' jumps are over.", "a", "<|im_start|>"]
+    found = TextEncoder(core, canonicalize=False).encode(given).ids
+    wanted = [default().encode(text, add_special=False) for text in given[:2]]
+    assert [found.text(i).tolist() for i in range(2)] == wanted and found.lengths[2] > 1
+    assert core.truncation["max_length"] == 4 and core.padding["length"] == 8
+
+
 @given(st.lists(st.lists(st.integers(0, 99), max_size=6), max_size=8), st.randoms())
 def test_ragged_ids_are_taken_in_any_order(lists, random):
     ragged = Ragged.from_lists(lists)
