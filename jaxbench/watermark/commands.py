@@ -64,7 +64,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
 
     Raises:
       ValueError: no scheme, a scheme given twice, no key, a key file or key given twice, or a key file that cannot be
-        read.
+        read or that no scheme would read.
     """
     if not schemes:
         raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
@@ -75,6 +75,11 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
         raise ValueError(
             f"--schemes names scheme {kinds[twice]} twice with the same fields (places {first + 1} and {twice + 1}); "
             "leave one out"
+        )
+    if key_files and all(scheme.key_field is not None for scheme in schemes):
+        raise ValueError(
+            f"--key_files={','.join(key_files)} would do nothing with {', '.join(kinds)}, whose keys are fields of "
+            "their own; leave it out"
         )
     labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
     named = []

@@ -46,6 +46,8 @@ class Mark(Base):
         limit = 1 if self.scheme is None else num_payloads(self.scheme)
         if self.payload >= limit:
             raise ValueError(f"mark {self.name!r}: payload={self.payload}, wanted below {limit} for its payload_bits")
+        if self.scheme is None and self.key_file is not None:
+            raise ValueError(f"mark {self.name!r}: key_file={self.key_file} without a scheme marks nothing; name one")
         return self
 
     def read_key(self) -> Key | None:

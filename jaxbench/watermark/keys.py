@@ -117,15 +117,21 @@ def read_key_file(path: str | Path) -> Key:
 
 
 def key_of(scheme: Any, path: str | None, *, missing: str) -> Key:
-    """Read a scheme's key file; schemes whose key is one of their fields need none.
+    """Read a scheme's key file; schemes whose key is one of their fields take none.
 
     Raises:
-      ValueError: `missing`, if the scheme needs a key and no file is named; or as read_key_file.
+      ValueError: `missing`, if the scheme needs a key and no file is named; a file is named for a scheme that would
+        not read it, so that its mark would not be secret; or as read_key_file.
     """
-    if path is not None:
-        return read_key_file(path)
     if scheme.key_field is None:
-        raise ValueError(missing)
+        if path is None:
+            raise ValueError(missing)
+        return read_key_file(path)
+    if path is not None:
+        raise ValueError(
+            f"key file: {path} would do nothing with scheme {scheme.scheme}, whose key is its field "
+            f"{scheme.key_field}; leave the file out, and set {scheme.key_field} to a number that only you know"
+        )
     return PUBLIC_KEY
 
 
