@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxbench.measure.page import Figure
 
 COLORS = ("#3b82f6", "#e5722a", "#0d9f8c", "#a855f7", "#d6336c", "#8a8d0f", "#64748b", "#0ea5e9")
 DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def level_text(fpr: str | float) -> str:
+    """Return a false positive rate with all its digits, e.g. `1e-02` or `2.5e-02`: two levels never look alike."""
+    return np.format_float_scientific(float(fpr), trim="-", exp_digits=2)
 
 
 def color(summary: dict, name: str) -> str:
@@ -46,7 +53,7 @@ def pareto(summary: dict) -> Figure:
 def _marker(summary: dict, x: float, y: float, name: str) -> Figure:
     own = summary["schemes"][name]
     tpr = ", ".join(
-        f"{100 * rate['value']:.0f} % at {float(fpr):.0e}"
+        f"{100 * rate['value']:.0f} % at {level_text(fpr)}"
         for fpr, rate in own["attacks"]["none"]["tpr"].items()
         if rate["value"] is not None
     )
@@ -83,13 +90,13 @@ def by_length(summary: dict) -> Figure:
             rates = [(int(length), part["tpr"][fpr]) for length, part in own["lengths"].items()]
             rates = [(length, rate) for length, rate in rates if rate["value"] is not None]
             data.append({
-                "type": "scatter", "mode": "lines+markers", "name": f"{name}, {float(fpr):.0e}",
+                "type": "scatter", "mode": "lines+markers", "name": f"{name}, {level_text(fpr)}",
                 "x": [length for length, _ in rates], "y": [rate["value"] for _, rate in rates],
                 "line": {"color": color(summary, name), "dash": DASHES[i % len(DASHES)], "width": 2},
                 "error_y": {"type": "data", "symmetric": False, "thickness": 1, "width": 3,
                             "array": [rate["high"] - rate["value"] for _, rate in rates],
                             "arrayminus": [rate["value"] - rate["low"] for _, rate in rates]},
-                "hovertemplate": f"{name} at {float(fpr):.0e}, %{{x}} tokens: %{{y:.2f}}<extra></extra>",
+                "hovertemplate": f"{name} at {level_text(fpr)}, %{{x}} tokens: %{{y:.2f}}<extra></extra>",
             })  # fmt: skip
     figure = _figure(data, "tokens the detector sees", "true positive rate", 430)
     figure["layout"]["yaxis"] |= {"range": [-0.02, 1.04]}

@@ -117,7 +117,8 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
     """Render the page from the content of results.json, and from texts of each scheme with tokens and shades."""
     settings, summary = content["settings"], content["summary"]
     fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
-    middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level
+    middle = fprs[len(fprs) // 2]  # of headline and heat map
+    levels = [evaluate_figures.level_text(fpr) for fpr in fprs]
     charts = {
         "chart-pareto": evaluate_figures.pareto(summary), "chart-length": evaluate_figures.by_length(summary),
         "chart-roc": evaluate_figures.roc(summary), "chart-robustness": evaluate_figures.robustness(summary, middle),
@@ -126,7 +127,7 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
     shown = {name: texts for name, texts in shown.items() if texts}
     is_there = {"spoofing": spoofed, "tokens": shown, "times": content.get("times")}
     filters = {
-        "colour": _colour, "level": _level, "number": _number, "percent": _percent,
+        "colour": _colour, "level": evaluate_figures.level_text, "number": _number, "percent": _percent,
         "short": lambda fpr: f"{float(fpr):g}",
     }  # fmt: skip
     title = f"Watermarks: {', '.join(summary['schemes'])}"
@@ -158,10 +159,6 @@ def _about(content: dict[str, Any]) -> dict[str, str]:
 def _colour(shade: float) -> str:
     hue, strength = (140, 2 * shade - 1) if shade >= 0.5 else (0, 1 - 2 * shade)
     return f"hsla({hue},60%,45%,{0.45 * strength:.2f})"
-
-
-def _level(fpr: str) -> str:
-    return f"{float(fpr):.0e}"
 
 
 def _percent(value: float | None) -> str:

@@ -16,7 +16,14 @@ import pytest
 
 from jaxbench import config
 from jaxbench.pretrained import tokenizer
-from jaxbench.watermark.study import evaluate, evaluate_data, evaluate_models, evaluate_report, evaluate_summary
+from jaxbench.watermark.study import (
+    evaluate,
+    evaluate_data,
+    evaluate_figures,
+    evaluate_models,
+    evaluate_report,
+    evaluate_summary,
+)
 from jaxbench.watermark.study.evaluate_config import Evaluate
 from tests.structure import ROOT
 
@@ -153,6 +160,12 @@ def test_results_are_strict_json_and_one_line_a_figure(finished):
     found = [row for row in rows if (row["scheme"], row["metric"], row["attack"]) == ("kgw", "tpr", "delete 10 %")]
     assert {row["fpr"] for row in found} == {"0.01", "0.001"}
     assert {row["config_id"] for row in rows} == {content["config_id"]}
+
+
+def test_two_levels_never_look_alike_in_the_report():
+    assert [evaluate_figures.level_text(fpr) for fpr in ("0.01", "0.015", "0.02", 1e-5)] == [
+        "1e-02", "1.5e-02", "2e-02", "1e-05"
+    ]  # fmt: skip
 
 
 def test_the_report_opens_offline_and_shows_every_part(finished):
