@@ -133,6 +133,11 @@ def detect_file(
     console.print(f"{_found(output, level):,} texts at p <= {level:g} ({chance})", soft_wrap=True)
     if summary["changed"]:
         console.print(f"{summary['changed']:,} texts were canonicalised (--nocanonicalize keeps them)")
+    if job.prompt_field is not None and not summary["prompted"]:
+        console.print(
+            f"no line has a number above 0 under --prompt_field={job.prompt_field}, so that every token was scored",
+            style="yellow", markup=False, emoji=False, soft_wrap=True,
+        )  # fmt: skip
     if summary["bad"]:
         console.print(f"{summary['bad']:,} bad lines were left out:", style="yellow")
         for path, number, problem in summary["first_bad"][:5]:

@@ -85,7 +85,8 @@ class Worker:
             "texts": len(records), "bad": len(problems),
             "first_bad": [[chunk.path, *one] for one in problems[: part_files.LISTED]],
             "known": num_known, "changed": int((encoded.num_changed > 0).sum()),
-            "tokens": int(encoded.ids.lengths.sum()), "seconds": time.monotonic() - start,
+            "tokens": int(encoded.ids.lengths.sum()), "prompted": int((prompt > 0).sum()),
+            "seconds": time.monotonic() - start,
         }  # fmt: skip
         outputs.write_json(self.folder / f"{chunk.name}.json", report)
         return report
@@ -237,7 +238,8 @@ def _run(
 
 
 def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) -> dict[str, Any]:
-    totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "known", "changed", "tokens")}
+    counts = ("texts", "bad", "known", "changed", "tokens", "prompted")
+    totals = {name: sum(report[name] for report in reports) for name in counts}
     listed = [problem for report in reports for problem in report["first_bad"]][: part_files.LISTED]
     work = sum(report["seconds"] for report in reports)
     return totals | {"files": len(paths), "seconds": seconds, "work_seconds": work, "first_bad": listed}

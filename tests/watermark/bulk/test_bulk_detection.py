@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
 import signal
@@ -14,11 +15,12 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import rich.console
 
 from jaxbench import store
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines
-from jaxbench.watermark import detection, identify
+from jaxbench.watermark import commands, detection, identify
 from jaxbench.watermark.bulk import bulk_detection, part_files
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
@@ -352,3 +354,13 @@ def test_a_candidate_whose_column_would_be_the_familys_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'value' would have the column p_value"):
         bulk_detection.run(path, str(tmp_path / "scores.csv"), family)
     bulk_detection.run(path, str(tmp_path / "scores.csv"), bulk_detection.Job((candidate,), vocab_size=VOCAB))
+
+
+def test_a_prompt_field_that_no_line_has_is_said(tmp_path):
+    rows = [{"text": [1, 2, 3, 4], "prompt_tokens": 2}, {"text": [5, 6]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, is_said in (("prompt_tokens", False), ("prompt_token", True), (None, False)):
+        screen, output = io.StringIO(), str(tmp_path / f"{name}.jsonl")
+        how = {"level": 0.01, "console": rich.console.Console(file=screen)}
+        commands.detect_file(str(tmp_path / "a.jsonl"), output, job(prompt_field=name), **how)
+        assert ("under --prompt_field=prompt_token, so that every token" in screen.getvalue()) == is_said
