@@ -72,8 +72,9 @@ class GreenLists:
         self.rule = scheme.list_rule(vocab_size)
         self.list_size = int(vocab_size * scheme.gamma)
         self._shuffle = Shuffle(vocab_size, self.list_size)
-        self._table: UInt8[np.ndarray, "R W"] | None = None
-        self._is_known = np.zeros(vocab_size, bool)
+        self._table: UInt8[np.ndarray, "n W"] | None = None  # all rows in order, or those that were computed
+        self._places = np.full(vocab_size, -1, np.int32)  # where a row is in the table; -1: not computed yet
+        self._is_whole = False
 
     def row_index(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
         """Return the row of the list that decides each token of texts, -1 if fewer than `width` tokens precede it.
@@ -115,7 +116,9 @@ class GreenLists:
             return self._green_of_seeds(self.seeds(tokens), tokens)
         index = self.row_index(tokens)
         table = self._rows(np.unique(index[index >= 0]))
-        return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
+        return (table[self._places[index], tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (
+            index >= 0
+        )
 
     def bits(self) -> UInt8[np.ndarray, "R W"]:
         """Return all rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
@@ -127,9 +130,8 @@ class GreenLists:
         """
         if self.rule.row_seeds is None:
             raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists: detection only")
-        if not self._is_known.all():
-            self._table = _cached(self.rule.row_seeds, self._shuffle)
-            self._is_known[:] = True
+        if not self._is_whole:
+            self._hold(_cached(self.rule.row_seeds, self._shuffle))
         return self._table
 
     def _combined(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
@@ -150,16 +152,30 @@ class GreenLists:
                     combined = (combined * earlier(places) if combine == "time" else combined + earlier(places)) % size
         return np.where(np.arange(tokens.shape[1])[None, :] < self.width, -1, combined)
 
-    def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "R W"]:
-        """Return the table with at least the wanted rows filled in."""
+    def _hold(self, table: UInt8[np.ndarray, "R W"]) -> None:
+        """Keep a table of all rows."""
+        self._table, self._places, self._is_whole = table, np.arange(self.vocab_size, dtype=np.int32), True
+
+    def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "n W"]:
+        """Return the table with at least the wanted rows in it; `_places` says where.
+
+        Without a table of all, it grows by the rows that texts need: one of all would be 42 GiB for 600,000 tokens.
+        """
         if self._table is None:
-            self._table = _sound_table(self.rule.row_seeds, self._shuffle)
-            self._is_known[:] = self._table is not None
-        if self._table is None:  # untouched zero pages take no memory
-            self._table = np.zeros((self.vocab_size, -(-self.vocab_size // 8)), np.uint8)
-        for row in wanted[~self._is_known[wanted]]:
-            self._table[row] = self._shuffle.packed(int(self.rule.row_seeds[row]))
-            self._is_known[row] = True
+            if (found := _sound_table(self.rule.row_seeds, self._shuffle)) is not None:
+                self._hold(found)
+            else:
+                self._table = np.zeros((1, -(-self.vocab_size // 8)), np.uint8)
+        if self._is_whole:
+            return self._table
+        new, count = wanted[self._places[wanted] < 0], int((self._places >= 0).sum())
+        if count + len(new) > len(self._table):  # twice as many each time; untouched zero pages take no memory
+            larger = np.zeros((max(2 * len(self._table), count + len(new)), self._table.shape[1]), np.uint8)
+            larger[:count] = self._table[:count]
+            self._table = larger
+        for place, row in enumerate(new, count):
+            self._table[place] = self._shuffle.packed(int(self.rule.row_seeds[row]))
+            self._places[row] = place
         return self._table
 
     def _green_of_seeds(self, seeds: Int[np.ndarray, "B T"], tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:

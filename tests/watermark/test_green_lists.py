@@ -155,6 +155,17 @@ def test_rows_computed_one_by_one_and_the_whole_table_agree(scheme):
     assert np.array_equal((looked_up == 1) & (index >= 0), one_by_one)
 
 
+def test_detection_holds_the_lists_of_its_texts_and_not_those_of_the_whole_vocabulary():
+    scheme, size = TransformersKgw(), 600_000  # all of its lists are 42 GiB
+    lists = green_lists.GreenLists(scheme, vocab_size=size)
+    shuffle = green_lists.Shuffle(size, lists.list_size)
+    for ids in ([5, 7, 599_999, 5], [7, 5, 11, 599_999], [5, 7]):
+        found = lists.green(np.array([ids]))[0]
+        seeds = [scheme.hashing_key * token % (2**64 - 1) for token in ids]
+        wanted = [False, *(shuffle.is_early(seed)[token] for seed, token in zip(seeds, ids[1:]))]
+        assert found.tolist() == wanted
+
+
 def test_what_lies_behind_a_text_does_not_count():
     scheme = MarkLlmKgw(prefix_length=2)
     lists = green_lists.GreenLists(scheme, vocab_size=203)
