@@ -277,7 +277,10 @@ def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
 
 def _whole(ids: Any, ndim: int = 1) -> np.ndarray:
     """Return token ids as an int32 array of exactly `ndim` axes: a batch with one text is not a text."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError):  # a list in the list
+        array = np.asarray(str(ids))
     fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
     if array.ndim != ndim or (array.size and not fits):
         shape = f" of shape {array.shape}" if array.ndim > 1 else ""
