@@ -27,8 +27,8 @@ class Encoder(Protocol):
         ...
 
 
-def load_text(path: str | Path | None = None) -> list[str]:
-    """Documents of a text file, or of the default text.
+def load_text(path: str | Path | None = None, *, keeps_empty: bool = False) -> list[str]:
+    """Documents of a text file, or of the default text; those without text are left out, unless keeps_empty is set.
 
     .txt (form feeds between documents) or .jsonl (a "text" key in each line), plain or .gz, UTF-8.
 
@@ -55,10 +55,10 @@ def load_text(path: str | Path | None = None) -> list[str]:
         documents = [json_text(line, f"packing: {path} line {i}") for i, line in lines if line.strip()]
     else:
         documents = text.split(DOCUMENT_SEPARATOR)
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    with_text = [document for document in documents if document.strip()]
+    if not with_text:
         raise ValueError(f"packing: {path} has no text in its {len(content)} bytes")
-    return documents
+    return documents if keeps_empty else with_text
 
 
 def text_sha256(path: str | Path | None = None) -> str:

@@ -286,24 +286,24 @@ def _given(path: str) -> tuple[list[Given], list[str]]:
     Raises:
       ValueError: see packing.load_text; or lines.read cannot use a line.
     """
-    documents = packing.load_text(path)
-    if not path.endswith(lines.JSON_LINES):
-        return [Given(str(i), f"prompt {i}", text.strip()) for i, text in enumerate(documents, 1)], []
-    found, empty = [], []
-    for chunk in lines.chunks(path):
-        records, bad = lines.read(chunk)
-        if bad:
-            raise ValueError(f"generate: {path} line {bad[0].line}: {bad[0].problem}")
-        for record in records:
-            if record.content.strip():
-                number = str(record.line) if record.id is None else record.id
-                found.append(Given(number, f"line {record.line}", record.content.strip()))
-            else:
-                empty.append(record.line)
+    kind, numbered = "prompt", list(enumerate(packing.load_text(path, keeps_empty=True), 1))
+    ids: dict[int, str] = {}  # by number, where the file has them
+    if path.endswith(lines.JSON_LINES):
+        kind, numbered = "line", []
+        for chunk in lines.chunks(path):
+            records, bad = lines.read(chunk)
+            if bad:
+                raise ValueError(f"generate: {path} line {bad[0].line}: {bad[0].problem}")
+            numbered += [(record.line, record.content) for record in records]
+            ids |= {record.line: record.id for record in records if record.id is not None}
+    elif not numbered[-1][1].strip():
+        del numbered[-1]  # a form feed at the end of a file begins no prompt
+    found = [Given(ids.get(i, str(i)), f"{kind} {i}", text.strip()) for i, text in numbered if text.strip()]
+    empty = [i for i, text in numbered if not text.strip()]
     if not empty:
         return found, []
     more = f" and {len(empty) - LISTED} more" if len(empty) > LISTED else ""
-    return found, [f"{len(empty)} empty texts are left out (line {', '.join(map(str, empty[:LISTED]))}{more})"]
+    return found, [f"{len(empty)} empty texts are left out ({kind} {', '.join(map(str, empty[:LISTED]))}{more})"]
 
 
 def _chat(tokenizer: Any, text: str) -> list[int]:

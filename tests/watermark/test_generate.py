@@ -204,6 +204,10 @@ def test_what_is_cut_or_left_out_of_a_file_is_said_in_one_line(tiny, tmp_path):
         f"{path}: 2 empty texts are left out (line 1, 4); 2 of 3 prompts are taken (num_prompts=2); 2 are cut to "
         "9 tokens (prompt_tokens=9)",
     ]
+    said.clear()
+    found = generate.read_prompts(of_file(tmp_path / "x.txt", "a\f \f\fb\f\n"), Letters(), say=said.append)
+    assert [prompt.id for prompt in found] == ["1", "4"]  # the numbers that they have in the file
+    assert said == [f"{tmp_path}/x.txt: 2 empty texts are left out (prompt 2, 3)"]
     with pytest.raises(ValueError, match="new_tokens=64 leaves no room for a prompt in the model's context of 64"):
         generate.read_prompts(of_file(path, content, new_tokens=64), Letters())
 
