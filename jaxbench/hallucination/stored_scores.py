@@ -199,7 +199,7 @@ def _check_folds(units: Units, labels: Array, folds: int) -> None:
                 f"--folds={folds}: {labels.sum()} of {len(labels)} responses are labelled; take fewer folds"
             )
         return
-    source = _of_responses(units)
+    source = source_of_responses(units)
     labelled, others = (len(np.unique(source[each])) for each in (labels, ~labels))
     if min(labelled, others) < 2 * folds:
         raise ValueError(
@@ -208,8 +208,8 @@ def _check_folds(units: Units, labels: Array, folds: int) -> None:
         )
 
 
-def _of_responses(units: Units) -> Array:
-    """Index of each response's source."""
+def source_of_responses(units: Units) -> Array:
+    """Index of each response's source [responses]; a response without one is its own."""
     numbers = np.arange(units.response.max() + 1)
     if units.source is not None:
         numbers[units.response] = units.source
@@ -222,7 +222,7 @@ def nested(units: Units, grid: dict[str, tuple], *, folds: int, seed: int = 0) -
     Raises:
       ValueError: all responses outside a fold are of one class.
     """
-    labels, source = score_regression.response_labels(units), _of_responses(units)
+    labels, source = score_regression.response_labels(units), source_of_responses(units)
     by_source = np.bincount(source, weights=labels) > 0
     dealt = np.zeros(len(by_source), np.int64)
     random = np.random.default_rng(seed)

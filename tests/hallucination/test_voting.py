@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxbench.hallucination import detect, detector, metrics, portable, saved_detector, voting
+from jaxbench.hallucination import detect, detector, methods, metrics, portable, saved_detector, voting
 from jaxbench.hallucination.bulk import run as bulk
 from jaxbench.hallucination.detector import Verdicts
 from jaxbench.hallucination.score_regression import Units
@@ -344,3 +344,21 @@ def test_chunks_are_the_sentences_of_their_responses():
     assert inputs.whole["external"].tolist() == [[2.0], [2.5]]
     assert inputs.parts["parametric"].tolist() == [[1.0], [0.0], [3.0]]
     assert labels.response.tolist() == [True, False]
+
+
+def test_answers_to_one_source_are_on_one_side_of_the_study():
+    random = np.random.default_rng(0)
+    response = np.repeat(np.arange(48), 3)  # three chunks each; two answers to a source
+    label = np.isin(response, np.flatnonzero(np.arange(48) % 4 < 2)) & (np.arange(144) % 3 == 0)
+    external = random.random((144, 4)) - label[:, None]
+    units = Units(external, random.random((144, 3)), label, response, response // 2)
+    inputs, labels = votes.as_inputs(units)
+    np.testing.assert_array_equal(labels.source, np.arange(48) // 2)
+    seen, point = [], methods.Choice({"top_n": (1,), "top_k": (1,), "alpha": (0.6,), "m": (1.0,)})
+
+    def fit(inputs, labels):
+        seen.append({*labels.source})
+        return methods.fit(inputs, labels, method="redeep", choice=point, inner_folds=2)
+
+    found = votes.shuffle(inputs, labels, seed=0, fits={"one": fit, "two": fit})
+    assert all(len(each.scores) == 48 for each in found.values()) and [len(each) for each in seen] == [12] * 8

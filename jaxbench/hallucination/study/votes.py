@@ -45,7 +45,7 @@ def as_inputs(units: Units) -> tuple[Inputs, Labels]:
     means = lambda values: np.stack([score_regression.by_response(each, units.response) for each in values.T], axis=1)
     whole = {name: means(values) for name, values in columns.items()}
     label = score_regression.response_labels(units).astype(bool)
-    source = np.arange(len(label)) if units.source is None else units.source
+    source = stored_scores.source_of_responses(units)
     return Inputs(whole, parts, units.response[order]), Labels(label, units.label[order].astype(bool), source)
 
 
