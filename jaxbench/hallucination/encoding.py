@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, Literal, NamedTuple
 
 from jaxbench.hallucination.layout import Text
 
 _MARK = "\0context\0"
+# What chat templates that write the date (Llama 3, Mistral) write: neither features nor answers depend on the day.
+DATE = datetime.datetime(2024, 7, 26)  # Llama 3's own, for where there is no clock
 
 
 class Encoded(NamedTuple):
@@ -45,7 +48,8 @@ def encode_prompt(
     window: tokens for the prompt; the context is cut at its end to fit.
 
     Raises:
-      ValueError: the context is empty, or the window has no room for any of it.
+      ValueError: the context is empty, the window has no room for any of it, or the model has no chat template that
+        writes a user's text once.
     """
     if not context.strip():
         raise ValueError(f"context: {context[:40]!r} is empty; there is nothing that an answer could rest on")
@@ -72,6 +76,10 @@ def _around(tokenizer: Any, question: str, style: str) -> tuple[str, str]:
     asked = f"{question}\n\n" if question else ""
     if style == "plain":
         return asked, "\n\nAnswer:\n"
-    content = f"{asked}{_MARK}"
-    before, behind = tokenizer.chat([{"role": "user", "content": content}]).split(_MARK)
-    return before, behind
+    parts = tokenizer.chat([{"role": "user", "content": f"{asked}{_MARK}"}], now=DATE).split(_MARK)
+    if len(parts) != 2:
+        raise ValueError(
+            f"style={style}: the model's chat template writes the text of the user {len(parts) - 1} times as it is, "
+            "wanted once; pass --set=style=plain"
+        )
+    return parts[0], parts[1]

@@ -120,12 +120,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] = {},
+        now: datetime.datetime | None = None,
     ) -> str:
         """Render {"role": ..., "content": ...} messages with the model's template; encode with add_special=False.
 
         Args:
           tools: descriptions that the template may show to the model.
           variables: further ones of the template, such as Qwen 3's enable_thinking; they precede template_variables.
+          now: the time whose date the template may write; None = template_time.
 
         Raises:
           ValueError: the model has no chat template, or its template refuses the messages or reads no such variable.
@@ -140,7 +142,7 @@ class Tokenizer:
             tools=tools,
             special_tokens=self.special_tokens,
             variables={**self.template_variables, **variables},
-            now=self.template_time,
+            now=now or self.template_time,
         )
 
     def save(self, folder: str | Path) -> None:

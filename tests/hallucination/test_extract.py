@@ -175,3 +175,24 @@ def test_a_killed_command_goes_on_and_reads_nothing_twice(place, tmp_path):
     assert f"4 responses, {4 - len(before)} of them to be read" in done.stdout
     after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("features/*/*.safetensors")}
     assert len(after) == 4 and before.items() <= after.items()
+
+
+def chat(folder, template):
+    tokenizer = load_tokenizer(tiny.make(folder, template=template))
+    found = encoding.encode_prompt(tokenizer, "A text.", "Why?", window=100, style="chat")
+    return tokenizer.decode(found.text.ids)
+
+
+def test_a_template_that_writes_the_date_gives_the_same_prompt_on_every_day(tmp_path):
+    text = chat(tmp_path, "Today Date: {{ strftime_now('%d %b %Y') }} " + tiny.TEMPLATE)
+    assert text == "Today Date: 26 Jul 2024 [user]Why?\n\nA text.[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("shown", "times"), [("", 0), ("{{ messages[0].content }}" * 2, 2), ("{{ messages | tojson }}", 0)]
+)
+def test_a_template_that_does_not_write_the_text_once_as_it_is_is_refused(tmp_path, shown, times):
+    with pytest.raises(
+        ValueError, match=f"style=chat: .* writes the text of the user {times} times as it is, wanted once"
+    ):
+        chat(tmp_path, shown + "[assistant]")
