@@ -210,7 +210,7 @@ def detect_all() -> int:
     model = None if VALUES.model == "default" else VALUES.model
     made = detect.HallucinationDetector(VALUES.detector, model=model, package=package, where=place)
     if VALUES.follow:
-        follow.run(made.follow, sys.stdin)
+        follow.run(made.follow, sys.stdin.buffer)
         return cli.EXIT_OK
     cli.keep(f"finished verdicts are in {part}; the same command goes on")
     count, results = 0, run.ENGINES[VALUES.engine]

@@ -78,14 +78,28 @@ def check(given: Mapping[str, bool]) -> None:
             raise ValueError(f"--follow reads standard input and writes standard output, and takes no --{name}")
 
 
-def run(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> None:
-    """Print what `follow_lines` yields, as JSON lines, each as soon as it is known.
+def run(begin: Callable[[str, str], Follower], lines: Iterable[bytes]) -> None:
+    """Print what `follow_lines` yields of standard input's lines, as JSON lines, each as soon as it is known.
 
     Raises:
-      ValueError: as `follow_lines`.
+      ValueError: as `texts` and `follow_lines`.
     """
-    for said in follow_lines(begin, lines):
+    for said in follow_lines(begin, texts(lines)):
         print(json.dumps(said, ensure_ascii=False), flush=True)
+
+
+def texts(lines: Iterable[bytes]) -> Iterator[str]:
+    """Yield lines as texts, one by one: a bad one does not affect those before it.
+
+    Raises:
+      ValueError: a line is not UTF-8; it is named.
+    """
+    for number, line in enumerate(lines, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input line {number}: no UTF-8 ({error})") from None
+        yield text
 
 
 def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> Iterator[dict[str, Any]]:

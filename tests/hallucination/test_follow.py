@@ -68,6 +68,14 @@ def test_blank_lines_between_objects_are_skipped_and_counted(made):
         list(follow.follow_lines(detector.follow, [*lines, "{"]))
 
 
+def test_a_line_that_is_no_text_is_named_and_those_before_it_are_said():
+    given = [b'\xef\xbb\xbf{"text": "a"}\n', '{"text": "é"}\n'.encode(), b'{"text": "\xff"}\n']
+    found = follow.texts(given)
+    assert [next(found), next(found)] == ['{"text": "a"}\n', '{"text": "é"}\n']
+    with pytest.raises(ValueError, match="standard input line 3: no UTF-8 .*0xff"):
+        next(found)
+
+
 def test_a_character_that_arrives_in_the_halves_of_its_pair_is_that_character(made):
     _, _, path, _, model = made
     detector = detect.HallucinationDetector(path, model=model)
