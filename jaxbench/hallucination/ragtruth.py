@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import pydantic
 
+from jaxbench.text.lines import has_surrogate
+
 LABEL_TYPES = ("Evident Conflict", "Subtle Conflict", "Evident Baseless Info", "Subtle Baseless Info")
 TASKS = ("QA", "Summary", "Data2txt")
 # The generators' instructions where the data has no question (Niu et al. 2024, appendix).
@@ -32,6 +34,13 @@ class _Row(pydantic.BaseModel):
     """A row of a file; unknown keys are ignored."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _check_unicode(cls, value: Any) -> Any:
+        if isinstance(value, str) and has_surrogate(value):
+            raise ValueError(f"{value[:40]!a} has a lone surrogate, which is no Unicode text")
+        return value
 
 
 class Label(_Row):
@@ -219,5 +228,5 @@ def parse(line: str, kind: type[_Row], *, place: str) -> Any:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "row"
         raise ValueError(f"{place}: {field}: {first['msg']} (got {str(first.get('input'))[:80]!r})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
         raise ValueError(f"{place}: no JSON ({error}): {line[:80]!r}") from error

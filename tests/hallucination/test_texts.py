@@ -45,7 +45,9 @@ EVIDENT = {"label_type": "Evident Conflict"}
         ("responses", {"response": None}, "response: Input should be a valid string"),
         ("responses", {"response": "?! \u2026"}, "responses.jsonl line 1: response: .*has no letter and no digit"),
         ("responses", {"response": ""}, "responses.jsonl line 1: response: .*'' has no letter and no digit"),
+        ("responses", {"response": "Cut \ud83d"}, r"line 1: response: .*'Cut \\ud83d' has a lone surrogate"),
         ("sources", {"context": " \n"}, "sources.jsonl line 1: context: .* is empty"),
+        ("sources", {"question": "\udc00"}, "sources.jsonl line 1: question: .*has a lone surrogate"),
         ("sources", {"task": "Poem"}, "task: Input should be"),
         ("sources", {"source_id": "s2"}, "id s2 is there twice"),
     ],
@@ -55,6 +57,13 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, name, change, match):
     first, *others = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps(json.loads(first) | change), *others]))
     with pytest.raises(ValueError, match=match):
+        ragtruth.load(tmp_path)
+
+
+def test_a_number_that_python_does_not_read_is_named_by_file_and_line(tmp_path):
+    path = small.write(tmp_path) / "responses.jsonl"
+    path.write_text(path.read_text().replace('"start": 16', '"start": ' + "1" * 5000))
+    with pytest.raises(ValueError, match=r"responses\.jsonl line 2: no JSON \(Exceeds the limit"):
         ragtruth.load(tmp_path)
 
 
