@@ -154,23 +154,24 @@ class HallucinationDetector:
         group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
         read = read_group(group, *self.reader, self.settings)
         tuned = () if self.token_reader is None else self.token_reader(group)
-        found = {}
+        found, lexicon, passages = {}, lexical.Lexicon(context), Passages(context)
         for key, features in read:
             number = int(key)
-            found[key] = self._verdict(context, responses[number], features, tuned[number : number + 1])
+            found[key] = self._verdict(responses[number], lexicon, passages, features, tuned[number : number + 1])
         return [found[key] for key in group.keys]
 
     def follow(self, context: str, question: str) -> Follower:
         """Return a Follower, which judges an answer sentence by sentence while it is written."""
         return Follower(functools.partial(self.detect, context, question))
 
-    def _verdict(self, context: str, response: str, features: ResponseFeatures, tuned: Sequence[np.ndarray]) -> Verdict:
-        lexicon = lexical.Lexicon(context)
+    def _verdict(
+        self, response: str, lexicon: lexical.Lexicon, passages: Passages, features: ResponseFeatures,
+        tuned: Sequence[np.ndarray],
+    ) -> Verdict:  # fmt: skip
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
         tokens = token_inputs.tokens(features, response, lexicon)
         inputs = detectors.Inputs.join([read], [tokens])._replace(tuned=tuple(tuned))
         found = voting.judge(self.saved.detector, inputs, package=self._package)
-        passages = Passages(context)
         marked = tuple(
             Sentence(
                 start, end, response[start:end], float(probability),

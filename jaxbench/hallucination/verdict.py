@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class Passages:
     def __init__(self, context: str):
         self._spans = [Passage(a, b, context[a:b]) for a, b in sentences.sentences(context)]
         self._words = [_content(passage.text) for passage in self._spans]
-        count = {word: sum(word in words for words in self._words) for word in set().union(*self._words)}
+        count = collections.Counter(word for words in self._words for word in words)
         self._weight = {word: math.log(1 + len(self._spans) / number) for word, number in count.items()}
 
     def nearest(self, text: str) -> Passage | None:

@@ -172,3 +172,13 @@ def test_a_passage_is_the_sentence_that_shares_most_rare_words():
     assert passages.nearest("Anna saw the mill.").text.startswith("The bridge")
     assert passages.nearest("A red mill.").text == "The mill is red."
     assert passages.nearest("Snow fell.") is None
+
+
+def test_the_context_of_a_group_is_cut_into_passages_once(made, monkeypatch):
+    _, _, path, _, model = made
+    count, passages = [], detect.Passages
+    monkeypatch.setattr(detect, "Passages", lambda context: count.append(context) or passages(context))
+    _, question, context = small.CONTEXTS["s1"]
+    detector = detect.HallucinationDetector(path, model=model)
+    found = detector.detect_group(context, question, [row[3] for row in small.RESPONSES[:3]])
+    assert count == [context] and len(found) == 3 and found[0].sentences[0].passage.start == 0
