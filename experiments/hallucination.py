@@ -284,6 +284,8 @@ def answer() -> int:
     for name in ("input", "output"):
         cli.require_flag(name, "a .jsonl file")
     settings = cli.load_config(mitigation.Mitigation)
+    if Path(VALUES.output).suffix != ".jsonl":
+        raise ValueError(f"--output={VALUES.output} has an unknown suffix, wanted .jsonl")
     output = outputs.check_file(VALUES.output, (VALUES.input,), overwrite=VALUES.overwrite)
     placed = row_files.prompts(VALUES.input, dict.fromkeys(mitigation.ADDED, "the answer"))
     process_environment.ensure("cpu", library=cli.array_library())

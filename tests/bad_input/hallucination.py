@@ -72,11 +72,11 @@ def export(words: str, *wanted: str, **files: str | bytes) -> Case:
 def answer(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("i.jsonl",)) -> Case:
     """Return a case of `answer` on a changed row, or other text in its place."""
     text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b"} | row)
-    command = "hallucination.py answer --input={tmp}/i.jsonl --output={tmp}/o"
+    command = "hallucination.py answer --input={tmp}/i.jsonl --output={tmp}/o.jsonl"
     return Case(
         (*command.split(), *words.split()),
         wanted,
-        {k: v for k, v in {"i.jsonl": text, "o": "mine"}.items() if k in names},
+        {k: v for k, v in {"i.jsonl": text, "o.jsonl": "mine"}.items() if k in names},
     )
 
 
@@ -323,7 +323,8 @@ CASES = [
     Case("hallucination.py answer", ("--input is missing",)),
     Case("hallucination.py answer --input={tmp}/i", ("--output is missing",), {"i": "{}"}),
     answer({}, "i.jsonl is no file", names=()),
-    answer({}, "o exists", names=("i.jsonl", "o")),
+    answer({}, "o.jsonl exists", names=("i.jsonl", "o.jsonl")),
+    answer({}, "--output=", "o.parquet has an unknown suffix, wanted .jsonl", words="--output={tmp}/o.parquet"),
     answer({}, "i.jsonl is the input", words="--output={tmp}/i.jsonl --overwrite"),
     answer("", "holds no row"),
     answer("{", "line 1: no JSON"),
@@ -361,7 +362,7 @@ CASES = [
     answer({}, "--batch_size", "0", words="--batch_size=0"),
     answer({}, "none.gguf does not exist", words="--model=none.gguf"),
     Case(
-        "hallucination.py answer --input={tmp}/i --output={tmp}/o",
+        "hallucination.py answer --input={tmp}/i --output={tmp}/o.jsonl",
         ("i has an unknown suffix", "wanted .jsonl or .parquet"),
         {"i": "{}"},
     ),
