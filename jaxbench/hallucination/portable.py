@@ -224,7 +224,7 @@ def load(folder: str | Path) -> Bundle:
     try:
         bundle = Bundle(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = config.said(error)
         raise ValueError(f"detector: {folder} holds no bundle of `hallucination.py export` ({reason})") from error
     found = _checksums(Path(folder))
     changed = sorted(name for name in {*found, *bundle.files} if found.get(name) != bundle.files.get(name))
