@@ -1,10 +1,14 @@
 """Verdicts on an answer while it is written: which sentences are complete when, and what is read again."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from jaxbench.hallucination import detect, follow
+from tests.structure import ROOT
+from tests.test_cli import shell_environment
 
 CONTEXT, QUESTION = "The mill was built in 1820 by Reed. It burned.", "when"  # with it fits the window of 128 tokens:
 ANSWER = "Built by Dr. Reed. It burned!\nWas it 2.5 m? Yes"
@@ -114,3 +118,18 @@ def test_a_text_that_is_not_unicode_is_named(made, place):
 def test_lines_that_are_no_answers_are_named(line, problem):
     with pytest.raises(ValueError, match=f"standard input {problem}"):
         list(follow.follow_lines(lambda context, question: None, [line]))
+
+
+@pytest.mark.timeout(900)  # a command that starts Python and JAX, on a machine that may be shared
+def test_the_command_says_a_sentence_before_the_next_line_comes_and_names_a_line_that_is_no_text(made):
+    _, _, path, _, model = made
+    words = ("detect", "--follow", f"--detector={path}", f"--model={model}")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [sys.executable, str(ROOT / "experiments" / "hallucination.py"), *words]
+    with subprocess.Popen(started, cwd=ROOT, env=shell_environment(), **pipes) as process:
+        for line in ({"context": CONTEXT, "question": QUESTION}, {"text": "Built by Dr. Reed. It"}):
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["text"] == "Built by Dr. Reed."
+        said, error = process.communicate(b'{"text": "\xff"}\n')
+    assert (process.returncode, said) == (2, b"") and error.startswith(b"error: standard input line 3: no UTF-8")
