@@ -241,7 +241,12 @@ def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> V
     """Compute the probabilities of responses, of their sentences and of their tokens.
 
     package: the one whose token classifier runs, JAX's or PyTorch's.
+
+    Raises:
+      ValueError: a probability is NaN, which no threshold would flag: features are not numbers.
     """
+    parts = of_parts(detector.members, detector.fitted, inputs)
+    _check("sentence", parts)  # first: numpy warns where it takes the largest of NaN
     heard, tokens = said(detector.members, detector.fitted, inputs), []
     if detector.tokens:
         tokens = token_scoring.logits(detector.tokens, inputs.tokens, package=package)
@@ -250,8 +255,16 @@ def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> V
     if detector.tuned is not None:
         logit = detector.tuned.weighing.logit(_with_tuned(logit, inputs.tuned))
     probability = special.expit(logit)
-    parts = of_parts(detector.members, detector.fitted, inputs)
+    _check("response", probability)
     return Verdicts(probability, parts, tuple(map(special.expit, tokens)))
+
+
+def _check(name: str, probability: Array) -> None:
+    if (bad := np.isnan(probability)).any():
+        raise ValueError(
+            f"detector: {name} {int(np.argmax(bad)) + 1} of {len(bad)} has probability nan; the reader's features of "
+            "it are not numbers"
+        )
 
 
 def of_parts(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:

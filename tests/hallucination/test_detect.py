@@ -182,3 +182,14 @@ def test_the_context_of_a_group_is_cut_into_passages_once(made, monkeypatch):
     detector = detect.HallucinationDetector(path, model=model)
     found = detector.detect_group(context, question, [row[3] for row in small.RESPONSES[:3]])
     assert count == [context] and len(found) == 3 and found[0].sentences[0].passage.start == 0
+
+
+@pytest.mark.parametrize("name", ["states", "lookback"])
+def test_an_answer_whose_features_are_no_numbers_gets_no_verdict(made, name):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    reader, (_, question, context) = detector.reader.feature_reader, small.CONTEXTS["s1"]
+    scores = reader.scores
+    reader.scores = lambda *given: (found := scores(*given)) | {name: np.full_like(found[name], np.nan)}
+    with pytest.raises(ValueError, match="sentence 1 of 1 has probability nan; the reader's features"):
+        detector.detect(context, question, small.RESPONSES[0][3])
