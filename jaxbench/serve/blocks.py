@@ -121,6 +121,18 @@ class BlockPool:
                 tail, length = block, common
         return Match(blocks, tail, length, digests)
 
+    def acquire(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, bytes] | None:
+        """Find the block with a text behind all text before it, and add a reader; return its digest too, None if none.
+
+        parent: as in `publish`.
+        """
+        own = digest(parent, tokens)
+        block = self._block.get(own)
+        if block is None:
+            return None
+        self._add_reader(block)
+        return block, own
+
     def invalidate(self, block: int) -> None:
         """Make the text of a block in use unknown: the block's content may be wrong."""
         if block in self._known:

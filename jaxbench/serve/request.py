@@ -106,7 +106,7 @@ class RequestState:
         self.num_drafted = 0  # the same for the draft model
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of full blocks, which are published
-        self.num_cached: int | None = None  # tokens that were found in the cache at the first admission
+        self.num_cached: int | None = None  # tokens of the prompt that others had computed; None = never admitted
         self.failures = 0  # failed steps that it was in
         self.lookup = Lookup(request.sampling.temperature)
         self.constraint: Constraint | None = None

@@ -132,6 +132,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Plan the next step, admitting and preempting requests for it."""
         self._admit()
+        for state in self.running:
+            self._take_what_others_read(state)
         budget, parts = self.limits.max_batch_tokens, []
         for state in list(self.running):
             if state.num_uncomputed == 1 and state in self.running and self._extend(state):
@@ -251,6 +253,28 @@ class Scheduler:
         if match.tail is not None and match.tail != new[0]:
             self._copies[new[0]] = match.tail
         return True
+
+    def _take_what_others_read(self, state: RequestState) -> None:
+        """Give a request the blocks that others have filled, since it was admitted, with what it would read next.
+
+        Requests that come together are all admitted before one of them has read the beginning that they share.
+        """
+        size, begun = self.pool.block_size, state.num_computed
+        while (end := (number := len(state.digests)) * size + size) < len(state.tokens):
+            parent = state.digests[-1] if state.digests else ROOT
+            found = self.pool.acquire(parent, state.tokens[end - size : end])
+            if found is None:
+                break
+            self.pool.release(state.blocks[number])
+            self._copies.pop(state.blocks[number], None)
+            state.blocks[number], digest = found
+            state.digests.append(digest)
+            state.num_computed = max(state.num_computed, end)
+        gained = state.num_computed - begun
+        if gained and state.num_drafted == begun:
+            state.num_drafted = state.num_computed
+        if gained and not state.num_new:
+            state.num_cached = min(state.num_cached + gained, len(state.request.prompt) - 1)
 
     def _allocate(self) -> int | None:
         """Allocate a block and drop any pending copy to it: its last owner may have been preempted in this step."""

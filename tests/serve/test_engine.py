@@ -102,6 +102,10 @@ def _takes_every_guess(self, part, logits):
     return events
 
 
+def _whatever_is_in_front(self, parent, tokens):
+    return blocks.BlockPool.whole_acquire(self, blocks.ROOT, tokens)
+
+
 def _cut_where_the_step_is_full(self, state, budget):
     return min(state.num_uncomputed, budget)
 
@@ -114,6 +118,7 @@ BUGS = {
     "an answer is lost where its blocks are": (scheduler.Scheduler, "preempt", _forgets),
     "a cache is trusted behind a failed step": (blocks.BlockPool, "invalidate_all", lambda self: None),
     "a wrong guess counts as computed": (engine.Engine, "_next_tokens", _takes_every_guess),
+    "a block is taken whatever is in front of it": (blocks.BlockPool, "acquire", _whatever_is_in_front),
     "a prompt is cut where the step is full": (scheduler.Scheduler, "_length", _cut_where_the_step_is_full),
     "logits are those of the row before": (engine.Engine, "_batch", _row_before),
 }  # fmt: skip
@@ -212,7 +217,7 @@ LONG_TEXTS = {
 
 def test_short_prompts_behind_a_long_one_take_their_share_of_a_step_and_no_more():
     long = Request("long", tuple(range(10)) * 8, 2)
-    shorts = [Request(f"short{i}", (i, 1, 2, 3, 4, 5), 2) for i in range(3)]
+    shorts = [Request(f"short{i}", (9, i, 2, 3, 4, 5), 2) for i in range(3)]
     by_rank = steps_to_first_tokens(0.0, [long, *shorts])
     assert by_rank == {"long": 5, "short0": 6, "short1": 6, "short2": 7}
     shared = steps_to_first_tokens(0.5, [long, *shorts])
@@ -247,6 +252,27 @@ def test_the_beginning_of_a_text_is_computed_once_and_a_part_of_a_block_is_copie
     while busy.is_busy:
         events += busy.step()
     assert tokens_of(events) == alone(second)
+
+
+def test_requests_that_come_together_and_begin_alike_read_their_beginning_once():
+    class Counted(HashRunner):
+        rows = 0
+
+        def run(self, batch):
+            self.rows += int((batch.positions >= 0).sum())
+            return super().run(batch)
+
+    prompt = tuple(np.random.default_rng(0).integers(0, 11, 80).tolist())
+    requests, few = [Request(f"r{i}", (*prompt, i), 3) for i in range(4)], {"max_running": 4, "max_batch_tokens": 16}
+    for limits in (Limits(**few), Limits(**few, max_guessed=2)):
+        runner = Counted(**LONG_TEXTS | {"max_wanted": 12})
+        draft = HashRunner(**LONG_TEXTS | {"max_wanted": 12}) if limits.max_guessed else None
+        busy = Engine(runner, limits, draft=draft)
+        found = busy.generate(requests)
+        assert all(tokens_of(found[each.id]) == alone(each) for each in requests)
+        assert [found[each.id][-1].num_cached for each in requests] == [0, 80, 80, 80]
+        assert runner.rows - busy.num_guessed == 81 + 3 * 1 + 4 * 2 - busy.num_right
+        assert busy.num_right == busy.num_guessed  # the draft has read what was shared
 
 
 def test_who_ranks_last_waits_again_when_blocks_are_out_and_answers_all_the_same():
