@@ -9,7 +9,7 @@ that ranks last is preempted: it waits again and is recomputed. Its text is the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pydantic
@@ -221,7 +221,7 @@ class Scheduler:
             state = self.waiting[0]
             while not self._take_blocks(state):
                 last = self.running[-1] if self.running else None
-                if last is None or last.request.priority <= state.request.priority:
+                if last is None or last.request.priority <= state.request.priority or not self._is_worth_room(state):
                     return
                 self.preempt(last)
             self.waiting.remove(state)
@@ -235,7 +235,7 @@ class Scheduler:
         """
         if len(self.running) >= self.limits.max_running:
             return False
-        growing = sum(len(each.blocks) < self.blocks_for(each.max_total_tokens) for each in self.running)
+        growing = self._num_growing(self.running)
         if self.pool.num_available <= growing:  # tried in every step while a request waits: the cheap check first
             return False
         match = self.pool.acquire_prefix(state.tokens)
@@ -253,6 +253,22 @@ class Scheduler:
         if match.tail is not None and match.tail != new[0]:
             self._copies[new[0]] = match.tail
         return True
+
+    def _is_worth_room(self, state: RequestState) -> bool:
+        """True where a request is admitted once all running ones of lower priority have given way."""
+        kept = [each for each in self.running if each.request.priority <= state.request.priority]
+        held = {block for each in kept for block in each.blocks}
+        match = self.pool.acquire_prefix(state.tokens)
+        for block in reversed(match.blocks):
+            self.pool.release(block)
+        needed = self.blocks_for(len(state.tokens)) - len(held & {*match.blocks})
+        return len(kept) < self.limits.max_running and (
+            self.pool.num_blocks - 1 - len(held) >= needed + self._num_growing(kept)
+        )
+
+    def _num_growing(self, running: Sequence[RequestState]) -> int:
+        """Return how many running requests may need another block."""
+        return sum(len(each.blocks) < self.blocks_for(each.max_total_tokens) for each in running)
 
     def _take_what_others_read(self, state: RequestState) -> None:
         """Give a request the blocks that others have filled, since it was admitted, with what it would read next.

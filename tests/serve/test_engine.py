@@ -293,6 +293,17 @@ def test_a_request_of_lower_priority_gives_its_room_to_one_of_higher():
     assert busy.scheduler.running == [high] and busy.scheduler.waiting == [low]
 
 
+def test_a_request_of_lower_priority_keeps_its_room_where_giving_it_up_helps_nobody():
+    busy = made(num_blocks=11)  # ten blocks for six, four and seven
+    requests = [Request("one", (1,) * 16, 8), Request("low", (2,) * 8, 7, priority=1), Request("two", (3,) * 24, 4)]
+    for each in requests[:2]:
+        busy.add(each)
+    events = busy.step() + sum(busy.generate(requests[2:]).values(), [])
+    assert busy.scheduler.num_preempted == 0
+    for one in requests:
+        assert tokens_of(event for event in events if event.id == one.id) == alone(one)
+
+
 def test_a_step_that_raises_twice_costs_the_requests_that_were_in_it_and_nobody_else():
     busy = made(Limits(max_running=1, max_batch_tokens=16, max_waiting=4))
     requests = [Request("a", (1, 2), 6), Request("b", (3, 4), 6)]
