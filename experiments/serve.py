@@ -192,9 +192,12 @@ def _identity(config: Any, watermarks: Any) -> list[Any]:
     if engine.kernels == "xla":
         sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the compiled programs
         decides |= engine.model_dump(include=sizes)
+    else:  # what has no room is refused; a larger cache changes nothing more
+        decides["context"] = min(engine.cache_tokens, engine.read_config(engine.model).max_seq_len)
     if VALUES.device != "cpu":
         decides["device"] = VALUES.device
-    how = config.shown_name, config.max_choices, config.default_new_tokens, weights.checksum(engine.model)
+    most = min(config.max_choices, engine.limits.max_requests)
+    how = config.shown_name, most, config.default_new_tokens, weights.checksum(engine.model)
     identity = [decides, *how]
     if watermarks is not None:  # another key in the same file is another watermark
         from jaxbench.watermark import run_identity

@@ -78,3 +78,16 @@ def test_a_file_is_not_resumed_with_another_key_under_the_same_name(tmp_path, mo
         return command["_identity"](config, command["_watermarks"](config.engine))
 
     assert identity(17) == identity(17) != identity(18)
+
+
+def test_a_file_is_resumed_with_another_cache_only_where_that_refuses_the_same(tmp_path, monkeypatch):
+    command = runpy.run_path(str(ROOT / "experiments/serve.py"))
+    monkeypatch.setitem(command["_identity"].__globals__, "VALUES", SimpleNamespace(device="cpu"))
+    model = str(tiny.make(tmp_path / "model", max_seq_len=1024))
+
+    def identity(**engine):
+        return command["_identity"](ServerConfig(engine={"model": model} | engine), None)
+
+    assert identity(cache_tokens=1024) == identity(cache_tokens=4096) != identity(cache_tokens=512)
+    few = {"max_running": 2, "max_batch_tokens": 64}
+    assert identity() == identity(limits=few) != identity(limits=few | {"max_waiting": 0})  # a request of 3 answers
