@@ -13,7 +13,14 @@ from jaxbench.serve.request import TokenLogprobs
 from jaxbench.serve.service import Answer, Piece
 
 DONE = "data: [DONE]\n\n"
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# an event is one line, also to clients that cut a stream by str.splitlines, as httpx's and requests' iter_lines do
+_LINE_ENDS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
+
+
+def _json(value: Any) -> str:
+    text = _encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 class Form:

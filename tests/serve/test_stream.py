@@ -58,6 +58,29 @@ def test_log_probabilities_of_a_continuation_have_the_chosen_token_and_where_it_
     assert parts[-1]["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize(
+    ("form", "kind", "body"),
+    [
+        (stream.Completion, CompletionBody, {"prompt": "a", "logprobs": 1}),
+        (stream.Chat, ChatBody, {"messages": MESSAGES}),
+    ],
+)
+def test_an_event_is_one_line_however_a_client_tells_lines_apart(form, kind, body):
+    text, pieces = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\né", asyncio.Queue()
+    pieces.put_nowait(Piece(text, (97,), (TokenLogprobs(-1.0, ()),), "stop"))
+    answer = SimpleNamespace(
+        request=SimpleNamespace(prompt=(97,)), ids=[97], num_cached=0, pieces=pieces, goes_on=False
+    )
+
+    async def run():
+        return [event async for event in form("r", "tiny", Bytes(), intake.checked(body, kind)).events([answer])]
+
+    lines = "".join(asyncio.run(run())).splitlines()
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    choices = [part["choices"][0] for part in parts]
+    assert "".join(each["text"] if "text" in each else each["delta"].get("content", "") for each in choices) == text
+
+
 @pytest.mark.parametrize("form", [stream.Completion, stream.Chat])
 def test_a_timeout_is_told_beside_a_reason_that_openais_types_have(form):
     types = openai.types.CompletionChoice, openai.types.chat.chat_completion.Choice
