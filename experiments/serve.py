@@ -93,11 +93,13 @@ def _server(made: Any, options: Any) -> Any:
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """Drain the service, then shut down as uvicorn, which alone would tell the application only at the end.
 
-            /ready and /metrics respond while answers end; slow readers of answers have what is left of the time.
+            /ready and /metrics respond while answers end; slow readers of answers have what is left of the time. A
+            second Ctrl-C (force_exit) ends the answers at once, and a third leaves those who still read.
             """
             until = time.monotonic() + self.config.timeout_graceful_shutdown
-            await made.state.service.end()
-            self.config.timeout_graceful_shutdown = max(5, round(until - time.monotonic()))
+            await made.state.service.end(is_hurried=lambda: self.force_exit)
+            left = 0 if self.force_exit else round(until - time.monotonic())
+            self.config.timeout_graceful_shutdown, self.force_exit = max(5, left), False
             await super().shutdown(sockets)
 
     return Server(options)

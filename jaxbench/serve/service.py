@@ -255,18 +255,18 @@ class Service:
             for reason in await asyncio.to_thread(messenger.send, incident):
                 log.error("alert was not sent", extra={"fields": {"incident": incident.id, "reason": reason}})
 
-    async def end(self) -> None:
-        """Wait up to drain_s for answers in progress, then end the worker."""
+    async def end(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Wait up to drain_s for answers in progress, or until is_hurried returns true; then end the worker."""
         if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end())
+            self._ending = asyncio.ensure_future(self._end(is_hurried))
         await self._ending
 
-    async def _end(self) -> None:
+    async def _end(self, is_hurried: Callable[[], bool]) -> None:
         self.state = "draining"
         for task in self._watching:
             task.cancel()
         until = time.monotonic() + self.config.drain_s
-        while self.answers and time.monotonic() < until:
+        while self.answers and time.monotonic() < until and not is_hurried():
             await asyncio.sleep(0.02)
         for id in list(self.answers):
             self._happened(Event(id, None, None, "error", "the server ended before the answer did"))

@@ -379,6 +379,22 @@ def test_a_key_is_asked_for_and_a_worker_that_is_killed_or_hangs_is_started_agai
     assert server.end() == 0
 
 
+def test_a_second_interrupt_ends_the_answers_at_once_and_tells_their_clients(folder):
+    server = Running(folder, "drain_s=300")
+    with opened(server.port, {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": True}) as line:
+        line.recv(500)
+        os.kill(server.worker(), signal.SIGSTOP)  # the answer does not end by itself
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: server.get("/ready")[0] == 503)
+        server.process.send_signal(signal.SIGINT)
+        rest = b""
+        while part := line.recv(65536):
+            rest += part
+    assert b"the server ended before the answer did" in rest and server.process.wait(60) == 0
+    assert "Traceback" not in server.log.read_text()
+    server.end()
+
+
 def test_a_server_is_not_opened_to_other_machines_without_a_key(folder):
     command = [sys.executable, str(ROOT / "experiments/serve.py"), "--set=host=0.0.0.0", "--set=port=0"]
     environment = {name: value for name, value in os.environ.items() if name != "JAXBENCH_API_KEY"}
