@@ -303,7 +303,7 @@ def _new_tokens(service: Service, body: CompletionBody | ChatBody, ids: list[int
     param, vocabulary = "prompt" if isinstance(body, CompletionBody) else "messages", service.about["vocab_size"]
     room = _context(service) - len(ids)
     new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens
-    odd = next((f"token {token}" for token in ids if not 0 <= token < vocabulary), None)
+    odd = next((f"token {str(token)[:40]}" for token in ids if not 0 <= token < vocabulary), None)
     if not ids or odd is not None:
         raise Bad(f"prompt: {odd or '0 tokens'}; wanted some, each from 0 to {vocabulary - 1}", param=param)
     if room < 1 or new > room:

@@ -152,6 +152,7 @@ def test_prompts_of_a_list_are_drawn_by_seeds_of_their_own_where_none_is_given()
         ({"prompt": "a" * 200}, 400, "context_length_exceeded", "prompt", "the prompt has 200 tokens"),
         ({"prompt": [1, -1]}, 400, None, "prompt", "prompt: token -1; wanted some, each from 0 to 255"),
         ({"prompt": [256]}, 400, None, "prompt", "prompt: token 256;"),
+        ({"prompt": [10**4000]}, 400, None, "prompt", f"prompt: token 1{'0' * 39}; wanted some"),
         ({"messages": MESSAGES, "max_tokens": 1000}, 400, "context_length_exceeded", "messages", "together 100"),
     ],
 )
