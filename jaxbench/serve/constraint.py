@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 MAX_CHARACTERS = 100_000  # of a grammar
+MOST_BEGUN = 16  # grammars that are kept as they begin
 MAX_CHECK_S = 0.5  # CPU time to begin an answer: the engine does it again, and a step of all requests waits for it
 BYTES_AHEAD = 16  # of a matching text, tried before a grammar is accepted: one that is too large mostly fails there
 # Between two parts of a JSON value: room for a line and its indentation. Without a limit a model that has begun with
@@ -295,6 +296,8 @@ class Grammars:
         _matcher()
         self.vocab_size = vocab_size
         self._tokens = LLTokenizer(tokenizer.core.to_str(), n_vocab=vocab_size, eos_token=list(tokenizer.end_ids))
+        # answers to a request, and most requests of a client, follow one grammar; all answers wait while one is built
+        self._begun = functools.lru_cache(maxsize=MOST_BEGUN)(self._beginning)
 
     def begin(self, grammar: str, answer: Iterable[int] = ()) -> Constraint:
         """Return the state of an answer that follows a grammar; answer: tokens that it has already.
@@ -302,13 +305,16 @@ class Grammars:
         Raises:
           Unfollowed: the grammar is invalid, or the answer does not follow it.
         """
-        matcher = _matcher()(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise Unfollowed(f"grammar: {_short(matcher.get_error())}")
-        made = Constraint(matcher, self.vocab_size)
+        made = Constraint(self._begun(grammar).deep_copy(), self.vocab_size)
         for token in answer:
             made.accept(token)
         return made
+
+    def _beginning(self, grammar: str) -> Any:
+        matcher = _matcher()(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise Unfollowed(f"grammar: {_short(matcher.get_error())}")
+        return matcher
 
 
 class Constraint:

@@ -175,3 +175,21 @@ def test_a_grammar_that_fails_while_tokens_are_looked_up_allows_no_end(grammars)
 def test_an_engine_without_grammars_takes_no_request_with_one(tokenizer):
     with pytest.raises(ValueError, match="the engine follows no grammars"):
         answered(None, tokenizer, requests(constraint.of_choices(["a"])))
+
+
+def test_a_grammar_is_built_once_for_answers_that_do_not_disturb_one_another(tokenizer, monkeypatch):
+    built, whole = [], constraint.Grammars._beginning
+    monkeypatch.setattr(constraint.Grammars, "_beginning", lambda self, each: built.append(each) or whole(self, each))
+    grammars, grammar = constraint.Grammars(tokenizer, 257), constraint.of_regex("ab|cd")
+    first, second = grammars.begin(grammar), grammars.begin(grammar)
+    first.accept(ord("a"))
+    third, behind = grammars.begin(grammar), grammars.begin(grammar, answer=[ord("c")])
+
+    def allowed(each):
+        return [chr(token) for token in np.flatnonzero(np.isfinite(each.masked(np.zeros(257, np.float32))))]
+
+    assert [allowed(each) for each in (first, second, third, behind)] == [["b"], ["a", "c"], ["a", "c"], ["d"]]
+    assert built == [grammar]
+    for _ in range(2):
+        with pytest.raises(constraint.Unfollowed, match="grammar: "):
+            grammars.begin("nonsense")
