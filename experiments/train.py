@@ -150,7 +150,7 @@ def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
     if text is None:
         return None
     first, colon, last = text.partition(":")
-    if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last) <= settings.steps):
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last) <= settings.steps):
         raise ValueError(f"--profile_steps={text} is not a:b with a < b <= steps={settings.steps}")
     return int(first), int(last)
 

@@ -95,6 +95,7 @@ CASES = [
     Case("parallel.py --case=2.5d --all", ("--case=2.5d", "--all")),
     Case("parallel.py --case=2.5d --part=2/8", ("--case=2.5d", "--part=2/8", "exclude each other")),
     Case("train.py --profile_steps=3:1", ("--profile_steps=3:1", "a < b")),
+    Case("train.py --profile_steps=\u00b2:4", ("--profile_steps=\u00b2:4", "a < b")),
     Case("train.py --memory_mib=-1", ("memory_mib", "-1")),
     Case("train.py --process_id=1", ("--process_id", "--coordinator")),
     Case("train.py --backend=equinox", ("equinox", "flax|torch")),
