@@ -35,7 +35,7 @@ def readings(rapl: Path = RAPL) -> dict[str, Reading]:
             used, limit = (int((folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
         except (OSError, ValueError):
             continue
-        if _name(folder) == PLATFORM:
+        if _name(folder) == PLATFORM or limit <= 0:  # without a range, it cannot be told where it begins anew
             continue
         found[folder.name] = Reading(used / 1e6, limit / 1e6)
     return found | _gpus()

@@ -29,6 +29,7 @@ def test_packages_count_and_their_parts_do_not(tmp_path):
 def test_a_counter_that_cannot_be_read_is_no_figure(tmp_path):
     (tmp_path / "intel-rapl:0").mkdir()
     package(tmp_path, "intel-rapl:1", "no number")
+    package(tmp_path, "intel-rapl:2", 500_000, limit=0)  # by which a difference cannot be divided
     assert not any("rapl" in name for name in energy.readings(tmp_path))
     assert energy.spent({}, {}) is None
     assert energy.spent({"a": energy.Reading(1.0, 9.0)}, {}) is None
