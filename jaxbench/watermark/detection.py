@@ -262,11 +262,17 @@ def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
     """Return the scheme that a name, a mapping or a scheme stands for, checked against a vocabulary size.
 
     Raises:
-      ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, or more payloads than tokens.
+      ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, lists of no token, or more payloads than
+        tokens.
     """
     scheme = parse_scheme(scheme)
     if not isinstance(vocab_size, (int, np.integer)) or not 2 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"detect: vocab_size={vocab_size!r}, wanted a whole number from 2 to {MAX_VOCAB:,}")
+    if scheme.has_list_words and int(scheme.gamma * vocab_size) == 0:
+        raise ValueError(
+            f"detect: scheme {scheme.scheme} with gamma={scheme.gamma:g} has lists of none of {vocab_size} tokens, so "
+            f"that p is 1 for every text; wanted at least {1 / vocab_size:.3g}"
+        )
     if num_payloads(scheme) > vocab_size:
         raise ValueError(
             f"detect: scheme {scheme.scheme} with payload_bits={scheme.payload_bits} has more payloads than the "

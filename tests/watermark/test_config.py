@@ -43,6 +43,11 @@ def test_a_configuration_takes_a_scheme_by_its_name_alone():
         ({"scheme": "kgw", "gama": 0.5}, "field 'gama' is unknown, the nearest is gamma"),
         ({"scheme": "kgw", "gamma": 1.0}, "gamma=1.0: input should be less than 1"),
         ({"scheme": "kgw", "gamma": 0.0}, "gamma=0.0"),
+        (
+            {"scheme": "kgw", "gamma": 2.0**-33},
+            "gamma=1.1641532182693481e-10: input should be greater than or equal to",
+        ),
+        ({"scheme": "morphmark", "gamma": 1e-12}, "gamma=1e-12"),
         ({"scheme": "unigram", "delta": -1}, "delta=-1: input should be greater than or equal to 0"),
         ({"scheme": "synthid", "depth": 31}, "depth=31"),
         ({"scheme": "dip", "alpha": 0.6}, "alpha=0.6"),

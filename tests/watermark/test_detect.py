@@ -245,6 +245,8 @@ def test_bad_input_is_named(backend):
         module.detect_batch("a bcd", scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match="vocab_size=99999999999, wanted a whole number from 2 to 16,777,216"):
         module.detect_batch([[1, 2]], scheme, Key(1), vocab_size=99_999_999_999)
+    with pytest.raises(ValueError, match="unigram with gamma=0.001 has lists of none of 97 tokens, .* at least 0.0103"):
+        module.detect_batch([[1, 2]], {"scheme": "unigram", "gamma": 0.001}, Key(1), vocab_size=97)
     with pytest.raises(ValueError, match=r"got \[1, 2, \[3\]\] as a text, wanted a list of token ids"):
         module.detect_batch([[1, 2, [3]]], scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"got 1 as a text, wanted a list of token ids"):

@@ -14,6 +14,7 @@ from jaxbench.watermark.reference import RED, Evidence, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
 MAX_BIAS = 1000.0  # nats: from 100 on red tokens are practically banned; float32 still tells green logits 1e-4 apart
+MIN_GAMMA = 2.0**-32  # a smaller share of 32-bit words is none: nothing would be marked, and p be 1 for every text
 
 
 class GreenScheme(Scheme):

@@ -15,14 +15,14 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 
 from jaxbench.watermark.reference import ContextRule
-from jaxbench.watermark.schemes.green_count import GreenScheme
+from jaxbench.watermark.schemes.green_count import MIN_GAMMA, GreenScheme
 
 
 class MorphMark(GreenScheme):
     """Green lists of adaptive strength."""
 
     scheme: Literal["morphmark"] = "morphmark"
-    gamma: float = Field(default=0.5, gt=0, lt=1)  # expected share of green tokens
+    gamma: float = Field(default=0.5, ge=MIN_GAMMA, lt=1)  # expected share of green tokens
     form: Literal["linear", "exp", "log"] = "exp"  # f(P): k P, exp(k P) - 1, log(k P + 1), at most 1
     k: float = Field(default=1.3, gt=0, le=100)  # the constant in f
     p_0: float = Field(default=0.15, ge=0, le=1)  # a step with a lower probability of green tokens is not marked
