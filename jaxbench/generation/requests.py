@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,8 +133,8 @@ def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object of a line, or inside one: Python's parser would silently keep the last of two values."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise Twice(repr(next(name for name in names if names.count(name) > 1)[:60]))
+        counts = collections.Counter(name for name, _ in pairs)
+        raise Twice(repr(next(name for name in counts if counts[name] > 1)[:60]))
     return made
 
 

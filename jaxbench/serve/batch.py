@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from jaxbench import outputs, store
+from jaxbench.generation import requests as texts
 from jaxbench.serve import intake, stream
 from jaxbench.serve.protocol import ChatBody, CompletionBody, error_body, problem
 from jaxbench.serve.service import Refused, Service, are_refused
@@ -67,9 +68,14 @@ def lines(source: Path) -> Iterator[Line]:
             if not text.strip():
                 continue
             try:
-                yield Line.model_validate_json(text)
+                line = Line.model_validate_json(text)
+                json.loads(text, object_pairs_hook=texts.unrepeated)
             except pydantic.ValidationError as error:
                 raise ValueError(f"--input={source} line {number}: {problem(error, whole='')}") from error
+            except texts.Twice as error:
+                said = f"the key {error} twice in one object; wanted it once"
+                raise ValueError(f"--input={source} line {number} has {said}") from error
+            yield line
 
 
 def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> Job:

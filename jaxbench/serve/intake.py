@@ -64,10 +64,12 @@ def parsed(data: bytes | bytearray, kind: type[pydantic.BaseModel]) -> Any:
     """Parse and validate a body.
 
     Raises:
-      Bad: it is not JSON, or does not validate.
+      Bad: it is not JSON, has a key twice, or does not validate.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=texts.unrepeated)
+    except texts.Twice as error:
+        raise Bad(f"the body has the key {error} twice in one object; wanted it once") from error
     except (ValueError, RecursionError) as error:
         raise Bad(f"the body is no JSON ({type(error).__name__}: {str(error)[:100]})") from error
     return checked(value, kind)

@@ -291,6 +291,7 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
         (json.dumps(request(1) | {"method": "GET"}), "line 1: method: .*GET"),
         (json.dumps(request(1) | {"body": 3}), "line 1: body: .*3"),
         (json.dumps(request(1) | {"more": 3}), "line 1: more is not served here"),
+        (json.dumps(request(1)).replace('"temperature": 0', '"max_tokens": 8'), "line 1 has the key 'max_tokens' t"),
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named_before_anything_starts(tmp_path, text, said):

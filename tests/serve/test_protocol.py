@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,24 @@ def test_a_long_text_is_made_in_another_thread_wherever_it_is_in_the_body(monkey
     asked(messages=MESSAGES)
     asked(**body)
     assert [each is threading.main_thread() for each in threads[:2]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 2}', "'max_tokens'"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": -1}}', "'5'"),
+        (b'{"prompt": "a", "response_format": {"type": "text", "type": "json_object"}}', "'type'"),
+        (rb'{"prompt": "a", "\ud800": 1, "\ud800": 2}', r"'\ud800'"),
+        (b"{" + b"".join(b'"%d": 1, ' % i for i in range(100_000)) + b'"99999": 1}', "'99999'"),
+    ],
+)
+def test_a_key_twice_is_refused_as_only_one_of_its_values_could_be_followed(body, key):
+    began = time.process_time()
+    with pytest.raises(intake.Bad) as error:
+        intake.parsed(body, CompletionBody)
+    assert str(error.value) == f"the body has the key {key} twice in one object; wanted it once"
+    assert time.process_time() - began < 5  # of many keys, too
 
 
 @pytest.mark.parametrize("key", ["1_0_0", "0100", " 6", "6 ", "+7", "5.0", "-1", "", "a", "\u0665", "9" * 5000, "6\n"])
