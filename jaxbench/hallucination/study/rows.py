@@ -98,7 +98,7 @@ def _random_heads(table: Table, train: Array, test: Array) -> Array:
 
 
 def _rank_ensemble(families: tuple[str, ...], table: Table, train: Array, test: Array) -> Array:
-    """Sum of the ranks by regressions on one family each."""
+    """Sum of the ranks, among the second list, by regressions on one family each."""
     return sum(stats.rankdata(_regression((name,), table, train, test)) for name in families)
 
 
