@@ -61,6 +61,9 @@ GEMMA3 = GEMMA2 | {"attention_softcap": None, "local_rope_theta": 1e3, "qk_norm"
 BLOCKED = {"implementation": "blocked", "block_size": 4}
 KERNEL = LLAMA.model_copy(update={"d_model": 128, "head_dim": 64})  # heads as wide as real ones
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
+# More tokens than one part of the queries has; a layer with a window, one without, and capped scores in both.
+PARTS = {"max_seq_len": 192, "sliding_window": 20, "global_every": 2, "attention_softcap": 2.0}
+EOS = 14  # a token that ends two of the four rows of `transformer/gpt2`, at different steps
 YARN_SCALING = RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=64, beta_fast=8.0)
 GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
@@ -102,9 +105,11 @@ class Case(NamedTuple):
     batch: int = 2  # rows; every second row starts with padding
     length: int = 16  # tokens a row
     first: int = 0  # position of a row's first token
-    prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
+    prompt: int = 10  # tokens of the prefill before decoding; 0 = the model does not decode
+    chunk: int = 1  # tokens of the first call that reads the cache; those after it have one
     packed: bool = False  # two documents per row, distinguished by segment ids
     sampled: bool = False  # also sample tokens, and compare them exactly
+    eos_id: int | None = None  # token that ends a row of these
     steps: int = 20  # optimiser steps; 0 = no training
     step: StepConfig = STEP
     gradients: bool = True  # compare gradients by default
@@ -121,6 +126,11 @@ class Case(NamedTuple):
     def is_scanned(self) -> bool:
         """True where the layers run inside a scan, which hides their outputs from capture."""
         return self.is_closed or bool(self.options.get("scan_layers"))
+
+    def cached_calls(self) -> list[slice]:
+        """Slots that each call after the prefill fills."""
+        starts = [self.prompt, *range(self.prompt + self.chunk, self.length)]
+        return [slice(start, end) for start, end in zip(starts, [*starts[1:], self.length], strict=True)]
 
     def options_in(self, dtype: str) -> dict[str, Any]:
         """Arguments of `build` in a number type."""
@@ -183,8 +193,8 @@ def _oracle(name: str) -> Case:
 
 CASES: tuple[Case, ...] = (
     *map(_oracle, ("rotary", "philox", "initial", "schedules", "packing", "families")),
-    _llama("llama-grouped", sampled=True),
-    _llama("llama-run-step")._replace(step=RUN_STEP),
+    _llama("llama-grouped", sampled=True)._replace(chunk=3),
+    _llama("llama-run-step")._replace(step=RUN_STEP, batch=4),  # micro-batches of two rows
     _llama("llama-sgd")._replace(step=SGD_STEP),
     # Angles of a narrow type show far from the start alone (in bfloat16 1,500 is 1,496 or 1,504), where scores differ.
     _llama("llama-far", query_pre_attn_scalar=0.1, max_seq_len=2048)._replace(first=1500),
@@ -192,7 +202,7 @@ CASES: tuple[Case, ...] = (
     _llama("llama-multi-query", num_kv_heads=1),
     _llama("llama-untied", tie_embeddings=False),
     _llama("llama-bias", use_bias=True),
-    _llama("llama-window", sampled=True, sliding_window=5),
+    _llama("llama-window", sampled=True, sliding_window=5)._replace(chunk=3),
     _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
     _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
     _llama("llama-rope-yarn", rope_scaling=YARN_SCALING),
@@ -215,8 +225,8 @@ CASES: tuple[Case, ...] = (
     Case("transformer/llama-kernel", KERNEL, length=64, prompt=48, kernel="fused", device="gpu"),
     Case("transformer/llama-kernel-window-packed", KERNEL.model_copy(update={"sliding_window": 17}), length=64,
          packed=True, kernel="fused", device="gpu"),
-    Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
-    Case("transformer/gpt2", GPT2, sampled=True),
+    Case("transformer/llama-parts", LLAMA.model_copy(update=PARTS), length=160, prompt=150, chunk=4),
+    Case("transformer/gpt2", GPT2, sampled=True, chunk=3, eos_id=EOS),
     Case("sample/filters", LLAMA, module="sample", exact="sampling", backends=("flax",)),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          options=BLOCKED),
@@ -260,7 +270,7 @@ CASES: tuple[Case, ...] = (
     Case("memory/bank-learned", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2,
          compression="learned"), module="memory.bank", task="memory.target", data="memory.bank_config", length=18,
          prompt=0, backends=("flax",)),
-    Case("transformer/memory-gate", GATED, module="memory.decoder", length=12, prompt=7, sampled=True,
+    Case("transformer/memory-gate", GATED, module="memory.decoder", length=12, prompt=7, chunk=2, sampled=True,
          backends=("flax",)),
     Case("transformer/lora", ADAPTED, module="lora.layers", sampled=True, backends=("flax",)),
     _block("mac", seed=1),

@@ -37,7 +37,8 @@ def decode_position_late(
     original: Callable, self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any
 ) -> Any:
     """Increase positions by one in every step that reads a cache; the PyTorch twin has the same bug."""
-    return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
+    late = positions if cache is None or positions is None else positions + 1  # PyTorch's rows of one length have none
+    return original(self, tokens, late, cache=cache, **options)
 
 
 _bug = functools.partial(Mutation, case=CASE, side="equinox")

@@ -14,7 +14,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture, cases, distance, gates
 from jaxbench.parity.cases import Case
 
-LEARNING_RATE = 3e-3  # large, so that 20 steps move every parameter far above the tolerance
+LEARNING_RATE = 3e-3  # of the first step; large, so that 20 steps move every parameter far above the tolerance
 # Each of the five changes what the cases draw, so that leaving one out shows (sampling.py has every slip in one).
 SAMPLING = {"temperature": 0.7, "top_k": 8, "top_p": 0.7, "min_p": 0.4, "repetition_penalty": 1.5}
 SEED = 7  # of dropout and sampling
@@ -29,7 +29,7 @@ class Evidence(NamedTuple):
     trace: capture.Trace
     repeat: tuple[gates.Gate, dict[str, dict[str, float]]]  # gate P10; each tensor's distance from its repetition
     decoding: capture.Decoding | None
-    tokens: np.ndarray | None  # sampled tokens, [B new tokens] int32
+    tokens: np.ndarray | None  # sampled tokens of all batches, [rows, new tokens] int32
     training: capture.Training | None
 
 
@@ -43,6 +43,17 @@ class Findings(NamedTuple):
 def training_steps(case: Case, config: TransformerConfig) -> list[cases.Arrays]:
     """Batch of every training step: NUM_BATCHES batches in rotation, so that the loss falls."""
     return [cases.arrays(case, config, step=i % NUM_BATCHES) for i in range(case.steps)]
+
+
+def learning_rates(case: Case) -> list[float]:
+    """Learning rate of every training step: it falls to half, so that a step that keeps an earlier one's shows."""
+    return [LEARNING_RATE * (1.0 - 0.5 * i / case.steps) for i in range(case.steps)]
+
+
+def prompts_of(case: Case, arrays: cases.Arrays) -> list[list[list[int]]]:
+    """Two batches of prompts: of two lengths, and of one, which PyTorch reads and continues without a mask."""
+    ends = (case.prompt, case.prompt // 2), (case.prompt, case.prompt)
+    return [[row[: end[i % 2]].tolist() for i, row in enumerate(arrays.tokens)] for end in ends]
 
 
 def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool, is_quick: bool = False) -> Evidence:
@@ -59,13 +70,12 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
     decoding = None if case.packed or not case.prompt else side.decode(arrays, prompt=case.prompt)
     tokens = None
     if case.sampled and not is_quick:
-        lengths = (case.prompt, case.prompt // 2)
-        prompts = [row[: lengths[i % 2]].tolist() for i, row in enumerate(arrays.tokens)]
         count = min(NUM_SAMPLED, config.max_seq_len - case.prompt)
-        tokens = side.sample(prompts, SAMPLING, max_new_tokens=count, seed=SEED)
+        tokens = side.sample(prompts_of(case, arrays), SAMPLING, max_new_tokens=count, seed=SEED)
     training = None
     if case.steps and not is_quick:
-        training = side.train(training_steps(case, config), case.step, learning_rate=LEARNING_RATE, seed=SEED)
+        steps, rates = training_steps(case, config), learning_rates(case)
+        training = side.train(steps, case.step, learning_rates=rates, seed=SEED)
     return Evidence(side.name, trace, repeat, decoding, tokens, training)
 
 

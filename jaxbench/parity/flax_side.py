@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,7 +140,7 @@ class Side:
         return run
 
     def train(
-        self, steps: list[Arrays], step_config: StepConfig, *, learning_rate: float, seed: int
+        self, steps: list[Arrays], step_config: StepConfig, *, learning_rates: Sequence[float], seed: int
     ) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on."""
         step_fn = jax.jit(
@@ -148,13 +148,13 @@ class Side:
         )
         state = optimizer_step.init_state(self.model, self.params, step_config, policy=precision.uniform(self.dtype))
         losses, key = [], prng.key_from_seed(seed)
-        for arrays in steps:
+        for arrays, learning_rate in zip(steps, learning_rates, strict=True):
             state, metrics = step_fn(state, self._batch(arrays), learning_rate, key)
             losses.append(metrics.loss)
         return capture.Training(np.array(losses), optimizer_step.state_arrays(state))
 
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
-        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
+        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by the case's cached calls."""
 
         @jax.jit
         def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
@@ -166,19 +166,21 @@ class Side:
         full, _ = features(self.params, tokens, positions, None, None)
         logits, cache = features(self.params, tokens[:, :prompt], positions[:, :prompt], None, None)
         parts, cache = [logits], cache.padded(tokens.shape[1], dtype=str(cache.keys[0].dtype))
-        for slot in range(prompt, tokens.shape[1]):
-            token = slice(slot, slot + 1)
-            logits, cache = features(self.params, tokens[:, token], positions[:, token], cache, jnp.int32(slot))
+        for part in self.case.cached_calls():
+            slot = jnp.int32(part.start)
+            logits, cache = features(self.params, tokens[:, part], positions[:, part], cache, slot)
             parts.append(logits)
         return capture.Decoding(np.asarray(full), np.concatenate([np.asarray(part) for part in parts], axis=1))
 
     def sample(
-        self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
+        self, batches: list[list[list[int]]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
-        """Generated tokens [B new tokens], int32."""
+        """Tokens generated for the prompts of each batch, in that order [rows, new tokens]; -1 after a row's end."""
         lib = importlib.import_module("jaxbench.sample")
-        generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
-        return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
+        generator = lib.Generator(self.model, eos_id=self.case.eos_id, sampling=lib.SamplingParams(**sampling))
+        drawn = [generator(each, max_new_tokens=max_new_tokens, seed=seed).tokens for each in batches]
+        room = [((0, 0), (0, max_new_tokens - tokens.shape[1])) for tokens in drawn]
+        return np.concatenate([np.pad(*each, constant_values=-1) for each in zip(drawn, room, strict=True)])
 
 
 def _is_floating(x: Any) -> bool:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from jaxbench import rotary
+from jaxbench import prompts, rotary
 from jaxbench.parity import (
     cases,
     compress_bugs,
@@ -134,6 +134,29 @@ def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask
     return torch.einsum("BKGTS,BKSH->BKGTH", weights, value)
 
 
+def _window_of_first_part(original: Callable, query: torch.Tensor, key: Any, value: Any, mask: Any, cap: Any) -> Any:
+    """Let queries of the second part on see all keys before them that any query sees."""
+    [(_, end), *more] = prompts.query_parts(query.shape[3])
+    if more:
+        every = torch.tril(mask.any(dim=1, keepdim=True).expand_as(mask))
+        mask = torch.cat((mask[:, :end], every[:, end:]), dim=1)
+    return original(query, key, value, mask, cap)
+
+
+def _softcap_of_first_part(original: Callable, query: torch.Tensor, key: Any, value: Any, mask: Any, cap: Any) -> Any:
+    [(_, end), *_] = prompts.query_parts(query.shape[3])
+    mixed = original(query, key, value, mask, cap)
+    return torch.cat((mixed[:, :, :, :end], original(query, key, value, mask, None)[:, :, :, end:]), dim=3)
+
+
+def _chunk_sees_itself(original: Callable, spans: attention.Spans, *how: Any) -> torch.Tensor:
+    """Let the tokens of a call that reads a cache see those behind them, if there are several."""
+    positions, slots = spans.query_positions, spans.key_positions.shape[1]
+    if 1 < positions.shape[1] < slots:
+        spans = spans._replace(query_positions=positions.amax(dim=1, keepdim=True).expand_as(positions))
+    return original(spans, *how)
+
+
 class _Adam(torch.optim.Optimizer):
     """AdamW by hand, with eps inside the root, or without bias correction of the second moment."""
 
@@ -215,7 +238,7 @@ def _swapped(original: Callable, model: Any, params: dict[str, Any], **options: 
 
 
 _LLAMA, _GPT2, _QWEN3 = "transformer/llama-grouped", "transformer/gpt2", "transformer/qwen3"
-_GEMMA2 = "transformer/gemma2"
+_GEMMA2, _PARTS = "transformer/gemma2", "transformer/llama-parts"
 _ATTENTION, _QUERY_NORM = "layers.0.attention", "layers.0.attention.q_norm"
 _NORM, _MASK, _ATTEND = (nn.RMSNorm, "forward"), (attention, "attention_mask"), (transformer, "attention")
 _ANGLES, _ROTATE, _OPTIMIZER = (functional, "rotary_angles"), (functional, "rotate"), (optimizer_step, "_optimizer")
@@ -255,6 +278,11 @@ TORCH_BUGS: tuple[Mutation, ...] = (
              lambda original, key, *, step, **where: original(key, step=0, **where)),
     Mutation("tied-head-passes-no-gradient", _LLAMA, (nn.Embed, "attend"), _tied_gradient_lost),
     Mutation("decode-position-one-late", _LLAMA, _FEATURES, equinox_bugs.decode_position_late),
+    Mutation("cached-chunk-sees-itself", _LLAMA, _MASK, _chunk_sees_itself),
+    Mutation("plain-rows-count-from-one", _GPT2, (transformer.Transformer, "_plain_positions"),
+             lambda original, *args: original(*args) + 1),
+    Mutation("window-of-the-first-part-alone", _PARTS, (attention, "_ordered"), _window_of_first_part, _ATTENTION),
+    Mutation("softcap-of-the-first-part-alone", _PARTS, (attention, "_ordered"), _softcap_of_first_part, _ATTENTION),
     Mutation("loss-mask-ignored", _LLAMA, (train, "cross_entropy"),
              lambda original, logits, targets, mask: original(logits, targets, torch.ones_like(mask))),
     Mutation("weights-swapped-on-load", _LLAMA, (nn, "load_params"), _swapped, "layers.0.attention.k_proj"),

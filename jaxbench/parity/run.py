@@ -305,7 +305,7 @@ class _Work:
     def _train_float32(self, side: Any, other: Any) -> None:
         """Run gate P7: the float32 training curve stays within the effect of one-ulp changes of the weights."""
         steps, random = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
-        how = {"learning_rate": evidence.LEARNING_RATE, "seed": evidence.SEED}
+        how = {"learning_rates": evidence.learning_rates(self.case), "seed": evidence.SEED}
         curve = side.train(steps, self.case.step, **how).losses
         reference = other.train(steps, self.case.step, **how).losses
         curves = []

@@ -88,10 +88,17 @@ def _frequency_of_prompts(
     return original(logits, tokens, torch.zeros_like(starts), *how, **weights)
 
 
+def _ended_rows_go_on(original: Callable, self: sample.Generator, *step: Any) -> sample.DecodeState:
+    state = original(self, *step)
+    return state._replace(finished=torch.zeros_like(state.finished))
+
+
 _bug = functools.partial(Mutation, case="sample/filters")
 _FILTER, _PENALTY = (sample, "filter_logits"), (penalties, "penalize_repetition")
 _ADDED, _FREQUENCY = (penalties, "penalize"), (penalties, "penalize_frequency")
 SAMPLING_BUGS: tuple[Mutation, ...] = (
+    _bug("sampling-ended-rows-go-on", case="transformer/gpt2", place=(sample.Generator, "_append"),
+         bug=_ended_rows_go_on),
     _bug("sampling-one-token-more-in-top-k", place=_FILTER, bug=_changed(top_k=lambda count: count and count + 1)),
     _bug("sampling-min-p-squared", place=_FILTER, bug=_changed(min_p=lambda share: share * share)),
     _bug("sampling-temperature-last", place=_FILTER, bug=_temperature_last),

@@ -31,6 +31,19 @@ def _unweighted(
     return original(state, batch, dropout_key, step_config, loss_of)
 
 
+def _adjacent_rows(original: Callable, batch: Any, count: int) -> list[Any]:
+    """Split a batch into runs of adjacent rows, which get other rows' dropout masks."""
+    rows = batch[0].shape[0] // count
+    parts = [slice(start, start + rows) for start in range(0, rows * count, rows)]
+    return [type(batch)(*(None if x is None else x[part] for x in batch)) for part in parts]
+
+
+def _first_rate_kept(original: Callable, state: Any, batch: Any, learning_rate: float, *key: Any, **how: Any) -> Any:
+    """Take every step with the first one's learning rate, as a program that was compiled with it would."""
+    rates = [group["lr"] for group in state.moments.param_groups if state.step]
+    return original(state, batch, rates[0] if rates else learning_rate, *key, **how)
+
+
 def _unclipped(original: Callable, x: torch.Tensor, **limits: Any) -> torch.Tensor:
     return torch.ones_like(x) if limits == {"max": 1.0} else original(x, **limits)
 
@@ -45,6 +58,8 @@ STEP_BUGS: tuple[Mutation, ...] = (
     _bug("micro-batches-of-equal-weight", place=(optimizer_step, "_accumulate"), bug=_unweighted),
     _bug("dropout-of-the-step-in-every-micro-batch", place=(functional, "DropoutStream"),
          bug=lambda original, key, step: original(key, step // 2)),
+    _bug("micro-batches-of-adjacent-rows", place=(optimizer_step, "_micro_batches"), bug=_adjacent_rows),
+    _bug("learning-rate-of-the-first-step", place=(optimizer_step, "train_step"), bug=_first_rate_kept),
     _bug("sgd-with-nesterov-momentum", case="transformer/llama-sgd", place=(torch.optim, "SGD"),
          bug=lambda original, groups, **how: original(groups, **how, nesterov=True)),
 )  # fmt: skip

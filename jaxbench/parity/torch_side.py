@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,14 +80,14 @@ class Side:
         }
 
     def train(
-        self, steps: list[Arrays], step_config: StepConfig, *, learning_rate: float, seed: int
+        self, steps: list[Arrays], step_config: StepConfig, *, learning_rates: Sequence[float], seed: int
     ) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on; changes the model's parameters."""
         state = optimizer_step.init_state(
             self.model, self.get_params(), step_config, policy=precision.uniform(self.dtype)
         )
         losses, key = [], prng.key_from_seed(seed)
-        for arrays in steps:
+        for arrays, learning_rate in zip(steps, learning_rates, strict=True):
             state, metrics = optimizer_step.train_step(
                 state, self._batch(arrays), learning_rate, key, step_config=step_config, loss_fn=self.task.loss_fn
             )
@@ -96,24 +96,25 @@ class Side:
 
     @torch.no_grad()
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
-        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
+        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by the case's cached calls."""
         tokens, positions = torch.tensor(arrays.tokens), torch.tensor(arrays.positions)
         full = self.model(tokens, positions)
         hidden, cache = self.model.features(tokens[:, :prompt], positions[:, :prompt])
         parts, cache = [self.model.logits(hidden)], cache.padded(tokens.shape[1], dtype=self.model.dtype)
-        for slot in range(prompt, tokens.shape[1]):
-            token = slice(slot, slot + 1)
-            hidden, cache = self.model.features(tokens[:, token], positions[:, token], cache=cache, slot=slot)
+        for part in self.case.cached_calls():
+            hidden, cache = self.model.features(tokens[:, part], positions[:, part], cache=cache, slot=part.start)
             parts.append(self.model.logits(hidden))
         return capture.Decoding(_numpy(full), _numpy(torch.cat(parts, dim=1)))
 
     def sample(
-        self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
+        self, batches: list[list[list[int]]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
-        """Generated tokens [B new tokens], int32."""
+        """Tokens generated for the prompts of each batch, in that order [rows, new tokens]; -1 after a row's end."""
         lib = importlib.import_module("torch_ref.sample")
-        generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
-        return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
+        generator = lib.Generator(self.model, eos_id=self.case.eos_id, sampling=lib.SamplingParams(**sampling))
+        drawn = [generator(each, max_new_tokens=max_new_tokens, seed=seed).tokens for each in batches]
+        room = [((0, 0), (0, max_new_tokens - tokens.shape[1])) for tokens in drawn]
+        return np.concatenate([np.pad(*each, constant_values=-1) for each in zip(drawn, room, strict=True)])
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxbench import prompts
 from jaxbench.parity import cases
 
 TINY = [case for case in cases.CASES if case.config is not None and case.data is None and case.exact is None]
@@ -30,6 +31,20 @@ def test_the_table_covers_every_family_and_variant():
     assert {case.options.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
     assert any(case.is_scanned for case in TINY) and any(case.packed for case in TINY)
     assert all(c.dropout > 0 for c in configs)  # so that twins' masks are compared in every case
+
+
+def test_the_table_covers_what_short_rows_and_single_tokens_do_not_show():
+    long = [case for case in TINY if len(prompts.query_parts(case.length)) > 1]
+    assert any(case.config.sliding_window and case.config.global_every for case in long)
+    assert any(case.batch > case.step.accumulation > 1 for case in TINY)  # else every micro-batch is one row
+    chunked = [case for case in TINY if case.chunk > 1]
+    assert any(case.config.sliding_window for case in chunked) and any(case.config.layer_kind for case in chunked)
+
+
+def test_calls_behind_the_prefill_fill_every_slot_once():
+    case = cases.Case("tiny", None, length=9, prompt=4, chunk=3)
+    assert case.cached_calls() == [slice(4, 7), slice(7, 8), slice(8, 9)]
+    assert cases.Case("tiny", None, length=6, prompt=4).cached_calls() == [slice(4, 5), slice(5, 6)]
 
 
 def test_a_case_of_a_kernel_has_it_in_narrow_types_alone_and_only_where_the_device_is():

@@ -130,7 +130,7 @@ def test_training_lowers_the_loss_of_the_batches_it_sees():
         losses = side.train(
             evidence.training_steps(case, config),
             case.step,
-            learning_rate=evidence.LEARNING_RATE,
+            learning_rates=evidence.learning_rates(case),
             seed=evidence.SEED,
         ).losses
     assert losses[-4:].mean() < losses[:4].mean() - 0.1

@@ -42,6 +42,18 @@ def test_each_penalty_and_the_biases_change_logits_of_the_case_that_compares_the
     np.testing.assert_array_equal(sampling.by_hand(how, row, step=2), [[4.0, -5.25, 1.0]])
 
 
+def test_some_rows_of_the_case_with_an_end_token_end_and_others_do_not():
+    case = cases.find("transformer/gpt2")
+    config, params = cases.load(case)
+    with run.pinned("float64"):
+        side = torch_side.Side(case, config, params, dtype="float64")
+        batches = evidence.prompts_of(case, cases.arrays(case, config))
+        drawn = side.sample(batches, evidence.SAMPLING, max_new_tokens=evidence.NUM_SAMPLED, seed=evidence.SEED)
+    assert [len({len(prompt) for prompt in batch}) for batch in batches] == [2, 1]
+    lengths = (drawn >= 0).sum(axis=1).tolist()
+    assert len(set(lengths)) == 3 and max(lengths) == evidence.NUM_SAMPLED
+
+
 @pytest.mark.parametrize("left_out", sorted(evidence.SAMPLING))
 def test_leaving_out_any_setting_changes_the_tokens_that_a_case_draws(left_out):
     case = cases.find("transformer/llama-grouped")
@@ -51,7 +63,7 @@ def test_leaving_out_any_setting_changes_the_tokens_that_a_case_draws(left_out):
         prompts = [row[: case.prompt].tolist() for row in cases.arrays(case, config).tokens]
         neutral = SamplingParams(temperature=1.0)._asdict()[left_out]
         drawn = [
-            side.sample(prompts, settings, max_new_tokens=evidence.NUM_SAMPLED, seed=evidence.SEED)
+            side.sample([prompts], settings, max_new_tokens=evidence.NUM_SAMPLED, seed=evidence.SEED)
             for settings in (evidence.SAMPLING, evidence.SAMPLING | {left_out: neutral})
         ]
     assert (drawn[0] != drawn[1]).any()
