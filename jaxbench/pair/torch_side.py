@@ -30,6 +30,9 @@ REVERSED_NAMES = re.compile(r"Linear$|Conv\d?d?$|Conv1D$")  # third-party classe
 ADVICE = (
     (r"same dtype|expected (scalar|m1|mat1)|dtype.*(Float|Double)",
      "a cast or a constant of the module's own is narrower than its weights: widen=True takes it as float64"),
+    (r"numpy\.ndarray",
+     "arrays become tensors in tuples, lists and dictionaries alone: give other inputs, such as dataclasses, as one of "
+     "these and build them in a wrapper around the module"),
     (r"closure", "optimisers that call the model again in a step are not compared"),
     (r"keyword-only|positional argument",
      "inputs are given by position: wrap the module in one whose forward(self, a, b) calls it by keyword"),

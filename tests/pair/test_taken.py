@@ -1,6 +1,7 @@
 """Models and inputs that are taken as they are, and what is refused because it would prove nothing."""
 
 import collections
+import dataclasses
 
 import haiku as hk
 import jax
@@ -39,6 +40,20 @@ def test_inputs_may_be_named_tuples():
 
     mine = lambda p, batch: port()[0](p, batch.x) * batch.scale
     assert jaxbench.compare((mine, port()[1]), Scaled(), (Batch(X, np.float64(2.0) * X[:, :1]),), dtypes=()).passed
+
+
+def test_inputs_of_another_class_are_refused_with_what_to_do():
+    @dataclasses.dataclass
+    class Given:
+        x: np.ndarray
+
+    class Opened(Layer):
+        def forward(self, given):
+            return super().forward(given.x)
+
+    mine = lambda p, given: port()[0](p, given.x)
+    with pytest.raises(ValueError, match="PyTorch module cannot be called.*such as dataclasses, as one of these"):
+        jaxbench.compare((mine, port()[1]), Opened(), (Given(X),), dtypes=())
 
 
 def test_a_module_may_write_into_its_inputs():
